@@ -1,12 +1,13 @@
 """Time decode steps with LoRA adapters on a GPU: what they cost, and which tiles are best.
 
-    python -P benchmarks/gpu_lora.py                    # each case, with the tiles that serving has
-    python -P benchmarks/gpu_lora.py --search           # and with other tiles
+    python -P benchmarks/gpu_lora.py                    # each case, as serving makes it
+    python -P benchmarks/gpu_lora.py --search           # and in other ways, with other tiles
+    python -P benchmarks/gpu_lora.py --profile          # and where the time of a step goes
     python -P benchmarks/gpu_lora.py --rank 64 --slots 8
 
 The decoder of an 8B Llama shape in bfloat16, as in gpu_decode_step.py, captured in a graph: without
-adapters, with slots of which no row has any, and with adapters on all products. Before that, on one
-case, the kernels' result is compared with the reference's.
+adapters, with slots of which no row has any, and with adapters on all products. Before that, on
+two cases, the kernels' result is compared with the reference's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from gpu_decode_step import Stage, config, make_batch, make_stage
 
 from tokenpod.kernels import reference
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.triton import OPERATIONS, adapters
+from tokenpod.kernels.triton import OPERATIONS, adapted, adapters, product
 from tokenpod.kernels.triton.adapters import Tiles
 from tokenpod.models.adapters.files import Base
 from tokenpod.models.adapters.store import AdapterStore, Space
@@ -42,13 +43,34 @@ REPLAYS = 24
 #: Of log probabilities, by rounding alone, after 32 layers in bfloat16.
 TOLERANCE = 0.15
 
+
+@dataclass(frozen=True)
+class Way:
+    """How adapters' terms are made."""
+
+    #: None: those of serving.
+    tiles: Tiles | None = None
+    #: Tokens whose products add them themselves; None: none do, and a delta is made first.
+    joined: int | None = 64
+    #: Columns of adapters that such a product multiplies at once.
+    columns: int = product.COLUMNS
+
+    def __str__(self) -> str:
+        if self.joined is None:
+            how = "a delta first"
+        else:
+            how = f"up to {self.joined} tokens joined, {self.columns} columns"
+        return f"{how}, {tuple(self.tiles) if self.tiles else 'tiles of serving'}"
+
+
 SEARCHED = [
-    Tiles(tokens, inputs, splits, outputs, warps)
-    for tokens in (16, 32)
-    for inputs in (128, 256)
-    for splits in (2, 4, 8, 16)
-    for outputs in (64, 128, 256)
-    for warps in (2, 4)
+    Way(joined=None),
+    Way(joined=0),
+    Way(columns=128),
+    Way(Tiles(16, 512, 4, 256, 4)),
+    Way(Tiles(16, 512, 8, 256, 4)),
+    Way(Tiles(16, 256, 16, 256, 4)),
+    Way(Tiles(16, 256, 4, 512, 4), joined=0),
 ]
 
 
@@ -86,14 +108,16 @@ def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
 
 
 @contextmanager
-def cut(tiles: Tiles | None) -> Iterator[None]:
-    """All steps have these tiles; None: those of serving."""
-    before = adapters.TILES
-    adapters.TILES = before if tiles is None else ((1 << 31, tiles),)
+def made(way: Way) -> Iterator[None]:
+    """All steps are made so."""
+    before = adapters.TILES, adapted.MOST_JOINED, product.COLUMNS
+    if way.tiles is not None:
+        adapters.TILES = ((1 << 31, way.tiles),)
+    adapted.MOST_JOINED, product.COLUMNS = way.joined or 0, way.columns
     try:
         yield
     finally:
-        adapters.TILES = before
+        adapters.TILES, adapted.MOST_JOINED, product.COLUMNS = before
 
 
 def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
@@ -102,47 +126,76 @@ def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
 
 def compare(stage: Stage, store: AdapterStore) -> None:
     """With the reference's arithmetic of adapters; the rest of the step is the same."""
-    batch = with_adapters(make_batch(16, 1024), 16, min(store._slots.shape[0], 5))
-    found = []
-    for ops in (OPERATIONS, reference.OPERATIONS):
-        store._ops = replace(OPERATIONS, plan_adapters=ops.plan_adapters, adapt=ops.adapt)
-        decoder = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
-        logits = decoder.logits(decoder.forward(batch, stage.pool))
-        found.append(logits.float().log_softmax(-1))
-    store._ops = OPERATIONS
-    difference = (found[0] - found[1]).abs()
-    print(f"kernels and reference differ by {difference.mean():.4f} in the mean", flush=True)
-    assert difference.mean() < TOLERANCE
+    for rows in (1, 64):
+        batch = with_adapters(make_batch(rows, 1024), rows, min(store._slots.shape[0], 5))
+        found = []
+        for ops in (OPERATIONS, reference.OPERATIONS):
+            store._ops = replace(OPERATIONS, plan_adapters=ops.plan_adapters, adapt=ops.adapt)
+            whole = replace(OPERATIONS, adapted=ops.adapted)
+            decoder = Decoder(config(), dict(stage.weights), whole, adapters=store)
+            logits = decoder.logits(decoder.forward(batch, stage.pool))
+            found.append(logits.float().log_softmax(-1))
+        store._ops = OPERATIONS
+        difference = (found[0] - found[1]).abs()
+        mean, bare = difference.mean(), found[1].abs().mean()
+        print(f"{rows} rows: kernels and reference differ by {mean:.4f} of {bare:.1f}", flush=True)
+        assert mean < TOLERANCE
+
+
+def profile(decoder: Decoder, batch: ForwardBatch, stage: Stage, name: str) -> None:
+    """Print which kernels a captured step's time goes to."""
+
+    def run() -> torch.Tensor:
+        return decoder.logits(decoder.forward(batch, stage.pool))
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)
+    print(f"  {name}: kernels, launches, microseconds of all (they overlap)")
+    for event in events[:10]:
+        print(f"    {event.key[:70]:70} {event.count:5} {event.self_device_time_total:9.0f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--search", action="store_true", help="try other tiles")
+    parser.add_argument("--search", action="store_true", help="try other ways and tiles")
+    parser.add_argument("--profile", action="store_true", help="tell the time of each kernel")
+    parser.add_argument("--cases", type=int, nargs="*", help="some of the cases, from 0")
     options = parser.parse_args()
     with torch.inference_mode():
         stage, store = make_stage(), make_store(options.slots, options.rank)
         compare(stage, store)
         plain = Decoder(config(), dict(stage.weights), OPERATIONS)
-        adapted = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
-        for rows, context, count in CASES:
+        adapted_model = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
+        without = replace(OPERATIONS, adapted=None)
+        apart = Decoder(config(), dict(stage.weights), without, adapters=store)
+        cases = [CASES[i] for i in options.cases or range(len(CASES))]
+        for rows, context, count in cases:
             batch = make_batch(rows, context)
             own = with_adapters(batch, rows, min(count, options.slots))
-            base, unused = (step_seconds(each, batch, stage) for each in (plain, adapted))
+            base, unused = (step_seconds(each, batch, stage) for each in (plain, adapted_model))
             print(f"{rows} x {context}: {base * 1e3:.3f} ms; slots unused {unused * 1e3:.3f} ms")
-            found = []
-            for tiles in [None, *(SEARCHED if options.search else [])]:
-                with cut(tiles):
+            for way in [Way(), *(SEARCHED if options.search else [])]:
+                each = adapted_model if way.joined is not None else apart
+                with made(way):
                     try:
-                        seconds = step_seconds(adapted, own, stage)
+                        seconds = step_seconds(each, own, stage)
                     except Exception as error:
-                        print(f"  {tiles}: {error}")
+                        print(f"  {way}: {error}")
                         continue
-                found.append((seconds, str(tiles or adapters.tiles_for(rows))))
-            for seconds, name in [found[0], *sorted(found[1:])[:5]]:
                 rate = f"{base / seconds:.3f} of the rate"
-                print(f"  {count} adapters: {seconds * 1e3:.3f} ms, {rate}, {name}", flush=True)
+                print(f"  {count} adapters: {seconds * 1e3:.3f} ms, {rate}, {way}", flush=True)
+            if options.profile:
+                profile(plain, batch, stage, "without adapters")
+                profile(adapted_model, own, stage, f"{count} adapters")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ Axes: T tokens of a step, S slots of adapters, P parts of a fused product, R lar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 
 #: What operations make once a step of which token has which adapter; each has its own.
 AdapterPlan = Any
@@ -55,3 +58,38 @@ class Adapt(Protocol):
         may be rounded.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What adapters add to one product of a step, not made yet."""
+
+    weights: AdapterWeights
+    plan: AdapterPlan
+    adapt: Adapt
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, out], of what the product multiplies, [T, in]."""
+        return self.adapt(x, self.weights, self.plan)
+
+
+#: x [T, in] -> [T, out], what adapters add included.
+AdaptedLinear = Callable[[torch.Tensor, Added], torch.Tensor]
+
+#: x [T, in], the stream [T, out], changed in place.
+AdaptedAdd = Callable[[torch.Tensor, torch.Tensor, Added], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedProducts:
+    """Products with dense weights into which adapters' terms are summed where they end.
+
+    Each is prepared from the weight [out, in] and bias [out] or None that the plain one has, and
+    makes what that makes of a delta.
+    """
+
+    linear: Callable[[torch.Tensor, torch.Tensor | None], AdaptedLinear]
+    norm_linear: Callable[
+        [torch.Tensor, torch.Tensor | None, RowNorm, Activation | None], AdaptedLinear
+    ]
+    add_linear: Callable[[torch.Tensor, torch.Tensor | None], AdaptedAdd]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch.nn import functional
 
 from tokenpod.kernels.ops import AddLinear, Linear
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.triton.adapter_sums import Terms
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.peers import SymmetricBuffers
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
@@ -21,6 +24,9 @@ LEAST_MATRIX_ROWS = 16
 #: Outputs that one program sums the partial sums of.
 PARTIALS_BLOCK = 512
 
+#: Columns of adapters that a program on the matrix unit multiplies at once.
+COLUMNS = 64
+
 #: A bulk request's address and size are multiples of this many bytes.
 BULK_BYTES = 16
 
@@ -29,7 +35,7 @@ def prepare_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> Linear:
     """See `ops.PrepareLinear`; `tiles` None means those measured."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
 
     def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -51,7 +57,7 @@ def prepare_norm_linear(
     tiles: Tiles | None = None,
 ) -> Linear:
     """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
     plain = prepare_linear(weight, bias, tiles)
 
@@ -77,7 +83,7 @@ def prepare_add_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AddLinear:
     """See `ops.PrepareAddLinear`: the sum is made where the product ends."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
     transposed = weight.t()
 
     def add_product(
@@ -104,14 +110,14 @@ def prepare_sum_linear(
     tiles: Tiles | None = None,
 ) -> AddLinear:
     """See `ops.PrepareSumLinear`: one kernel for few tokens, whose programs join their outputs."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
 
     def sum_product(
         x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
     ) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
-        joined = whole and fits(residual, buffers, _outputs_of(tile, gated=False))
+        joined = whole and fits(residual, buffers, outputs_of(tile, gated=False))
         if joined and delta is None:
             multiply(x, weight, bias, residual, tile, buffers=buffers)
         else:
@@ -120,13 +126,26 @@ def prepare_sum_linear(
     return sum_product
 
 
-def _outputs_of(tile: Tile, *, gated: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class TermsOf:
+    """Adapters' terms of one product."""
+
+    read: Terms
+    #: Of `inner`.
+    splits: int
+    parts: int
+    width: int
+    #: Whether there are biases.
+    bias: bool
+
+
+def outputs_of(tile: Tile, *, gated: bool) -> int:
     """Of a token, in one program."""
     least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
     return max(least, tile.block_n // 2 if gated else tile.block_n)
 
 
-def _table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
+def table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
     """Also makes sure that kernels may walk along the weight's rows."""
     if not weight.is_contiguous():
         raise ValueError(f"a weight [{len(weight)}, {weight.shape[1]}] is not contiguous")
@@ -148,6 +167,7 @@ def multiply(
     activation: Activation | None = None,
     add: bool = False,
     buffers: SymmetricBuffers | None = None,
+    terms: TermsOf | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
@@ -156,10 +176,13 @@ def multiply(
 
     With `buffers` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
     are neither splits nor an activation, and all ranks call this with the same tile.
+
+    `terms`: what adapters add to x · weightᵀ, with a `norm` to that of inputs before it; a part of
+    the outputs must be whole programs' (`outputs_of`).
     """
     tokens, n = y.shape
     k = weight.shape[1]
-    block_n, block_k = _outputs_of(tile, gated=activation is not None), tile.block_k
+    block_n, block_k = outputs_of(tile, gated=activation is not None), tile.block_k
     block_t = triton.next_power_of_2(tokens)
     if tile.kind is Kind.MATRIX:
         block_t = max(block_t, LEAST_MATRIX_ROWS)
@@ -176,6 +199,10 @@ def multiply(
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "STAGES": tile.stages,
+        "TERM_SPLITS": terms.splits if terms else 0,
+        "TERM_PARTS": terms.parts if terms else 1,
+        "TERM_WIDTH": terms.width if terms else 16,
+        "TERM_BIAS": terms is not None and terms.bias,
         "num_warps": tile.warps,
         **launch_options(x.device),
     }
@@ -200,6 +227,7 @@ def multiply(
             k,
             epsilon,
             ranks,
+            terms.read if terms else None,
             NORM=norm is not None,
             **common,
         )
@@ -220,6 +248,8 @@ def multiply(
             n,
             k,
             ranks,
+            terms.read if terms else None,
+            COLUMNS=COLUMNS,
             SPLITS=splits,
             **common,
         )

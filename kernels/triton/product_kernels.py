@@ -23,6 +23,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.triton.adapter_sums import (
+    add_units,
+    part_of,
+    second_factors,
+    token_biases,
+    token_terms,
+)
 from tokenpod.kernels.triton.launch import ask_lines, await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product_sums import add_ranks, number_launch
@@ -42,6 +49,7 @@ def multiply_add(
     k,
     epsilon,
     ranks,
+    terms,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -57,6 +65,10 @@ def multiply_add(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     BULK: tl.constexpr,
+    TERM_SPLITS: tl.constexpr,
+    TERM_PARTS: tl.constexpr,
+    TERM_WIDTH: tl.constexpr,
+    TERM_BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] = x [tokens, k] · weightᵀ; with ACTIVATION the weight is [2n, k], gates first.
@@ -89,6 +101,10 @@ def multiply_add(
         _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
         if GATED:
             _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
+    if TERM_SPLITS > 0:
+        factors = second_factors(terms, row, row < n, tokens, BLOCK_T, TERM_WIDTH)
+        if GATED:
+            up_factors = second_factors(terms, n + row, row < n, tokens, BLOCK_T, TERM_WIDTH)
     await_inputs(OVERLAP)
     if WORLD > 1:
         launch = number_launch(ranks, tokens, n, KIND, BLOCK_T, BLOCK_N, COPIES)
@@ -112,15 +128,29 @@ def multiply_add(
 
     token = tl.arange(0, BLOCK_T)
     out = tl.sum(sums, axis=2)
+    if TERM_SPLITS > 0:
+        # Of inputs before the norm, as the sums are.
+        part = 0 if GATED else part_of(terms, tl.program_id(0) * BLOCK_N)
+        out += token_terms(
+            terms, factors, part, tokens, BLOCK_T, TERM_SPLITS, TERM_PARTS, TERM_WIDTH
+        )
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=2) / k + epsilon)
         out *= factor
     if BIAS:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
+    if TERM_BIAS:
+        out += token_biases(terms, row, row < n, tokens, BLOCK_T)
     if GATED:
         up_out = tl.sum(up_sums, axis=2)
+        if TERM_SPLITS > 0:
+            up_out += token_terms(
+                terms, up_factors, 1, tokens, BLOCK_T, TERM_SPLITS, TERM_PARTS, TERM_WIDTH
+            )
         if NORM:
             up_out *= factor
+        if TERM_BIAS:
+            up_out += token_biases(terms, n + row, row < n, tokens, BLOCK_T)
         if BIAS:
             up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
         out = gated_unit(out, up_out, ACTIVATION)
@@ -144,6 +174,7 @@ def matrix(
     n,
     k,
     ranks,
+    terms,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -158,6 +189,11 @@ def matrix(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     BULK: tl.constexpr,
+    TERM_SPLITS: tl.constexpr,
+    TERM_PARTS: tl.constexpr,
+    TERM_WIDTH: tl.constexpr,
+    TERM_BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -199,16 +235,55 @@ def matrix(
             up = _weight_tile(start_of_up[:, None] + i[None, :], i[None, :] < k, EVEN)
             up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
 
+    if TERM_SPLITS > 0:
+        part = 0 if GATED else part_of(terms, tl.program_id(0) * BLOCK_N)
+        split = tl.program_id(1)
+        sums = add_units(
+            sums,
+            terms,
+            part,
+            row,
+            row < n,
+            tokens,
+            split,
+            SPLITS,
+            BLOCK_T,
+            TERM_SPLITS,
+            TERM_PARTS,
+            TERM_WIDTH,
+            COLUMNS,
+        )
+        if GATED:
+            up_sums = add_units(
+                up_sums,
+                terms,
+                1,
+                n + row,
+                row < n,
+                tokens,
+                split,
+                SPLITS,
+                BLOCK_T,
+                TERM_SPLITS,
+                TERM_PARTS,
+                TERM_WIDTH,
+                COLUMNS,
+            )
     out = sums
     if SPLITS > 1:
         # A partial sum: `add_partials` does the rest.
         y += tl.program_id(1).to(tl.int64) * tokens * n
     elif BIAS:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    if TERM_BIAS:
+        own_part = (tl.program_id(1) == 0) & (row < n)
+        out += tl.trans(token_biases(terms, row, own_part, tokens, BLOCK_T))
     if GATED:
         tl.static_assert(SPLITS == 1)
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        if TERM_BIAS:
+            up_sums += tl.trans(token_biases(terms, n + row, row < n, tokens, BLOCK_T))
         out = gated_unit(out, up_sums, ACTIVATION)
     if WORLD > 1:
         tl.static_assert(SPLITS == 1 and not GATED)

@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.adapters import AdapterKind
-from tokenpod.kernels.adapter_ops import AdapterWeights
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.files import Base, read_adapter
 from tokenpod.models.adapters.targets import Targets, aligned, products_of, slot_shape
 from tokenpod.models.adapters.virtual import Virtual, VirtualBase
-from tokenpod.models.linear import Read, Weights
+from tokenpod.models.linear import Weights
 from tokenpod.models.weights import Weight
 
 Ints = npt.NDArray[np.int32]
@@ -185,12 +185,12 @@ class AdapterStore:
             return batch
         return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
 
-    def delta(self, name: str, x: Read, step: ForwardBatch | None) -> torch.Tensor | None:
-        """What is added to a product's sum; see `models.linear.Delta`."""
+    def delta(self, name: str, step: ForwardBatch | None) -> Added | None:
+        """What is added to a product; see `models.linear.Delta`."""
         if step is None or step.adapters is None:
             return None
         weights = self._weights.get(name)
-        return None if weights is None else self._ops.adapt(x(), weights, step.adapters)
+        return None if weights is None else Added(weights, step.adapters, self._ops.adapt)
 
 
 def _places(numbers: Ints) -> list[tuple[int, npt.NDArray[np.int64]]]:

@@ -152,7 +152,9 @@ class Engine:
             prompt = [(at * 131 + i * 7) % 500 for i in range(context)]
             stopping = StoppingParams(max_new_tokens=new)
             self.link.send(Request([number], prompt, SamplingParams(), stopping))
+        until = time.monotonic() + 60
         while any(len(self.times.get(number, ())) < SETTLING for number in numbers):
+            assert time.monotonic() < until, "not all streams have begun: are there KV slots?"
             self.hear()
         return numbers
 
@@ -252,7 +254,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where files go; a temporary one if not set")
     asked = parser.parse_args()
     #: Tokens of a stream at most: a pair must end before its streams do.
-    asked.new = 2000 if asked.cpu else 6000
+    asked.new = 2000 if asked.cpu else 3500
     model = TINY if asked.cpu else LLAMA_8B
     model = model | {"max_position_embeddings": asked.context + asked.new + 1}
     folder = Path(tempfile.mkdtemp(dir=asked.folder))

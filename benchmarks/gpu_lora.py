@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_decode_step import Stage, config, make_batch, make_stage
 
 from tokenpod.kernels import reference
+from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.triton import OPERATIONS, adapted, adapters, product
+from tokenpod.kernels.triton import OPERATIONS, adapted, adapters
 from tokenpod.kernels.triton.adapters import Tiles
 from tokenpod.models.adapters.files import Base
 from tokenpod.models.adapters.store import AdapterStore, Space
@@ -50,28 +52,40 @@ class Way:
 
     #: None: those of serving.
     tiles: Tiles | None = None
-    #: Tokens whose products add them themselves; None: none do, and a delta is made first.
-    joined: int | None = 64
-    #: Columns of adapters that such a product multiplies at once.
-    columns: int = product.COLUMNS
+    #: Whether the first factors are multiplied beside the product.
+    beside: bool = adapted.BESIDE
+    #: Make all that adapters add first, and start products from it.
+    apart: bool = False
 
     def __str__(self) -> str:
-        if self.joined is None:
-            how = "a delta first"
-        else:
-            how = f"up to {self.joined} tokens joined, {self.columns} columns"
+        how = "a delta first" if self.apart else "beside" if self.beside else "before"
         return f"{how}, {tuple(self.tiles) if self.tiles else 'tiles of serving'}"
 
 
 SEARCHED = [
-    Way(joined=None),
-    Way(joined=0),
-    Way(columns=128),
-    Way(Tiles(16, 512, 4, 256, 4)),
-    Way(Tiles(16, 512, 8, 256, 4)),
-    Way(Tiles(16, 256, 16, 256, 4)),
-    Way(Tiles(16, 256, 4, 512, 4), joined=0),
+    Way(apart=True),
+    Way(beside=not adapted.BESIDE),
+    *(
+        Way(Tiles(16, inputs, splits, outputs, warps), beside)
+        for inputs, splits, outputs, warps in (
+            (256, 4, 64, 2),
+            (256, 4, 256, 4),
+            (256, 8, 128, 4),
+            (512, 4, 128, 4),
+            (128, 4, 128, 2),
+        )
+        for beside in (False, True)
+    ),
 ]
+
+#: Of `shrink` and `expand` alone.
+SHRINKS = [
+    Tiles(16, inputs, splits, 128, warps)
+    for inputs in (128, 256, 512)
+    for splits in (2, 4, 8, 16)
+    for warps in (2, 4)
+]
+EXPANDS = [Tiles(16, 256, 4, outputs, w) for outputs in (64, 128, 256) for w in (1, 2, 4)]
 
 
 def make_store(slots: int, rank: int) -> AdapterStore:
@@ -87,17 +101,31 @@ def make_store(slots: int, rank: int) -> AdapterStore:
 
 def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
     """Of a captured step, the median of replays one by one."""
+    return captured_seconds(lambda: decoder.logits(decoder.forward(batch, stage.pool)))
 
-    def run() -> torch.Tensor:
-        return decoder.logits(decoder.forward(batch, stage.pool))
 
+@contextmanager
+def made(way: Way) -> Iterator[None]:
+    """All steps are made so."""
+    before = adapters.TILES, adapted.BESIDE
+    if way.tiles is not None:
+        adapters.TILES = ((1 << 31, way.tiles),)
+    adapted.BESIDE = way.beside
+    try:
+        yield
+    finally:
+        adapters.TILES, adapted.BESIDE = before
+
+
+def captured_seconds(run: Callable[[], object], replays: int = REPLAYS) -> float:
+    """The median of replays one by one."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -107,17 +135,42 @@ def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
     return statistics.median(times)
 
 
-@contextmanager
-def made(way: Way) -> Iterator[None]:
-    """All steps are made so."""
-    before = adapters.TILES, adapted.MOST_JOINED, product.COLUMNS
-    if way.tiles is not None:
-        adapters.TILES = ((1 << 31, way.tiles),)
-    adapted.MOST_JOINED, product.COLUMNS = way.joined or 0, way.columns
-    try:
-        yield
-    finally:
-        adapters.TILES, adapted.MOST_JOINED, product.COLUMNS = before
+def alone(store: AdapterStore, rows: int, count: int) -> None:
+    """Each product's two launches by themselves, of all layers one after the other."""
+    t_adapter = torch.arange(rows, device="cuda") % count + 1
+    for product in ("qkv", "output", "up", "down"):
+        layers = [each for name, each in store._weights.items() if name.endswith(f".{product}")]
+        inputs, outputs = layers[0].down.shape[-1], sum(layers[0].rows)
+        x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+        y = torch.zeros(rows, outputs, device="cuda", dtype=torch.bfloat16)
+        for name, searched in (("shrink", SHRINKS), ("expand", EXPANDS)):
+            found = []
+            for tiles in searched:
+                plan = adapters.plan_adapters(t_adapter, store._ranks, tiles)
+                inner = adapters.shrink(x, layers[0], plan)
+                run = partial(_launch_all, name, x, y, layers, plan, inner)
+                found.append((captured_seconds(run, 5) / len(layers) * 1e6, tuple(tiles)))
+            told = ", ".join(f"{seconds:.1f} {tiles}" for seconds, tiles in sorted(found)[:4])
+            print(
+                f"  {name} of {product} alone, {rows} rows, {count} adapters, microseconds: {told};"
+                f" worst {max(found)[0]:.1f}",
+                flush=True,
+            )
+
+
+def _launch_all(
+    name: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    layers: list[AdapterWeights],
+    plan: adapters.Plan,
+    inner: torch.Tensor,
+) -> None:
+    for weights in layers:
+        if name == "shrink":
+            adapters.shrink(x, weights, plan, inner)
+        else:
+            adapters.expand(inner, weights, plan, y, add=True)
 
 
 def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
@@ -168,6 +221,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--search", action="store_true", help="try other ways and tiles")
     parser.add_argument("--profile", action="store_true", help="tell the time of each kernel")
+    parser.add_argument("--alone", action="store_true", help="time both launches by themselves")
     parser.add_argument("--cases", type=int, nargs="*", help="some of the cases, from 0")
     options = parser.parse_args()
     with torch.inference_mode():
@@ -184,7 +238,7 @@ def main() -> None:
             base, unused = (step_seconds(each, batch, stage) for each in (plain, adapted_model))
             print(f"{rows} x {context}: {base * 1e3:.3f} ms; slots unused {unused * 1e3:.3f} ms")
             for way in [Way(), *(SEARCHED if options.search else [])]:
-                each = adapted_model if way.joined is not None else apart
+                each = apart if way.apart else adapted_model
                 with made(way):
                     try:
                         seconds = step_seconds(each, own, stage)
@@ -193,6 +247,8 @@ def main() -> None:
                         continue
                 rate = f"{base / seconds:.3f} of the rate"
                 print(f"  {count} adapters: {seconds * 1e3:.3f} ms, {rate}, {way}", flush=True)
+            if options.alone and rows > 1:
+                alone(store, rows, min(count, options.slots))
             if options.profile:
                 profile(plain, batch, stage, "without adapters")
                 profile(adapted_model, own, stage, f"{count} adapters")

@@ -1,31 +1,34 @@
 """Products with dense weights and what adapters add to them, in as few launches as there can be.
 
-`shrink` multiplies inputs with the first factors. Of few tokens the product's own kernel then adds
-the rest where it ends: before a norm's divisor, a gate and the residual. Of many, and where the
-library makes the product, one launch adds to what was made.
+One token's first factors are further rows of the product that it is a part of; of more tokens
+`shrink` multiplies them. A launch behind the product adds the rest, and gates what is gated.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
 
 import torch
 
 from tokenpod.kernels.adapter_ops import AdaptedAdd, AdaptedLinear, AdaptedProducts, Added
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.adapter_sums import Terms
-from tokenpod.kernels.triton.adapters import Plan, expand, shrink
-from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
+from tokenpod.kernels.triton.adapters import Plan, expand, room_for, shrink, width_of
+from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.product import (
-    TermsOf,
+    MoreRows,
     multiply,
-    outputs_of,
     prepare_add_linear,
     prepare_linear,
     table_for,
 )
 from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles
 
-#: Tokens of a step, at most, whose products add adapters' terms themselves.
-MOST_JOINED = 64
+Made = TypeVar("Made")
+
+#: Whether `shrink` runs beside the product, on a stream of its own, where it is a launch.
+BESIDE = False
 
 
 def linear(
@@ -37,13 +40,12 @@ def linear(
 
     def product(x: torch.Tensor, added: Added) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
-        inner = shrink(x, added.weights, added.plan)
-        if not _joins(tile, added, gated=False):
-            y = plain(x)
-            expand(inner, added.weights, added.plan, y, add=True)
-            return y
-        y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
-        multiply(x, weight, bias, y, tile, terms=_terms(inner, added))
+        if _is_one(x, tile):
+            y, (inner, more) = torch.empty((1, n), dtype=x.dtype, device=x.device), _more(added)
+            multiply(x, weight, bias, y, tile, more=more)
+        else:
+            y, inner = _both(x, added, plain)
+        expand(inner, added.weights, added.plan, y, add=True)
         return y
 
     return product
@@ -56,26 +58,24 @@ def norm_linear(
     activation: Activation | None,
     tiles: Tiles | None = None,
 ) -> AdaptedLinear:
-    """See `AdaptedProducts`: of a handful of tokens the norm is the product's own."""
+    """See `AdaptedProducts`: one token's norm is the product's own."""
     table, (n, k) = table_for(weight, tiles), weight.shape
-    plain, gated = prepare_linear(weight, bias, tiles), activation is not None
-    outputs = n // 2 if gated else n
+    plain = prepare_linear(weight, bias, tiles)
 
     def normed_product(x: torch.Tensor, added: Added) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
-        joins = _joins(tile, added, gated=gated)
-        inside = norm if joins and tile.kind is Kind.MULTIPLY_ADD else None
-        if inside is None:
-            x = rms_norm(x, norm.weight, norm.epsilon)
-        inner = shrink(x, added.weights, added.plan, inside and inside.weight)
-        if not joins:
-            y = plain(x)
-            expand(inner, added.weights, added.plan, y, add=True)
-            return y if activation is None else act_mul(y, activation)
-        y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-        terms = _terms(inner, added)
-        multiply(x, weight, bias, y, tile, norm=inside, activation=activation, terms=terms)
-        return y
+        if _is_one(x, tile):
+            y, (inner, more) = torch.empty((1, n), dtype=x.dtype, device=x.device), _more(added)
+            multiply(x, weight, bias, y, tile, norm=norm, more=more)
+        else:
+            y, inner = _both(rms_norm(x, norm.weight, norm.epsilon), added, plain)
+        weights, plan = added.weights, added.plan
+        if activation is None:
+            expand(inner, weights, plan, y, add=True)
+            return y
+        gated = torch.empty((len(x), n // 2), dtype=x.dtype, device=x.device)
+        expand(inner, weights, plan, y, add=True, gated=gated, activation=activation)
+        return gated
 
     return normed_product
 
@@ -83,58 +83,58 @@ def norm_linear(
 def add_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AdaptedAdd:
-    """See `AdaptedProducts`: the sum is made where the product ends."""
+    """See `AdaptedProducts`."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     plain = prepare_add_linear(weight, bias, tiles)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor, added: Added) -> None:
         tile = table.choose(n, k, len(x))
-        inner = shrink(x, added.weights, added.plan)
-        if _joins(tile, added, gated=False):
-            multiply(x, weight, bias, residual, tile, add=True, terms=_terms(inner, added))
-            return
-        plain(x, residual)
+        if _is_one(x, tile):
+            inner, more = _more(added)
+            multiply(x, weight, bias, residual, tile, add=True, more=more)
+        else:
+            _, inner = _both(x, added, lambda x: plain(x, residual))
         expand(inner, added.weights, added.plan, residual, add=True)
 
     return add_product
 
 
-def _joins(tile: Tile, added: Added, *, gated: bool) -> bool:
-    """Whether a kernel of ours makes the product, and each of its programs outputs of one part."""
-    plan: Plan = added.plan
-    if tile.kind is Kind.LIBRARY or plan.units is None or len(plan.order) > MOST_JOINED:
-        return False
-    rows = added.weights.rows
-    if gated:
-        return len(rows) == 2 and rows[0] == rows[1]
-    return all(part % outputs_of(tile, gated=False) == 0 for part in rows[:-1])
+def _is_one(x: torch.Tensor, tile: Tile) -> bool:
+    return len(x) == 1 and tile.kind is Kind.MULTIPLY_ADD
 
 
-def _terms(inner: torch.Tensor, added: Added) -> TermsOf:
-    """Of one product, for its kernel."""
+def _more(added: Added) -> tuple[torch.Tensor, MoreRows]:
+    """Room for what one token's first factors make, and these as rows of a product."""
     plan: Plan = added.plan
-    weights, (splits, _, parts, width) = added.weights, inner.shape
-    assert plan.t_tile is not None, plan
-    assert plan.units is not None, plan
-    assert plan.count is not None, plan
-    up, bias = weights.up, weights.bias
-    slot_stride, rank_stride = up.stride()[:2]
-    read = Terms(
-        inner,
-        up,
-        up if bias is None else bias,
-        plan.t_adapter,
-        plan.t_tile,
-        plan.units,
-        plan.count,
-        plan.ranks,
-        slot_stride,
-        rank_stride,
-        0 if bias is None else bias.stride(0),
-        weights.rows[0],
-        sum(weights.rows[:2]),
-    )
-    return TermsOf(read, splits, parts, width, bias is not None)
+    down = added.weights.down
+    _, parts, rank, _ = down.shape
+    width = width_of(rank)
+    inner = torch.empty((1, 1, parts, width), dtype=torch.float32, device=down.device)
+    slot, part, rank_stride, _ = down.stride()
+    more = MoreRows(down, plan.t_adapter, plan.ranks, inner, slot, part, rank_stride, parts, width)
+    return inner, more
+
+
+@cache
+def _side() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def _both(
+    x: torch.Tensor, added: Added, product: Callable[[torch.Tensor], Made]
+) -> tuple[Made, torch.Tensor]:
+    """What the product makes of x, and what `shrink` does."""
+    weights, plan = added.weights, added.plan
+    if not (BESIDE and x.is_cuda):
+        inner = shrink(x, weights, plan)
+        return product(x), inner
+    inner, own, other = room_for(x, weights, plan), torch.cuda.current_stream(), _side()
+    other.wait_stream(own)
+    with torch.cuda.stream(other):
+        shrink(x, weights, plan, inner)
+    made = product(x)
+    own.wait_stream(other)
+    return made, inner
 
 
 ADAPTED = AdaptedProducts(linear, norm_linear, add_linear)

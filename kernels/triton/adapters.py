@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
-from tokenpod.kernels.triton.adapter_sums import RANKS
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.triton.pointwise import gated_unit
 
 #: Steps of up to so many tokens are planned by one launch.
 MOST_PLANNED = 128
-#: Units of a tile, at most: 256 ranks.
-_MOST_UNITS = 256 // RANKS
+#: Ranks that a program multiplies at once: the least that a matrix unit takes.
+RANKS = 16
 #: Parts of a product, at most: queries, keys and values.
 _MOST_PARTS = 3
 
@@ -67,12 +68,6 @@ class Plan:
     cut: Tiles
     #: [T], as it was given.
     t_adapter: torch.Tensor
-    #: Of steps of few tokens, for products that sum adapters' terms themselves: [T] int32, the tile
-    #: of each token that has an adapter, -1 of others; [tiles · blocks, 4] int32, units of 16 ranks
-    #: of a tile's adapter, its tile, slot, block and how many ranks it has; and [1] how many.
-    t_tile: torch.Tensor | None = None
-    units: torch.Tensor | None = None
-    count: torch.Tensor | None = None
 
 
 def tiles_for(tokens: int) -> Tiles:
@@ -106,36 +101,23 @@ def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
     """The same of few tokens, in one launch."""
     tokens, slots, device = len(t_adapter), len(ranks), t_adapter.device
     tiles = tokens // cut.tokens + min(slots + 1, tokens)
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
     plan = Plan(
         torch.empty(tokens, dtype=torch.int64, device=device),
-        integers(tiles, 3),
+        torch.empty((tiles, 3), dtype=torch.int32, device=device),
         ranks,
         cut,
         t_adapter,
-        integers(tokens),
-        integers(tiles * _MOST_UNITS, 4),
-        integers(1),
     )
     _plan[(1,)](
         t_adapter,
-        ranks,
         plan.order,
         plan.tiles,
-        plan.t_tile,
-        plan.units,
-        plan.count,
         tokens,
-        slots,
         tiles,
         TOKENS=cut.tokens,
         T_PADDED=triton.next_power_of_2(tokens),
         S_PADDED=triton.next_power_of_2(slots + 1),
         N_PADDED=triton.next_power_of_2(tiles),
-        RANKS=RANKS,
         num_warps=4,
     )
     return plan
@@ -152,20 +134,20 @@ def shrink(
     x: torch.Tensor,
     weights: AdapterWeights,
     plan: Plan,
-    norm_weight: torch.Tensor | None = None,
+    inner: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[splits, T, parts, width] float32: parts of x · downᵀ; x times `norm_weight` if there is one.
+    """[splits, T, parts, width] float32: parts of x · downᵀ; in `inner` if there is one.
 
     Of tokens without an adapter and beyond an adapter's rank it says nothing.
     """
     cut, tokens, (_, parts, rank, inputs) = plan.cut, len(x), weights.down.shape
     assert parts <= _MOST_PARTS
     blocks, width = triton.cdiv(rank, RANKS), width_of(rank)
-    inner = torch.empty((cut.splits, tokens, parts, width), dtype=torch.float32, device=x.device)
+    if inner is None:
+        inner = room_for(x, weights, plan)
     _shrink[(len(plan.tiles), parts * blocks, cut.splits)](
         x,
         weights.down,
-        x if norm_weight is None else norm_weight,
         plan.order,
         plan.tiles,
         plan.ranks,
@@ -175,7 +157,6 @@ def shrink(
         triton.cdiv(triton.cdiv(inputs, cut.splits), cut.inputs) * cut.inputs,
         x.stride(0),
         *weights.down.stride()[:3],
-        NORM=norm_weight is not None,
         PARTS=parts,
         BLOCKS=blocks,
         WIDTH=width,
@@ -188,6 +169,13 @@ def shrink(
     return inner
 
 
+def room_for(x: torch.Tensor, weights: AdapterWeights, plan: Plan) -> torch.Tensor:
+    """What `shrink` writes to."""
+    _, parts, rank, _ = weights.down.shape
+    shape = (plan.cut.splits, len(x), parts, width_of(rank))
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
 def expand(
     inner: torch.Tensor,
     weights: AdapterWeights,
@@ -195,11 +183,21 @@ def expand(
     y: torch.Tensor,
     *,
     add: bool,
+    gated: torch.Tensor | None = None,
+    activation: Activation | None = None,
 ) -> None:
-    """Y [T, out] = what adapters add, zeros for tokens without one; or += with `add`."""
+    """Y [T, out] = what adapters add, zeros for tokens without one; or += with `add`.
+
+    With an `activation` y stays as it is, and `gated` [T, out / 2] becomes the gated unit of the
+    sum, whose first part are gates.
+    """
     cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
     columns = sum(triton.cdiv(n, cut.outputs) for n in rows)
+    if activation is not None:
+        assert gated is not None, activation
+        assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
+        columns = triton.cdiv(weights.rows[0], cut.outputs)
     bias = weights.bias
     _expand[(len(plan.tiles), columns)](
         inner,
@@ -209,12 +207,14 @@ def expand(
         plan.tiles,
         plan.ranks,
         y,
+        y if gated is None else gated,
         tokens,
         *rows,
         *weights.up.stride()[:2],
         0 if bias is None else bias.stride(0),
         y.stride(0),
         ADD=add,
+        ACTIVATION="none" if activation is None else activation.value,
         PARTS=parts,
         WIDTH=width,
         SPLITS=splits,
@@ -231,23 +231,17 @@ def width_of(rank: int) -> int:
     return max(triton.next_power_of_2(rank), RANKS)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "count"])
+@triton.jit(do_not_specialize=["tokens", "count"])
 def _plan(
     t_adapter,
-    ranks,
     order,
     tiles,
-    t_tile,
-    units,
-    unit_count,
     tokens,
-    slots,
     count,
     TOKENS: tl.constexpr,
     T_PADDED: tl.constexpr,
     S_PADDED: tl.constexpr,
     N_PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
 ):
     """See `Plan`; one program."""
     token = tl.arange(0, T_PADDED)
@@ -258,32 +252,18 @@ def _plan(
     counts = tl.sum(is_kind.to(tl.int32), axis=1)
     begins = tl.cumsum(counts, 0) - counts
     number = (counts + TOKENS - 1) // TOKENS
-    last = tl.cumsum(number, 0)
-    first = last - number
+    first = tl.cumsum(number, 0) - number
     # A token's place: behind those of lower slots, and those of its own before it.
     place = tl.sum((own[None, :] < own[:, None]).to(tl.int32), axis=1)
     same = (own[None, :] == own[:, None]) & (token[None, :] < token[:, None])
     among = tl.sum(same.to(tl.int32), axis=1)
     tl.store(order + place + among, token.to(tl.int64), mask=token < tokens)
-    at = tl.sum(tl.where(is_kind, first[:, None], 0), axis=0) + among // TOKENS
-    tl.store(t_tile + token, tl.where(own > 0, at, -1), mask=token < tokens)
-    rank = tl.load(ranks + kind - 1, mask=(kind > 0) & (kind <= slots), other=0)
-    blocks = (rank + RANKS - 1) // RANKS
-    before = tl.cumsum(number * blocks, 0) - number * blocks
-    tl.store(unit_count, tl.sum(number * blocks, axis=0))
     for j in range(tl.cdiv(tokens, TOKENS)):
         there = j < number
         tile = tiles + (first + j) * 3
         tl.store(tile, kind, mask=there)
         tl.store(tile + 1, begins + j * TOKENS, mask=there)
         tl.store(tile + 2, tl.minimum(counts - j * TOKENS, TOKENS), mask=there)
-        for block in range(tl.max(blocks, axis=0)):
-            unit = units + (before + j * blocks + block) * 4
-            has = there & (block < blocks)
-            tl.store(unit, first + j, mask=has)
-            tl.store(unit + 1, kind, mask=has)
-            tl.store(unit + 2, tl.zeros_like(kind) + block, mask=has)
-            tl.store(unit + 3, tl.minimum(rank - block * RANKS, RANKS), mask=has)
     # The others have no tokens.
     rest = tl.arange(0, N_PADDED)
     unused = (rest >= tl.sum(number, axis=0)) & (rest < count)
@@ -295,7 +275,6 @@ def _plan(
 def _shrink(
     x,
     down,
-    norm_weight,
     t_order,
     tiles,
     ranks,
@@ -307,7 +286,6 @@ def _shrink(
     slot_stride,
     part_stride,
     rank_stride,
-    NORM: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -317,16 +295,16 @@ def _shrink(
     OVERLAP: tl.constexpr,
 ):
     """One tile, 16 ranks of one part, `share` inputs -> its part of inner [T, PARTS, ranks]."""
-    await_inputs(OVERLAP)
     tile = tiles + tl.program_id(0) * 3
     slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     split = tl.program_id(2)
     own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
+    at = tl.arange(0, TOKENS)
+    there = at < length
+    token = tl.load(t_order + first + at, mask=there, other=0)
+    await_inputs(OVERLAP)
     if (length > 0) & (block * RANKS < own):
-        at = tl.arange(0, TOKENS)
-        there = at < length
-        token = tl.load(t_order + first + at, mask=there, other=0)
         rank = block * RANKS + tl.arange(0, RANKS)
         rows = x + token[:, None] * x_stride
         factors = down + (slot - 1).to(tl.int64) * slot_stride + part * part_stride
@@ -335,9 +313,6 @@ def _shrink(
         for start in range(split * share, min(split * share + share, inputs), INPUTS):
             k = start + tl.arange(0, INPUTS)
             a = tl.load(rows + k[None, :], mask=there[:, None] & (k[None, :] < inputs), other=0.0)
-            if NORM:
-                scale = tl.load(norm_weight + k, mask=k < inputs, other=0.0).to(tl.float32)
-                a = (a.to(tl.float32) * scale[None, :]).to(a.dtype)
             b = tl.load(
                 factors + k[:, None],
                 mask=(rank[None, :] < own) & (k[:, None] < inputs),
@@ -356,7 +331,8 @@ def _expand(
     t_order,
     tiles,
     ranks,
-    delta,
+    y,
+    gated,
     tokens,
     rows_0,
     rows_1,
@@ -364,8 +340,9 @@ def _expand(
     slot_stride,
     rank_stride,
     bias_stride,
-    delta_stride,
+    y_stride,
     ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -374,48 +351,94 @@ def _expand(
     RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile, `OUTPUTS` outputs of one part -> delta, or added to it."""
-    await_inputs(OVERLAP)
+    """One tile, `OUTPUTS` outputs of one part -> y, or added to it; or of two, and gated."""
+    GATED: tl.constexpr = ACTIVATION != "none"
+    column = tl.program_id(1)
+    blocks_0, blocks_1 = tl.cdiv(rows_0, OUTPUTS), tl.cdiv(rows_1, OUTPUTS)
+    in_1 = (column >= blocks_0) & (column < blocks_0 + blocks_1) & (not GATED)
+    in_2 = (column >= blocks_0 + blocks_1) & (not GATED)
+    part = in_1.to(tl.int32) + 2 * in_2.to(tl.int32)
+    begin = tl.where(in_2, rows_0 + rows_1, tl.where(in_1, rows_0, 0))
+    end = begin + tl.where(in_2, rows_2, tl.where(in_1, rows_1, rows_0))
+    column -= tl.where(in_2, blocks_0 + blocks_1, tl.where(in_1, blocks_0, 0))
+    output = begin + column * OUTPUTS + tl.arange(0, OUTPUTS)
     tile = tiles + tl.program_id(0) * 3
     slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if (length > 0) & ((slot > 0) | (not ADD)):
-        column = tl.program_id(1)
-        blocks_0, blocks_1 = tl.cdiv(rows_0, OUTPUTS), tl.cdiv(rows_1, OUTPUTS)
-        in_1 = (column >= blocks_0) & (column < blocks_0 + blocks_1)
-        in_2 = column >= blocks_0 + blocks_1
-        part = in_1.to(tl.int32) + 2 * in_2.to(tl.int32)
-        begin = tl.where(in_2, rows_0 + rows_1, tl.where(in_1, rows_0, 0))
-        end = begin + tl.where(in_2, rows_2, tl.where(in_1, rows_1, rows_0))
-        column -= tl.where(in_2, blocks_0 + blocks_1, tl.where(in_1, blocks_0, 0))
-        output = begin + column * OUTPUTS + tl.arange(0, OUTPUTS)
-        own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
-        at = tl.arange(0, TOKENS)
-        there = at < length
-        token = tl.load(t_order + first + at, mask=there, other=0)
-        seen = inner + token[:, None].to(tl.int64) * (PARTS * WIDTH) + part * WIDTH
-        place = (slot - 1).to(tl.int64)
-        factors = up + place * slot_stride + output[None, :]
-        total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-        for start in range(0, own, RANKS):
-            rank = start + tl.arange(0, RANKS)
-            a = tl.zeros((TOKENS, RANKS), tl.float32)
-            for split in range(SPLITS):
-                step = (split * tokens).to(tl.int64) * (PARTS * WIDTH)
-                mask = there[:, None] & (rank[None, :] < own)
-                a += tl.load(seen + step + rank[None, :], mask=mask, other=0.0)
-            b = tl.load(
-                factors + rank[:, None] * rank_stride,
-                mask=(rank[:, None] < own) & (output[None, :] < end),
-                other=0.0,
-            )
-            total = tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
-        if bias is not None:
-            more = (slot > 0) & (output < end)
-            total += tl.load(bias + place * bias_stride + output, mask=more, other=0.0).to(
-                tl.float32
-            )[None, :]
-        out = delta + token[:, None].to(tl.int64) * delta_stride + output[None, :]
+    own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
+    at = tl.arange(0, TOKENS)
+    there = at < length
+    token = tl.load(t_order + first + at, mask=there, other=0).to(tl.int64)
+    place = (slot - 1).to(tl.int64)
+    factors = up + place * slot_stride
+    # What no overlapping kernel writes is on its way before the input is there.
+    b = _factors(factors, 0, rank_stride, own, output, end, RANKS)
+    if GATED:
+        other_b = _factors(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
+    await_inputs(OVERLAP)
+    if (length > 0) & ((slot > 0) | (not ADD) | GATED):
         mask = there[:, None] & (output[None, :] < end)
+        at_y = y + token[:, None] * y_stride + output[None, :]
+        seen = inner + token[:, None] * (PARTS * WIDTH)
+        split = tokens * (PARTS * WIDTH)
+        total = _terms(
+            b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
+            SPLITS, TOKENS, OUTPUTS, RANKS,
+        )  # fmt: skip
+        has_bias = (slot > 0) & (output < end)
+        if bias is not None:
+            at_bias = bias + place * bias_stride + output
+            total += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
         if ADD:
-            total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out, total.to(delta.dtype.element_ty), mask=mask)
+            total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            other = _terms(
+                other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
+                end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
+            )  # fmt: skip
+            if bias is not None:
+                at_bias = bias + place * bias_stride + rows_0 + output
+                other += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
+            other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
+            unit = gated_unit(total, other, ACTIVATION)
+            at_gated = gated + token[:, None] * rows_0 + output[None, :]
+            tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=mask)
+        else:
+            tl.store(at_y, total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _factors(factors, start, rank_stride, own, output, end, RANKS: tl.constexpr):
+    """[RANKS, outputs]: second factors of ranks from `start` on."""
+    rank = start + tl.arange(0, RANKS)
+    at = factors + rank[:, None] * rank_stride + output[None, :]
+    return tl.load(at, mask=(rank[:, None] < own) & (output[None, :] < end), other=0.0)
+
+
+@triton.jit
+def _terms(
+    b,
+    seen,
+    split_stride,
+    factors,
+    rank_stride,
+    own,
+    output,
+    end,
+    there,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """[TOKENS, OUTPUTS] float32: sums of splits of inner, times second factors, the first in b."""
+    total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+    for start in range(0, own, RANKS):
+        rank = start + tl.arange(0, RANKS)
+        a = tl.zeros((TOKENS, RANKS), tl.float32)
+        mask = there[:, None] & (rank[None, :] < own)
+        for split in tl.static_range(SPLITS):
+            at = seen + split * split_stride + rank[None, :]
+            a += tl.load(at, mask=mask, other=0.0)
+        total = tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
+        b = _factors(factors, start + RANKS, rank_stride, own, output, end, RANKS)
+    return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from tokenpod.kernels.ops import AddLinear, Linear
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.adapter_sums import Terms
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.peers import SymmetricBuffers
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
@@ -23,9 +22,6 @@ LEAST_MATRIX_ROWS = 16
 
 #: Outputs that one program sums the partial sums of.
 PARTIALS_BLOCK = 512
-
-#: Columns of adapters that a program on the matrix unit multiplies at once.
-COLUMNS = 64
 
 #: A bulk request's address and size are multiples of this many bytes.
 BULK_BYTES = 16
@@ -117,7 +113,7 @@ def prepare_sum_linear(
     ) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
-        joined = whole and fits(residual, buffers, outputs_of(tile, gated=False))
+        joined = whole and fits(residual, buffers, _outputs_of(tile, gated=False))
         if joined and delta is None:
             multiply(x, weight, bias, residual, tile, buffers=buffers)
         else:
@@ -126,20 +122,25 @@ def prepare_sum_linear(
     return sum_product
 
 
-@dataclass(frozen=True, slots=True)
-class TermsOf:
-    """Adapters' terms of one product."""
+class MoreRows(NamedTuple):
+    """First factors of one token's adapter, as rows behind the weight's: a kernel's argument."""
 
-    read: Terms
-    #: Of `inner`.
-    splits: int
+    #: See `AdapterWeights`, whose strides follow.
+    down: torch.Tensor
+    #: [1] int64, see `PlanAdapters`, as the next.
+    t_adapter: torch.Tensor
+    ranks: torch.Tensor
+    #: [parts · width] float32, written.
+    inner: torch.Tensor
+    slot_stride: int
+    part_stride: int
+    rank_stride: int
     parts: int
+    #: Ranks of a part that there is room for.
     width: int
-    #: Whether there are biases.
-    bias: bool
 
 
-def outputs_of(tile: Tile, *, gated: bool) -> int:
+def _outputs_of(tile: Tile, *, gated: bool) -> int:
     """Of a token, in one program."""
     least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
     return max(least, tile.block_n // 2 if gated else tile.block_n)
@@ -167,7 +168,7 @@ def multiply(
     activation: Activation | None = None,
     add: bool = False,
     buffers: SymmetricBuffers | None = None,
-    terms: TermsOf | None = None,
+    more: MoreRows | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
@@ -177,12 +178,12 @@ def multiply(
     With `buffers` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
     are neither splits nor an activation, and all ranks call this with the same tile.
 
-    `terms`: what adapters add to x · weightᵀ, with a `norm` to that of inputs before it; a part of
-    the outputs must be whole programs' (`outputs_of`).
+    With `more`, of one token and `Kind.MULTIPLY_ADD` without an activation, its rows are multiplied
+    too.
     """
     tokens, n = y.shape
     k = weight.shape[1]
-    block_n, block_k = outputs_of(tile, gated=activation is not None), tile.block_k
+    block_n, block_k = _outputs_of(tile, gated=activation is not None), tile.block_k
     block_t = triton.next_power_of_2(tokens)
     if tile.kind is Kind.MATRIX:
         block_t = max(block_t, LEAST_MATRIX_ROWS)
@@ -199,10 +200,6 @@ def multiply(
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "STAGES": tile.stages,
-        "TERM_SPLITS": terms.splits if terms else 0,
-        "TERM_PARTS": terms.parts if terms else 1,
-        "TERM_WIDTH": terms.width if terms else 16,
-        "TERM_BIAS": terms is not None and terms.bias,
         "num_warps": tile.warps,
         **launch_options(x.device),
     }
@@ -214,6 +211,8 @@ def multiply(
     ranks = RanksOut.of(y, buffers) if buffers else None
     if tile.kind is Kind.MULTIPLY_ADD:
         norm_weight, epsilon = (weight, 0.0) if norm is None else norm
+        rows = more.parts * more.width if more else 0
+        grid = (grid[0] + triton.cdiv(rows, block_n), 1)
         multiply_add[grid](
             x,
             weight,
@@ -227,7 +226,8 @@ def multiply(
             k,
             epsilon,
             ranks,
-            terms.read if terms else None,
+            more,
+            MORE=rows,
             NORM=norm is not None,
             **common,
         )
@@ -248,8 +248,6 @@ def multiply(
             n,
             k,
             ranks,
-            terms.read if terms else None,
-            COLUMNS=COLUMNS,
             SPLITS=splits,
             **common,
         )

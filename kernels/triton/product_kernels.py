@@ -23,13 +23,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.adapter_sums import (
-    add_units,
-    part_of,
-    second_factors,
-    token_biases,
-    token_terms,
-)
 from tokenpod.kernels.triton.launch import ask_lines, await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product_sums import add_ranks, number_launch
@@ -49,7 +42,7 @@ def multiply_add(
     k,
     epsilon,
     ranks,
-    terms,
+    more,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -65,10 +58,7 @@ def multiply_add(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     BULK: tl.constexpr,
-    TERM_SPLITS: tl.constexpr,
-    TERM_PARTS: tl.constexpr,
-    TERM_WIDTH: tl.constexpr,
-    TERM_BIAS: tl.constexpr,
+    MORE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] = x [tokens, k] · weightᵀ; with ACTIVATION the weight is [2n, k], gates first.
@@ -76,12 +66,20 @@ def multiply_add(
     A product of each element is summed where it was made and across threads only once: a tile
     that spans all threads along k keeps the loop free of exchanges. The first tile of the weight is
     on its way before the input is there.
+
+    MORE further rows are those of the one token's adapter (`more`, a `MoreRows`), whose outputs are
+    written apart: a part's ranks after those of the part before.
     """
     # Axes: token, row, k. Everything is loaded with all three, so that nothing changes its layout.
     GATED: tl.constexpr = ACTIVATION != "none"
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)
     start_of_row = weight + own.to(tl.int64)[None, :, None] * k
+    if MORE > 0:
+        tl.static_assert(BLOCK_T == 1 and WORLD == 1 and not GATED)
+        is_more = tl.program_id(0) >= tl.cdiv(n, BLOCK_N)
+        rank = (tl.program_id(0) - tl.cdiv(n, BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
+        start_of_row = tl.where(is_more, _row_of_adapter(more, rank), start_of_row)
     start_of_up = weight + (own + n).to(tl.int64)[None, :, None] * k
     i = tl.arange(0, BLOCK_K)[None, None, :]
     token = tl.arange(0, BLOCK_T)[:, None, None]
@@ -101,10 +99,6 @@ def multiply_add(
         _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
         if GATED:
             _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
-    if TERM_SPLITS > 0:
-        factors = second_factors(terms, row, row < n, tokens, BLOCK_T, TERM_WIDTH)
-        if GATED:
-            up_factors = second_factors(terms, n + row, row < n, tokens, BLOCK_T, TERM_WIDTH)
     await_inputs(OVERLAP)
     if WORLD > 1:
         launch = number_launch(ranks, tokens, n, KIND, BLOCK_T, BLOCK_N, COPIES)
@@ -128,29 +122,19 @@ def multiply_add(
 
     token = tl.arange(0, BLOCK_T)
     out = tl.sum(sums, axis=2)
-    if TERM_SPLITS > 0:
-        # Of inputs before the norm, as the sums are.
-        part = 0 if GATED else part_of(terms, tl.program_id(0) * BLOCK_N)
-        out += token_terms(
-            terms, factors, part, tokens, BLOCK_T, TERM_SPLITS, TERM_PARTS, TERM_WIDTH
-        )
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=2) / k + epsilon)
         out *= factor
+    if MORE > 0:
+        # Their places are behind those of y: a program writes one or the other.
+        at_rank = tl.arange(0, 1)[:, None] + rank[None, :]
+        tl.store(more.inner + at_rank, out, mask=(rank[None, :] < MORE) & is_more)
     if BIAS:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
-    if TERM_BIAS:
-        out += token_biases(terms, row, row < n, tokens, BLOCK_T)
     if GATED:
         up_out = tl.sum(up_sums, axis=2)
-        if TERM_SPLITS > 0:
-            up_out += token_terms(
-                terms, up_factors, 1, tokens, BLOCK_T, TERM_SPLITS, TERM_PARTS, TERM_WIDTH
-            )
         if NORM:
             up_out *= factor
-        if TERM_BIAS:
-            up_out += token_biases(terms, n + row, row < n, tokens, BLOCK_T)
         if BIAS:
             up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
         out = gated_unit(out, up_out, ACTIVATION)
@@ -174,7 +158,6 @@ def matrix(
     n,
     k,
     ranks,
-    terms,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -189,11 +172,6 @@ def matrix(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     BULK: tl.constexpr,
-    TERM_SPLITS: tl.constexpr,
-    TERM_PARTS: tl.constexpr,
-    TERM_WIDTH: tl.constexpr,
-    TERM_BIAS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -235,55 +213,16 @@ def matrix(
             up = _weight_tile(start_of_up[:, None] + i[None, :], i[None, :] < k, EVEN)
             up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
 
-    if TERM_SPLITS > 0:
-        part = 0 if GATED else part_of(terms, tl.program_id(0) * BLOCK_N)
-        split = tl.program_id(1)
-        sums = add_units(
-            sums,
-            terms,
-            part,
-            row,
-            row < n,
-            tokens,
-            split,
-            SPLITS,
-            BLOCK_T,
-            TERM_SPLITS,
-            TERM_PARTS,
-            TERM_WIDTH,
-            COLUMNS,
-        )
-        if GATED:
-            up_sums = add_units(
-                up_sums,
-                terms,
-                1,
-                n + row,
-                row < n,
-                tokens,
-                split,
-                SPLITS,
-                BLOCK_T,
-                TERM_SPLITS,
-                TERM_PARTS,
-                TERM_WIDTH,
-                COLUMNS,
-            )
     out = sums
     if SPLITS > 1:
         # A partial sum: `add_partials` does the rest.
         y += tl.program_id(1).to(tl.int64) * tokens * n
     elif BIAS:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-    if TERM_BIAS:
-        own_part = (tl.program_id(1) == 0) & (row < n)
-        out += tl.trans(token_biases(terms, row, own_part, tokens, BLOCK_T))
     if GATED:
         tl.static_assert(SPLITS == 1)
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-        if TERM_BIAS:
-            up_sums += tl.trans(token_biases(terms, n + row, row < n, tokens, BLOCK_T))
         out = gated_unit(out, up_sums, ACTIVATION)
     if WORLD > 1:
         tl.static_assert(SPLITS == 1 and not GATED)
@@ -319,6 +258,17 @@ def add_partials(
         at = (tokens * split + token) * n + i
         out += tl.load(partials + at, mask=i < n, other=0.0)
     _write(y + token * y_stride + i, out, i < n, ADD)
+
+
+@triton.jit
+def _row_of_adapter(more, rank):
+    """Where a rank's row of the first factor begins; of one beyond the adapter's, its last."""
+    slot = tl.load(more.t_adapter)
+    own = tl.load(more.ranks + tl.maximum(slot - 1, 0))
+    part, rank = rank // more.width, tl.minimum(rank % more.width, tl.maximum(own - 1, 0))
+    part = tl.minimum(part, more.parts - 1)
+    start = more.down + tl.maximum(slot - 1, 0).to(tl.int64) * more.slot_stride
+    return start + (part * more.part_stride + rank * more.rank_stride)[None, :, None]
 
 
 @triton.jit

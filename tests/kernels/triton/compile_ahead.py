@@ -47,11 +47,10 @@ from tokenpod.kernels.triton import (
     slots,
     steps,
 )
-from tokenpod.kernels.triton import adapted as adapted_products
 from tokenpod.kernels.triton.quantised import products as quantised_products
 from tokenpod.kernels.triton.quantised import stored_products, widen
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
-from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
+from tokenpod.kernels.triton.tiles import Kind, measured
 from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models import mxfp4
 
@@ -312,19 +311,12 @@ def adapted() -> None:
             assert OPERATIONS.adapted is not None
             OPERATIONS.adapted.norm_linear(weight, None, norm, None)(x, own)
             OPERATIONS.adapted.add_linear(weight, None)(x, draw(tokens, outputs), own)
-            for splits in (1, 2):
-                tile = Tile(Kind.MATRIX, 64, 128, stages=4, ahead=1024, bulk=True, splits=splits)
-                table = Tiles({}, [(64, tile)])
-                adapted_products.linear(weight, None, table)(x, own)
             if len(rows) == 1:
                 halves = AdapterWeights(
                     draw(4, 2, 16, HIDDEN), weights.up, weights.bias, (HIDDEN // 2, HIDDEN // 2)
                 )
                 own = Added(halves, plan, adapters.adapt)
-                gated = weight, None, norm, Activation.SILU
-                OPERATIONS.adapted.norm_linear(*gated)(x, own)
-                table = Tiles({}, [(64, Tile(Kind.MATRIX, 128, 64, stages=5, ahead=1024))])
-                adapted_products.norm_linear(*gated, table)(x, own)
+                OPERATIONS.adapted.norm_linear(weight, None, norm, Activation.SILU)(x, own)
 
 
 def others() -> None:

@@ -60,6 +60,29 @@ class Adapt(Protocol):
         ...
 
 
+class OwnLinear(Protocol):
+    """Products of some tokens with a weight of their adapter's own."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        t_adapter: torch.Tensor,
+        has: torch.Tensor,
+    ) -> torch.Tensor:
+        """X [T, in] -> [T, out] in x's dtype: x · weights[slot - 1]ᵀ, summed in float32.
+
+        Rows of tokens without an adapter, and of those whose slot has no weight, are undefined.
+
+        Args:
+            x: what is multiplied.
+            weights: [S, out, in], of the first slots.
+            t_adapter: [T] int64, each token's slot, from 1; 0: none.
+            has: [S] int32, 0 where a slot has no weight.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Added:
     """What adapters add to one product of a step, not made yet."""

@@ -117,7 +117,7 @@ def _more(added: Added) -> tuple[torch.Tensor, MoreRows]:
 
 @cache
 def _side() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def _both(

@@ -228,7 +228,7 @@ def expand(
 
 def width_of(rank: int) -> int:
     """Numbers that `shrink` keeps room for, of each part of a token."""
-    return max(triton.next_power_of_2(rank), RANKS)
+    return max(1 << (rank - 1).bit_length(), RANKS)
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])

@@ -40,8 +40,11 @@ PARTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_pro
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("adapters")
     modules = {f"model.layers.{i}.{part}": 4 for i in range(2) for part in PARTS}
-    names = ("sql", "chat", "law")
-    return {n: write_lora(folder / n, DEMO, modules, seed=at) for at, n in enumerate(names)}
+    wholes = {"sql": (), "chat": (), "law": ("model.embed_tokens", "lm_head")}
+    return {
+        name: write_lora(folder / name, DEMO, modules, seed=at, whole=whole)
+        for at, (name, whole) in enumerate(wholes.items())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ def named(adapters: dict[str, Any]) -> str:
 def changing(folder: Path) -> list[str]:
     """Flags of a server whose adapters below `folder` can come and go."""
     (folder / "tokens").write_text("secret\n")
-    flags = ["--max-adapters", "2", "--max-loaded-adapters", "4"]
+    flags = ["--max-adapters", "2", "--max-adapter-heads", "1", "--max-loaded-adapters", "4"]
     return [*flags, "--adapter-folder", str(folder), "--adapter-token-file", f"{folder}/tokens"]
 
 
@@ -358,7 +361,7 @@ def test_two_ranks_adapt_what_one_does(adapters: dict[str, Any], expected: dict[
             error = refused(grpc.StatusCode.INVALID_ARGUMENT, load, admin, "sql", "broken")
             load(admin, "law", "law")
             assert list(found) == [*expected.values()] * 4
-        assert "adapter sql: adapter_config.json: use_dora is True" in str(error.details())
+        assert "use_dora is True, which is not supported" in str(error.details())
         assert pod.stop() == 0
 
 

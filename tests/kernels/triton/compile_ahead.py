@@ -317,6 +317,9 @@ def adapted() -> None:
                 )
                 own = Added(halves, plan, adapters.adapt)
                 OPERATIONS.adapted.norm_linear(weight, None, norm, Activation.SILU)(x, own)
+    OPERATIONS.own_linear(
+        draw(3, HIDDEN), draw(2, 300, HIDDEN), torch.ones(3, dtype=torch.int64), torch.ones(2).int()
+    )
 
 
 def others() -> None:

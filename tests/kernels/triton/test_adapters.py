@@ -9,7 +9,7 @@ from tokenpod.kernels import reference as plain
 from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference import adapters as reference
-from tokenpod.kernels.triton import adapted, adapters
+from tokenpod.kernels.triton import adapted, adapter_heads, adapters
 from tokenpod.kernels.triton.adapters import Tiles, adapt, plan_adapters
 from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
@@ -151,3 +151,17 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype):
             found = adapted.norm_linear(weight, bias, norm, activation, tiles)(x, own)
             product = plain.OPERATIONS.prepare_norm_linear(weight, bias, norm, activation)
             torch.testing.assert_close(found, product(x, delta), **close)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_products_with_a_weight_of_their_adapter_are_those_of_the_reference(tokens):
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(SLOTS, 100, 40, generator=generator)
+    x = torch.randn(tokens, 40, generator=generator)
+    t_adapter, has = torch.arange(tokens) % 5, torch.tensor([1, 0, 1], dtype=torch.int32)
+    own = (t_adapter == 1) | (t_adapter == 3)  # slot 2 has none, and there is no fourth
+    found = adapter_heads.own_linear(x, weights, t_adapter, has)[own]
+    expected = reference.own_linear(x, weights, t_adapter, has)[own]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for at, row in zip(own.nonzero().flatten().tolist(), expected, strict=True):
+        torch.testing.assert_close(row, weights[t_adapter[at] - 1] @ x[at])

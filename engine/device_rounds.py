@@ -45,7 +45,7 @@ class DeviceDrawing(Drawing):
     ) -> None:
         n, tops = first.top_ids.shape
         ranks = first.ranks is not None
-        room = Samples.nothing(int(plan.r_samples.sum()), tops, logits.device, ranks=ranks)
+        room = Samples.nothing(plan.samples, tops, logits.device, ranks=ranks)
         super().__init__(plan, logits, room)
         room.tokens[:n], room.logprobs[:n] = first.tokens, first.logprobs
         if room.ranks is not None and first.ranks is not None:

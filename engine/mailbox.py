@@ -13,6 +13,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.host_copies import HostCopies
+from tokenpod.engine.integers import StepWords
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
@@ -46,7 +47,7 @@ class Mailbox:
         self._on_gpu = device.type == "cuda"
         #: The step's integers: the same memory as torch and as numpy see it.
         self.words = self._pinned(words, dtype=torch.int64)
-        self.host_words: npt.NDArray[np.int64] = self.words.numpy()
+        self.integers = StepWords(self.words.numpy())
         #: The same of what the device finds drafts with.
         self.draft_words = self._pinned(drafts[1], dtype=torch.int64)
         self._drafts = self._pinned(drafts[0], dtype=torch.int64)
@@ -137,16 +138,10 @@ class Mailbox:
 
 
 class HostMailbox(Mailbox):
-    """Of one step on a CPU, where results stay where they were drawn.
+    """Of one step on a CPU, where results stay where they were drawn, and integers are not sent."""
 
-    Args:
-        words: int64 words of integers of the step.
-    """
-
-    def __init__(self, words: int) -> None:
+    def __init__(self) -> None:
         self._on_gpu = False
-        self.words = torch.empty(words, dtype=torch.int64)
-        self.host_words = self.words.numpy()
         self._make_marks()
         self._drawn: Samples | None = None
 

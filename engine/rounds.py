@@ -48,7 +48,7 @@ class Round:
 
 def rounds(plan: StepPlan) -> Iterator[Round]:
     """The rounds of a step: none, mostly one."""
-    most = int(plan.r_samples.max(initial=0))
+    most = int(plan.r_samples.max()) if plan.drafts else min(plan.sampling, 1)
     done, last = 0, np.full(plan.rows, -1) if most > 1 else _NOTHING
     for place in range(most):
         rows = np.flatnonzero(plan.r_samples > place)
@@ -87,9 +87,9 @@ class Unknown:
     @classmethod
     def of(cls, plan: StepPlan) -> Unknown | None:
         """None: all drafts are known, if there are any."""
-        drafting = plan.r_samples > 1
-        if not drafting.any():
+        if not plan.drafts:
             return None
+        drafting = plan.r_samples > 1
         ends = plan.r_tokens.cumsum()
         rows = np.flatnonzero(drafting & (plan.t_token[ends - 1] == LAST))
         if not len(rows):
@@ -154,7 +154,7 @@ def row_after_row(
         drawn: as it was drawn.
         there: how many masks came, by rows of the plan that have too few.
     """
-    if not there and not (plan.r_samples > 1).any():
+    if not there and not plan.drafts:
         return drawn
     tokens = list(drawn.tokens)
     for turn in rounds(plan):

@@ -159,7 +159,7 @@ class Scheduler:
         if problem:
             for sequence_id in request.sequence_ids:
                 self._events.failures.append(Failure(sequence_id, code, problem))
-            self._counts.ends[EndState.IGNORED] += 1
+            self._counts.end(EndState.IGNORED)
             return
         if request.probe:
             self._probes.add(*self._make(request, Owner.PROBE))
@@ -466,7 +466,7 @@ class Scheduler:
     def _end_one(self, sequence: Sequence, state: EndState) -> None:
         sequence.ended_as = state
         if sequence.owner is not Owner.PROBE and not self._alive(sequence.request):
-            self._counts.ends[state] += 1
+            self._counts.end(state)
         if not (self._constrained.forget(sequence) or self._queue.remove(sequence)):
             self._batcher.remove(sequence)
         if not sequence.in_flight:

@@ -44,9 +44,9 @@ class Step:
     @cached_property
     def drafting(self) -> list[tuple[int, int]]:
         """Rows whose drafts may be wrong: the row of the plan, and which sample is its first."""
-        rows = np.flatnonzero(self.plan.r_samples > 1)
-        if not len(rows):
+        if not self.plan.drafts:
             return []
+        rows = np.flatnonzero(self.plan.r_samples > 1)
         firsts = self.plan.r_samples.cumsum() - self.plan.r_samples
         found = zip(rows.tolist(), firsts[rows].tolist(), strict=True)
         return [(row, first) for row, first in found if row not in self.forced]

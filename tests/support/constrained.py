@@ -107,6 +107,16 @@ class Client:
         return text_of(self.tokens[sequence])
 
 
+class Clock:
+    """Nanoseconds that pass when a test says so: no pause of the machine ends a text or a wait."""
+
+    def __init__(self):
+        self.now = 1
+
+    def __call__(self):
+        return self.now
+
+
 class LateMasks(Masks):
     """Masks of which some, by chance, miss the step that they are for."""
 
@@ -136,6 +146,9 @@ class LateSteps(MaskedSteps):
         self._masks.decoding = frozenset(np.flatnonzero(plan.t_token[firsts] == LAST).tolist())
         super().sample(step, launched)
 
+    def forwarded(self, nanoseconds):
+        del nanoseconds  # what masks may take beyond a forward is a test's to say
+
 
 def serve(
     model,
@@ -153,6 +166,7 @@ def serve(
     forced=8,
     drafting=None,
     executor=None,
+    clock=None,
 ):
     """Answer a client's requests; by chance masks are late, and sequences preempted.
 
@@ -162,10 +176,11 @@ def serve(
     executor = executor or HostExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
     resources = Limits(slots - 16, rows - 1, POSITIONS, prefill, forced=forced)
     scheduler = Scheduler(resources, drafting=drafting)
-    masks = LateMasks(library, VOCABULARY, limits or ConstraintLimits(workers=1))
+    clock = clock or Clock()
+    masks = LateMasks(library, VOCABULARY, limits or ConstraintLimits(workers=1), clock)
     masks.late = late
-    # Wait for every mask but those that are late on purpose: seconds of a usual step.
-    masked = LateSteps(masks, overlap=overlap)
+    # Wait for every mask but those that are late on purpose: 100 s beyond a forward.
+    masked = LateSteps(masks, overlap=overlap, clock=clock)
     masked._usual_ns = 1e12
     loop = EngineLoop(client, scheduler, executor, overlap=overlap, masked=masked)
     chance, preempted = random.Random(3), 0

@@ -226,7 +226,7 @@ def options_of(asked: argparse.Namespace, folder: Path) -> EngineOptions:
     """For the engine."""
     return EngineOptions(
         model_folder=str(folder / "model"),
-        dtype=None,
+        dtype="float32" if asked.cpu else "bfloat16",
         device="cpu" if asked.cpu else "cuda",
         threads=1 if asked.cpu else 0,
         max_batch_size=asked.streams,

@@ -69,7 +69,7 @@ SEARCHED = [
         Way(Tiles(16, inputs, splits, outputs, warps), beside)
         for inputs, splits, outputs, warps in (
             (256, 4, 64, 2),
-            (256, 4, 256, 4),
+            (128, 8, 256, 2),
             (256, 8, 128, 4),
             (512, 4, 128, 4),
             (128, 4, 128, 2),
@@ -179,7 +179,7 @@ def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
 
 def compare(stage: Stage, store: AdapterStore) -> None:
     """With the reference's arithmetic of adapters; the rest of the step is the same."""
-    for rows in (1, 64):
+    for rows in (1, 16, 64):
         batch = with_adapters(make_batch(rows, 1024), rows, min(store._slots.shape[0], 5))
         found = []
         for ops in (OPERATIONS, reference.OPERATIONS):

@@ -28,7 +28,7 @@ from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles
 Made = TypeVar("Made")
 
 #: Whether `shrink` runs beside the product, on a stream of its own, where it is a launch.
-BESIDE = False
+BESIDE = True
 
 
 def linear(

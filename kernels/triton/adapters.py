@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 #: For steps of up to so many tokens; beyond, the last.
 TILES = (
     (16, Tiles(16, 256, 8, 128, 4)),
-    (256, Tiles(16, 256, 4, 128, 4)),
+    (256, Tiles(16, 256, 4, 256, 4)),
     (1 << 31, Tiles(64, 128, 1, 128, 4)),
 )
 

@@ -70,6 +70,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         ),
         drafting=drafting(options),
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
+        forced_costs=Costs(),
     )
     adapters = Adapters(
         store,

@@ -212,7 +212,12 @@ class Settings(BaseSettings):
     refused."""
     constraint_mask_timeout: float = _limit(0.5, gt=0, le=60)
     """Seconds that each further mask of a constrained text may take; else that text ends."""
-    constraint_workers: int = _limit(0, ge=0, le=64, derived="half of the cores, 8 at most")
+    constraint_workers: int = _limit(
+        0,
+        ge=0,
+        le=64,
+        derived="half of the cores, 8 at most; all but one, 16 at most, for many masks at once",
+    )
     """Threads of the engine that make masks of constrained texts; 0: by the number of cores."""
     constraint_cache_bytes: int = _memory(256 * 1024**2, ge=0)
     """Memory for compiled constraints that are kept for later requests, about."""

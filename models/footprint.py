@@ -103,12 +103,11 @@ def _of_head(folder: Path) -> Footprint:
 def _of_mtp(folder: Path, model: Layout) -> Footprint:
     """Of a layer that predicts further tokens, which each rank has all of."""
     layout = mtp_layout(folder, model)
-    found = _footprint(layout, tensors=False)
-    whole = found.portions[1]
-    numbers = sum(kv.numbers for kv in MtpSpec(layout.spec).kv_layouts)
-    return msgspec.structs.replace(
-        found, portions={1: msgspec.structs.replace(whole, kv_numbers=numbers)}
+    portion = Portion(
+        WHOLE.numbers(layout.weights), sum(kv.numbers for kv in MtpSpec(layout.spec).kv_layouts)
     )
+    portions = {1: _with_quantised(portion, layout, 1)}
+    return msgspec.structs.replace(_footprint(model, tensors=False), portions=portions, repeated=0)
 
 
 def _through_transformers(
@@ -178,20 +177,25 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             copied_numbers=copied_numbers(layout.weights, shard),
             expansion=local.expansion,
         )
-        reader = layout.reader
-        if reader is not None:
-            quantised = [
-                # A rank whose part does not begin with the weight cuts groups, if any does.
-                reader.quantised(weight, Shard(min(1, world - 1), world))
-                for weight in layout.weights
-                if reader.quantises(weight)
-            ]
-            portion = msgspec.structs.replace(
-                portion,
-                quantised_numbers=sum(each.numbers for each in quantised),
-                quantised_bytes=sum(each.size for each in quantised),
-            )
-        yield world, portion
+        yield world, _with_quantised(portion, layout, world)
+
+
+def _with_quantised(portion: Portion, layout: Layout, world: int) -> Portion:
+    """The same, and what weights of fewer bits take."""
+    reader = layout.reader
+    if reader is None:
+        return portion
+    quantised = [
+        # A rank whose part does not begin with the weight cuts groups, if any does.
+        reader.quantised(weight, Shard(min(1, world - 1), world))
+        for weight in layout.weights
+        if reader.quantises(weight)
+    ]
+    return msgspec.structs.replace(
+        portion,
+        quantised_numbers=sum(each.numbers for each in quantised),
+        quantised_bytes=sum(each.size for each in quantised),
+    )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ Cases (`--cases`), each after the other over one engine:
               and all rows under one of them (`one`); with the times of the loop's parts
                                                       aim: 0.95 of plain, late <= 1 %
     slow      as cold, and one row whose masks take 50 ms           aim: the others as in `cold`
-    forced    rows whose texts have many forced tokens, without and with jumping ahead: both each
-              row's tokens behind its first in a step, and how many steps that took
+    forced    rows whose texts have many forced tokens, without jumping ahead, with it wherever
+              there are any, and as a server decides: each row's tokens behind its first in a step,
+              and how many steps that took
     arrivals  32 plain streams (--streams) while 200 requests (--arrivals) come, plain ones and then
               schemas, each of its own                              aim: p99 of their gaps + 10 %
 
@@ -52,6 +53,8 @@ from tokenpod.engine.constraints import masks as masks_of_texts
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.device_rounds import DeviceDrawing
+from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import StepResult
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.mailbox import Flight, Mailbox, Posted, _Mark
@@ -60,6 +63,7 @@ from tokenpod.engine.step_executor import StepExecutor
 from tokenpod.models.facts import LoadedModel
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.step_times import Costs
 from tokenpod.service.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +109,8 @@ class Bench:
         self.loop = EngineLoop(
             self.client,
             Scheduler(
-                Limits(made.slots, made.room.rows, positions, prefill, forced=asked.speculate)
+                Limits(made.slots, made.room.rows, positions, prefill, forced=asked.speculate),
+                forced_costs=Costs(),
             ),
             made.executor,
             overlap=made.overlap,
@@ -188,16 +193,15 @@ def rows(bench: Bench, name: str, constraints: list[Constraint | None], new: int
 def forced(bench: Bench) -> None:
     """Texts with forced tokens, without jumping ahead and with it."""
     ahead = bench.loop.scheduler.forced
-    most, rates, steps = ahead.most, [], []
+    most, costs, rates, steps = ahead.most, ahead._costs, [], []
     texts: list[Constraint | None] = [Regex(STAMPS.format(i)) for i in range(bench.asked.rows // 2)]
-    for ahead.most in (0, most):
+    for ahead.most, ahead._costs in ((0, None), (most, None), (most, costs)):
         rows(bench, "warm", texts, bench.asked.new // 4)
         before = bench.client.steps
         rates.append(rows(bench, "forced", texts, bench.asked.new))
         steps.append(bench.client.steps - before)
-    print(
-        f"          {rates[1] / rates[0]:.3f} with jumping ahead; steps {steps[0]} and {steps[1]}"
-    )
+    for kind, rate, n in zip(("always", "where it pays"), rates[1:], steps[1:], strict=True):
+        print(f"          {rate / rates[0]:.3f} jumping ahead {kind}; steps {steps[0]} and {n}")
 
 
 def arrivals(bench: Bench) -> None:
@@ -306,8 +310,10 @@ def threads(known: tuple[list[bytes], list[int]], n: int) -> None:
     caller's thread makes itself.
     """
     library, width = Guidance(*known), len(known[0])
-    for count, alone in ((1, 10**10), (1, -1), (2, -1), (4, -1), (8, -1), (14, -1), (8, 500_000)):
-        library._batches, guidance_batch._ALONE_NS = None, alone
+    few = guidance_batch._FEW
+    for count, most in ((1, n), (1, few), (4, few), (8, few), (12, few), (16, few)):
+        library._batches, guidance_batch._FEW = None, most
+        guidance_batch._ALONE_NS = 500_000 if most == few else 10**10
         random, parts = np.random.default_rng(7), []
         matchers = [library.compile(schema(i)) for i in range(n)]
         masks = np.zeros((n, -(-width // 32)), np.int32)
@@ -322,12 +328,11 @@ def threads(known: tuple[list[bytes], list[int]], n: int) -> None:
             parts.append((time.perf_counter() - began) * 1e3)
         early, late = np.array(parts[:24]), np.array(parts[24:])
         print(
-            f"threads   {count:3}, {max(alone, 0) / 1e6:5.1f} ms alone: first 24 tokens mean "
+            f"threads   {count if most == few else 0:3}: first 24 tokens mean "
             f"{early.mean():6.2f} median {np.median(early):6.2f}; then mean {late.mean():6.2f} "
             f"median {np.median(late):6.2f} p95 {np.percentile(late, 95):6.2f} ms",
             flush=True,
         )
-    guidance_batch._ALONE_NS = 500_000
 
 
 def timed(bench: Bench) -> TurnTimes:
@@ -347,6 +352,10 @@ def timed(bench: Bench) -> TurnTimes:
     times.part(Masks, "took", "masks.took")
     times.part(Library, "advance", "library")
     times.part(masks_of_texts, "read_together")
+    times.part(DeviceDrawing, "_bits", "masks to the device")
+    times.part(DeviceSampler, "begin", "sampler.begin")
+    times.part(DeviceSampler, "finish", "sampler.finish")
+    times.part(Mailbox, "send", "results to the host")
     receive = Mailbox.receive
 
     def noted(mailbox: Mailbox, posted: Posted) -> StepResult:

@@ -254,6 +254,11 @@ class StepPlan:
         return len(self.t_token)
 
     @property
+    def waits_for_masks(self) -> bool:
+        """Whether all rows that are sampled wait for their masks, and there are some."""
+        return len(self.r_masked) > 0 and bool((self.r_masked[self.r_samples > 0] != 0).all())
+
+    @property
     def embeds(self) -> bool:
         """Whether some tokens have an embedding in place of an id."""
         return len(self.given) + len(self.soft_index) > 0

@@ -149,7 +149,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _free_mailbox(self, plan: StepPlan) -> Mailbox:
         self._turn += 1
-        return self._mailboxes[self._turn % _DEPTH]
+        mailbox = self._mailboxes[self._turn % _DEPTH]
+        mailbox.staging.begin()
+        return mailbox
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         assert self._proposals is not None
@@ -175,23 +177,31 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight
-        return self._draw(flight, logits, integers, is_begun=captured is not None)
+        return self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
 
     def _draw(
-        self, flight: Flight, logits: torch.Tensor, integers: Integers, *, is_begun: bool
+        self,
+        flight: Flight,
+        logits: torch.Tensor,
+        integers: Integers,
+        mailbox: Mailbox,
+        *,
+        is_begun: bool,
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
         plan = flight.plan
         n = plan.sampling
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
-        if not is_begun:
-            self._sampler.begin(firsts, rows, positions)
-        drawn = self._sampler.finish(firsts, rows, positions)
-        if not is_begun or self._sampler.draws:
-            remember(drawn.tokens, rows, self._last_token)
-        if not plan.drafts and not len(plan.r_masked):
-            flight.send(drawn)
-            return flight
+        drawn = None
+        if not plan.waits_for_masks:
+            if not is_begun:
+                self._sampler.begin(firsts, rows, positions)
+            drawn = self._sampler.finish(firsts, rows, positions)
+            if not is_begun or self._sampler.draws:
+                remember(drawn.tokens, rows, self._last_token)
+            if not plan.drafts and not len(plan.r_masked):
+                flight.send(drawn)
+                return flight
         drawing = DeviceDrawing(
             plan,
             logits,
@@ -200,18 +210,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.t_token,
             sampler=self._sampler,
             last_token=self._last_token,
-            upload=self._upload,
+            staging=mailbox.staging,
         )
-        if self._draws_together(plan):
-            drawing.draw_together()
-            return self._finish(flight, drawing, [])
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
-
-    def _draws_together(self, plan: StepPlan) -> bool:
-        """Whether samples behind all drafts can be drawn at once: a few launches, not some each."""
-        if len(plan.r_masked) or plan.drafts > self._rows:
-            return False
-        return not self._sampler.edits(plan.r_row[plan.r_samples > 1].tolist())
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""

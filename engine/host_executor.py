@@ -22,6 +22,7 @@ from tokenpod.engine.rounds import (
     Unknown,
     allowed,
     drafts_of,
+    mask_words,
     unmasked_rounds,
 )
 from tokenpod.engine.sampler import LeaderTokens, Samples
@@ -203,7 +204,8 @@ class _HostDrawing(Drawing):
             logits = self.logits if len(at) == len(self.logits) else self.logits[at]
             bits = None
             if masks is not None:  # where there is none, nothing is allowed
-                bits = torch.from_numpy(allowed(masks, turn, logits.shape[1])[right])
+                words = np.empty((len(turn.rows), mask_words(logits.shape[1])), np.int32)
+                bits = torch.from_numpy(allowed(masks, turn, words)[right])
             rows = plan.r_row[which]
             outputs = (plan.r_output[which] + turn.place).tolist()
             samples = self._sampler.sample(logits, rows.tolist(), outputs, bits)

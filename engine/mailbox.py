@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
+_ALIGNMENT = 64
+_TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
 
 @dataclass(frozen=True, slots=True)
 class Posted:
@@ -29,6 +33,50 @@ class Posted:
     #: Whether there are tokens' ranks.
     ranks: bool
     scored: dict[int, PromptScores]
+
+
+class Staging:
+    """Pinned memory through which a step's other values go to a device, one behind the other.
+
+    Memory that is pinned for each of them may be asked of the system, which takes milliseconds
+    while the device computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = self._pinned(1 << 16)
+        self._taken = 0
+
+    def begin(self) -> None:
+        """All of it is free: what was sent has arrived."""
+        self._taken = 0
+
+    def room(
+        self, shape: tuple[int, ...], dtype: npt.DTypeLike
+    ) -> tuple[npt.NDArray[Any], torch.Tensor]:
+        """Memory for values of int32 or int64, to be written before it is sent: two views of it."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if self._taken + size > len(self._memory):
+            # Copies under way keep what they read.
+            self._memory, self._taken = self._pinned(2 * (self._taken + size)), 0
+        part = self._memory[self._taken : self._taken + size]
+        self._taken += -(-size // _ALIGNMENT) * _ALIGNMENT
+        own = part.view(_TORCH_TYPES[np.dtype(dtype)]).view(shape)
+        return own.numpy(), own
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of `room`, now written, on the device, in the order of its queue."""
+        return values.to(self._device, non_blocking=True)
+
+    def upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """Other values, likewise."""
+        host, own = self.room(values.shape, values.dtype)
+        host[...] = values
+        return self.send(own)
+
+    def _pinned(self, size: int) -> torch.Tensor:
+        on_gpu = self._device.type == "cuda"
+        return torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
 
 
 class Mailbox:
@@ -45,6 +93,8 @@ class Mailbox:
         self, samples: int, words: int, device: torch.device, drafts: tuple[int, int] = (0, 0)
     ) -> None:
         self._on_gpu = device.type == "cuda"
+        #: For what else the step sends to the device.
+        self.staging = Staging(device)
         #: The step's integers: the same memory as torch and as numpy see it.
         self.words = self._pinned(words, dtype=torch.int64)
         self.integers = StepWords(self.words.numpy())

@@ -127,12 +127,17 @@ def masked_rounds(plan: StepPlan) -> list[Round]:
     return [turn.of(plan.r_masked != 0) for turn in rounds(plan)]
 
 
-def allowed(masks: Masks, turn: Round, vocab_size: int) -> Words:
-    """[m, words] the masks of a round's samples; where there is none, nothing is allowed."""
-    bits = np.zeros((len(turn.rows), mask_words(vocab_size)), np.int32)
+def allowed(masks: Masks, turn: Round, bits: Words) -> Words:
+    """[m, words] the masks of a round's samples; where there is none, nothing is allowed.
+
+    Args:
+        masks: by row of the plan.
+        turn: of m rows.
+        bits: where they are written.
+    """
     for i, row in enumerate(turn.rows.tolist()):
-        if turn.place < len(masks.get(row, ())):
-            bits[i] = masks[row][turn.place]
+        some = masks.get(row, ())
+        bits[i] = some[turn.place] if turn.place < len(some) else 0
     return bits
 
 

@@ -43,6 +43,7 @@ from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
 
@@ -61,6 +62,7 @@ class Scheduler:
         batching: makes the batching policy from the limits.
         drafting: makes what decides who has drafts; None: nobody has.
         preemption: decides who is swapped to the host's memory.
+        forced_costs: decides whether forced tokens are taken together; None: always.
     """
 
     #: What takes the tokens of steps.
@@ -74,6 +76,7 @@ class Scheduler:
         batching: Callable[[Limits], Batching] = Mixed,
         drafting: Callable[[KV], Drafting] | None = None,
         preemption: Preemption = _RECOMPUTE,
+        forced_costs: Costs | None = None,
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
@@ -93,9 +96,11 @@ class Scheduler:
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
-        self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
+        self.adapters = AdapterSlots(
+            limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters
+        )
         #: Tokens that constraints force.
-        self.forced = Forced(self._rows, limits.forced)
+        self.forced = Forced(self._rows, limits.forced, forced_costs)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -282,6 +287,7 @@ class Scheduler:
         # A step that was planned during another began no sooner than that one ended.
         took = now - max(step.planned_at, self._settled_at)
         self._pace.note(step.prompt_tokens, took)
+        self.forced.settled(step, took)
         self._settled_at = now
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1

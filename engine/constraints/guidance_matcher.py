@@ -12,8 +12,6 @@ from tokenpod.engine.constraints.library import LimitReached, Words
 _WORD_BYTES = 4
 #: Characters of an error that a client gets.
 _MOST_SHOWN = 500
-#: A mask that takes longer than this, of a thread's time, is better made beside others.
-_HEAVY_NS = 200_000
 
 
 class GuidanceMatcher:
@@ -23,7 +21,7 @@ class GuidanceMatcher:
         self._matcher = matcher
         self._vocab = vocab
         self._words = np.zeros(vocab // 32 + 1, np.int32)
-        #: What the last mask took of a thread's time that was timed by itself, in nanoseconds.
+        #: What the last mask took of its thread's time, about, in nanoseconds.
         self.took = 0
 
     def copy(self) -> GuidanceMatcher:
@@ -60,11 +58,6 @@ class GuidanceMatcher:
             self._matcher.unsafe_compute_mask_ptr(address, size)
         self.took = time.thread_time_ns() - began
         return not self._matcher.is_error()
-
-    @property
-    def heavy(self) -> bool:
-        """Whether its last mask was worth a thread of its own."""
-        return self.took > _HEAVY_NS
 
     @property
     def library(self) -> llguidance.LLMatcher:

@@ -265,7 +265,7 @@ class Masks:
         assert self._library is not None
         began = self._clock()
         try:
-            for text in read_together(self._library, texts, workers.fast):
+            for text in read_together(self._library, texts, workers.together):
                 text.suspect = True
         except (KeyboardInterrupt, SystemExit):
             raise

@@ -38,6 +38,8 @@ class Step:
     @cached_property
     def sampled(self) -> list[Sequence]:
         """Of each token that is sampled, in order, the sequence."""
+        if self.plan.sampling == self.plan.samples == self.plan.rows:
+            return self.sequences
         rows = np.arange(self.plan.rows).repeat(self.plan.r_samples)
         return [*map(self.sequences.__getitem__, rows.tolist())]
 

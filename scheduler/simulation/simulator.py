@@ -66,25 +66,26 @@ class _Came:
     #: The end of each step, how many requests it served, and these, step after step.
     _ends: list[int] = field(default_factory=list)
     _served: list[int] = field(default_factory=list)
-    _whose: list[int] = field(default_factory=list)
+    _whose: list[Ints] = field(default_factory=list)
 
-    def step(self, end: int, whose: list[int]) -> None:
-        """A step has brought a token to each of these."""
+    def step(self, end: int, whose: Ints) -> None:
+        """A step has brought a token to each of these [n]."""
         self._ends.append(end)
         self._served.append(len(whose))
-        self._whose += whose
+        self._whose.append(whose)
 
-    def steps(self, ends: Ints, whose: list[int]) -> None:
+    def steps(self, ends: Ints, whose: Ints) -> None:
         """Each of these steps has."""
         self._ends += ends.tolist()
         self._served += [len(whose)] * len(ends)
-        self._whose += whose * len(ends)
+        self._whose += [whose] * len(ends)
 
     def by_request(self, count: int) -> list[Ints]:
         """[count] of each request: when its tokens came."""
-        whose = np.array(self._whose, np.int64)
-        order = whose.argsort(kind="stable")
-        times = np.array(self._ends, np.int64).repeat(self._served)[order]
+        whose = np.concatenate(self._whose) if self._whose else _ZERO[:0]
+        # Numbers of 16 bits are sorted in a tenth of the time.
+        small = whose.astype(np.uint16) if count <= 1 << 16 else whose
+        times = np.array(self._ends, np.int64).repeat(self._served)[small.argsort(kind="stable")]
         return np.split(times, np.bincount(whose, minlength=count).cumsum()[:-1])
 
 
@@ -138,8 +139,9 @@ class Simulator:
     _skipped: int = 0
     _use: float = 0.0
     _most_used: int = 0
-    #: By place in the scheduler's table: the request's outputs.
+    #: By place in the scheduler's table: the request's outputs, and its number.
     _due: Ints = field(default_factory=lambda: np.zeros(64, np.int64))
+    _whose: Ints = field(default_factory=lambda: np.zeros(64, np.int64))
 
     def run(self) -> Outcome:
         """Serve all requests."""
@@ -202,7 +204,8 @@ class Simulator:
                 place = self.scheduler.place_of(number)
                 while place >= len(self._due):
                     self._due = np.concatenate((self._due, np.zeros_like(self._due)))
-                self._due[place] = min(arrival.output_tokens, most)
+                    self._whose = np.concatenate((self._whose, np.zeros_like(self._whose)))
+                self._due[place], self._whose[place] = min(arrival.output_tokens, most), number
 
     def _due_at(self, number: int) -> int:
         return round(self.arrivals[number].at * _SECOND)
@@ -239,11 +242,14 @@ class Simulator:
     def _settle(self, flying: _Flying) -> None:
         self._now = flying.end
         step, plan = flying.step, flying.step.plan
-        ends = plan.r_output + flying.later + 1 == self._due[step.places]
-        tokens = ends[plan.r_samples > 0].astype(np.int64).tolist()
+        outputs, due = plan.r_output + (flying.later + 1), self._due[step.places]
+        sampled = plan.r_samples > 0
+        # What comes after the last token is surplus.
+        whose = self._whose[step.places[sampled & (outputs <= due)]]
+        if len(whose):
+            self._came.step(self._now, whose)
+        tokens = (outputs == due)[sampled].astype(np.int64).tolist()
         settled = self.scheduler.settle(step, tokens, self._now, arrived=self._arrived)
-        if settled.sequence_ids:
-            self._came.step(self._now, settled.sequence_ids)
         for started in settled.started:
             self._began[started.sequence_id] = started.began_at
             self._cached[started.sequence_id] = started.cached_tokens
@@ -303,7 +309,7 @@ class Simulator:
     def _skip(self, flying: _Flying, ends: Ints, times: Ints) -> None:
         steps = len(ends)
         self.scheduler.skip(flying.step, steps)
-        self._came.steps(ends, [sequence.id for sequence in flying.step.sequences])
+        self._came.steps(ends, self._whose[flying.step.places])
         self._steps += steps
         self._skipped += steps
         # What is in use now is what the last of these steps has.

@@ -43,15 +43,14 @@ class SkippingOutcomes(Outcomes):
         for sequence in running:
             if sequence.ended_as is None:
                 sequence.outputs.append(PLAIN)
-                settled.sequence_ids.append(sequence.id)
 
 
 class SkippingScheduler(Scheduler):
     """The scheduler, for simulations: what it holds after a skip is what steps would have left.
 
     Callers see to it that `PLAIN` ends nothing: it is no end of text, nor the last token that a
-    request asks for, and requests have no time limits. Of a step's outcome it tells whose tokens
-    came, without the tokens.
+    request asks for, and requests have no time limits. Of a step's outcome it tells the
+    first tokens of requests and the last ones; in between it is silent.
     """
 
     _OUTCOMES = SkippingOutcomes

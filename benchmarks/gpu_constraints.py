@@ -207,23 +207,28 @@ def forced(bench: Bench) -> None:
 def arrivals(bench: Bench) -> None:
     """Requests come while streams run: plain ones, whose prompts cost steps too, then schemas."""
     asked, times = bench.asked, bench.client.times
-    # The streams outlive all three parts.
+    # The streams outlive all four parts.
     streams = [bench.ask(None, sizes(asked)[0] - 40) for _ in range(asked.streams)]
     least = asked.new // 2
     found = {}
     with torch.inference_mode():
         while any(len(times[s]) < 8 for s in streams):
             bench.loop.turn()
-        for at, kind in enumerate(("calm", "plain", "schemas")):
+        for at, kind in enumerate(("calm", "plain", "schemas", "timed")):
             for sequence in streams:
                 times[sequence].clear()
-            wanted = [schema(10_000 + i) if at == 2 else None for i in range(asked.arrivals)]
+            parts = timed(bench) if kind == "timed" else None
+            first = 10_000 * at
+            wanted = [schema(first + i) if at >= 2 else None for i in range(asked.arrivals)]
             # One token each: what is measured is their coming, and not a larger batch.
             new = {bench.ask(each, 1, prompt=4) for each in wanted if at}
             while new & bench.client.left or any(len(times[s]) < least for s in streams):
                 bench.loop.turn()
                 assert streams[0] in bench.client.left, "the streams have ended: fewer --arrivals"
             found[kind] = bench.gaps(streams)
+            if parts is not None:
+                parts.stop()
+                print(parts.report(lambda turn: turn["(turn)"] > 5.3))
     bench.end(streams)
     p99s = {kind: float(np.percentile(gaps, 99)) for kind, gaps in found.items()}
     for kind, gaps in found.items():

@@ -66,15 +66,14 @@ SEARCHED = [
     Way(apart=True),
     Way(beside=not adapted.BESIDE),
     *(
-        Way(Tiles(16, inputs, splits, outputs, warps), beside)
-        for inputs, splits, outputs, warps in (
-            (256, 4, 64, 2),
-            (128, 8, 256, 2),
-            (256, 8, 128, 4),
-            (512, 4, 128, 4),
-            (128, 4, 128, 2),
+        Way(Tiles(16, inputs, splits, outputs, shrinking, blocks))
+        for inputs, splits, outputs, shrinking, blocks in (
+            (256, 4, 256, 4, 4),
+            (256, 4, 128, 4, 8),
+            (256, 4, 256, 4, 8),
+            (128, 8, 256, 4, 4),
+            (256, 4, 128, 2, 8),
         )
-        for beside in (False, True)
     ),
 ]
 
@@ -85,7 +84,12 @@ SHRINKS = [
     for splits in (2, 4, 8, 16)
     for warps in (2, 4)
 ]
-EXPANDS = [Tiles(16, 256, 4, outputs, w) for outputs in (64, 128, 256) for w in (1, 2, 4)]
+EXPANDS = [
+    Tiles(16, 256, 4, outputs, warps, blocks)
+    for outputs in (128, 256, 512)
+    for warps in (2, 4)
+    for blocks in (1, 4, 8)
+]
 
 
 def make_store(slots: int, rank: int) -> AdapterStore:

@@ -283,6 +283,11 @@ def fewest_ranks(
     return next((found for found in each if found.fits), None)
 
 
+def logits_each(options: EngineOptions) -> int:
+    """How often a step makes logits: also by adapters' heads, if there can be any."""
+    return 2 if options.max_adapter_heads else 1
+
+
 def most_drafts(options: EngineOptions) -> int:
     """Drafts for which executors have room in a step."""
     return min(MOST_DRAFTS, options.speculate * options.max_batch_size)
@@ -339,7 +344,7 @@ def _reserve(
         prompt,
         hidden=model.hidden_size,
         inner=model.intermediate_size // ranks,
-        vocabulary=model.vocab_size,
+        vocabulary=model.vocab_size * logits_each(options),
         item_bytes=item_bytes,
         expanded=expanded,
     )

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
+from tokenpod.core.capacity import (
+    GAPS,
+    LONGEST_EXPANDED,
+    largest_step,
+    logits_each,
+    most_drafts,
+    widened,
+)
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.engine.draft import Draft, DraftModel, draft_of
@@ -154,7 +161,7 @@ def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, r
         options.max_batch_prefill_tokens + PROBE_TOKENS,
         hidden=config.hidden_size,
         inner=config.widest // ranks,
-        vocabulary=config.vocab_size,
+        vocabulary=config.vocab_size * logits_each(options),
         item_bytes=item_bytes,
         expanded=expanded,
     )

@@ -15,7 +15,7 @@ from tokenpod.core.constraints import Constraint, ConstraintLimits
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FinishCode, MaskCounts
 from tokenpod.core.requests import Request
-from tokenpod.engine.constraints.cache import CompileCache, Compiled
+from tokenpod.engine.constraints.cache import MOST_SHARING, CompileCache, Compiled
 from tokenpod.engine.constraints.compiling import Compiling
 from tokenpod.engine.constraints.library import SLOW_NS, Library, LimitReached, Refused, Words
 from tokenpod.engine.constraints.text import ConstrainedText
@@ -292,9 +292,14 @@ class Masks:
             self._known.wait()
             if self._library is None:
                 raise Refused(_NEVER)
-            compiled = self._cache.get(constraint, partial(self._compiled, constraint))
-            job.texts = [ConstrainedText(job.request, compiled) for _ in job.request.sequence_ids]
-            if job.texts[0].over:
+            make, n = partial(self._compiled, constraint), len(job.request.sequence_ids)
+            texts: list[ConstrainedText] = []
+            while len(texts) < n:
+                some = min(n - len(texts), MOST_SHARING)
+                compiled = self._cache.get(constraint, make, some)
+                texts += [ConstrainedText(job.request, compiled) for _ in range(some)]
+            job.texts = texts
+            if texts[0].over:
                 raise Refused("no token can begin a text that conforms to it")
         except (Refused, LimitReached) as error:
             job.problem = f"constraint: {error}"

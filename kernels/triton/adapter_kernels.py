@@ -130,20 +130,25 @@ def expand_tiles(
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile, `OUTPUTS` outputs of one part -> y, or added to it; or of two, and gated."""
+    """One tile, some outputs of one part -> y, or added to it; or of two parts, and gated.
+
+    A program makes BLOCKS times OUTPUTS, and asks for the factors of the next while it makes some.
+    """
     GATED: tl.constexpr = ACTIVATION != "none"
     column = tl.program_id(1)
-    blocks_0, blocks_1 = tl.cdiv(rows_0, OUTPUTS), tl.cdiv(rows_1, OUTPUTS)
+    SHARE: tl.constexpr = OUTPUTS * BLOCKS
+    blocks_0, blocks_1 = tl.cdiv(rows_0, SHARE), tl.cdiv(rows_1, SHARE)
     in_1 = (column >= blocks_0) & (column < blocks_0 + blocks_1) & (not GATED)
     in_2 = (column >= blocks_0 + blocks_1) & (not GATED)
     part = in_1.to(tl.int32) + 2 * in_2.to(tl.int32)
     begin = tl.where(in_2, rows_0 + rows_1, tl.where(in_1, rows_0, 0))
     end = begin + tl.where(in_2, rows_2, tl.where(in_1, rows_1, rows_0))
     column -= tl.where(in_2, blocks_0 + blocks_1, tl.where(in_1, blocks_0, 0))
-    output = begin + column * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = begin + column * SHARE + tl.arange(0, OUTPUTS)
     tile = tiles + tl.program_id(0) * 3
     slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
@@ -158,34 +163,46 @@ def expand_tiles(
         other_b = _factors(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
     await_inputs(OVERLAP)
     if (length > 0) & ((slot > 0) | (not ADD) | GATED):
-        mask = there[:, None] & (output[None, :] < end)
-        at_y = y + token[:, None] * y_stride + output[None, :]
         seen = inner + token[:, None] * (PARTS * WIDTH)
         split = tokens * (PARTS * WIDTH)
-        total = _terms(
-            b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
-            SPLITS, TOKENS, OUTPUTS, RANKS,
-        )  # fmt: skip
-        has_bias = (slot > 0) & (output < end)
-        if bias is not None:
-            at_bias = bias + place * bias_stride + output
-            total += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
-        if ADD:
-            total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
-        if GATED:
-            other = _terms(
-                other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
-                end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
+        for block in range(BLOCKS):
+            following = output + OUTPUTS
+            left = own * (block + 1 < BLOCKS)
+            next_b = _factors(factors, 0, rank_stride, left, following, end, RANKS)
+            if GATED:
+                next_other = _factors(
+                    factors, 0, rank_stride, left, following + rows_0, end + rows_0, RANKS
+                )
+            mask = there[:, None] & (output[None, :] < end)
+            at_y = y + token[:, None] * y_stride + output[None, :]
+            total = _terms(
+                b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
+                SPLITS, TOKENS, OUTPUTS, RANKS,
             )  # fmt: skip
+            has_bias = (slot > 0) & (output < end)
             if bias is not None:
-                at_bias = bias + place * bias_stride + rows_0 + output
-                other += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
-            other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
-            unit = gated_unit(total, other, ACTIVATION)
-            at_gated = gated + token[:, None] * rows_0 + output[None, :]
-            tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=mask)
-        else:
-            tl.store(at_y, total.to(y.dtype.element_ty), mask=mask)
+                at_bias = bias + place * bias_stride + output
+                total += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
+            if ADD:
+                total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+            if GATED:
+                other = _terms(
+                    other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
+                    end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
+                )  # fmt: skip
+                if bias is not None:
+                    at_bias = bias + place * bias_stride + rows_0 + output
+                    other += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
+                other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
+                unit = gated_unit(total, other, ACTIVATION)
+                at_gated = gated + token[:, None] * rows_0 + output[None, :]
+                tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=mask)
+            else:
+                tl.store(at_y, total.to(y.dtype.element_ty), mask=mask)
+            output = following
+            b = next_b
+            if GATED:
+                other_b = next_other
 
 
 @triton.jit

@@ -43,6 +43,8 @@ class Tiles(NamedTuple):
     #: Outputs of a program.
     outputs: int
     warps: int
+    #: How many times as many outputs a program makes, one after the other.
+    blocks: int = 1
 
 
 #: For steps of up to so many tokens; beyond, the last.
@@ -192,11 +194,12 @@ def expand(
     """
     cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
-    columns = sum(triton.cdiv(n, cut.outputs) for n in rows)
+    share = cut.outputs * cut.blocks
+    columns = sum(triton.cdiv(n, share) for n in rows)
     if activation is not None:
         assert gated is not None, activation
         assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
-        columns = triton.cdiv(weights.rows[0], cut.outputs)
+        columns = triton.cdiv(weights.rows[0], share)
     bias = weights.bias
     expand_tiles[(len(plan.tiles), columns)](
         inner,
@@ -219,6 +222,7 @@ def expand(
         SPLITS=splits,
         TOKENS=cut.tokens,
         OUTPUTS=cut.outputs,
+        BLOCKS=cut.blocks,
         RANKS=RANKS,
         num_warps=cut.warps,
         **launch_options(y.device),

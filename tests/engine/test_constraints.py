@@ -10,6 +10,7 @@ import threading
 import constrained
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
 import row_by_row
 import torch
@@ -18,6 +19,7 @@ from constrained import END, RANDOM, Client, Clock, ask, serve
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FinishCode
+from tokenpod.engine.constraints import cache
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.library import LimitReached
 from tokenpod.models import load as loading
@@ -305,7 +307,23 @@ def test_compiled_constraints_are_cached_by_content(model):
     asked = [ask(i, JsonSchema(json.dumps(PERSON)), new=3) for i in range(1, 6)]
     client = serve(model, Client(asked))
     assert client.load.masks.cached + client.load.masks.compiled == 5
-    assert client.load.masks.compiled <= 2  # two threads may compile the same one at once
+    # Four texts share one that is compiled; two threads may compile the same one at once.
+    assert client.load.masks.compiled <= 4
+
+
+def test_a_few_texts_share_a_compiled_constraint(monkeypatch):
+    class Made:
+        words = np.zeros(4, np.int32)
+
+    made = [Made() for _ in range(9)]
+    store, many = cache.CompileCache(10**7), Regex("a")
+    found = [store.get(many, lambda: made[store.misses]) for _ in range(9)]
+    assert found == [made[1]] * 4 + [made[2]] * 4 + [made[3]]
+    assert (store.hits, store.misses) == (6, 3)
+    # One that takes long is compiled once.
+    monkeypatch.setattr(cache, "_DEAR_NS", -1)
+    dear = [store.get(Regex("b"), lambda: made[store.misses], 3) for _ in range(9)]
+    assert dear == [made[4]] * 9
 
 
 def test_a_vocabulary_that_the_library_can_not_take_refuses_constraints_alone(model):

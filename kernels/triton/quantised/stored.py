@@ -46,11 +46,9 @@ def walk_stored(
     WIDTH: tl.constexpr,
     PER_GROUP: tl.constexpr,
     PER_THEIR: tl.constexpr,
-    IN_SUMS: tl.constexpr,
     EVEN: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -75,7 +73,6 @@ def walk_stored(
         ROUNDED: inputs are of the weight's kind: bytes are multiplied as they are.
         PER_GROUP: runs that share a scale; 0: a row has one scale, which is for the caller.
         PER_THEIR: the same of tokens' scales.
-        IN_SUMS: multiply a run's sums by its scales, not the run's numbers: they stay exact.
     """
     GROUPED: tl.constexpr = PER_GROUP > 0 or PER_THEIR > 0
     SUM: tl.constexpr = tl.int32 if ROUNDED and KIND == "int8" and not GROUPED else tl.float32
@@ -95,7 +92,7 @@ def walk_stored(
             plane += 1
             next_up_s1, next_up_z1 = _scales(scale, zero, up_at, plane, columns, PER_GROUP, BLOCK_N)
     next_theirs = _theirs(at_their, is_x, step, their_columns, PER_THEIR, BLOCK_T)
-    for step in tl.range(first, last, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for step in tl.range(first, last, num_stages=STAGES):
         s, z, s1, z1, theirs = next_s, next_z, next_s1, next_z1, next_theirs
         up_s, up_z, up_s1, up_z1 = next_up_s, next_up_z, next_up_s1, next_up_z1
         ahead = tl.minimum(step + 1, last - 1)
@@ -124,12 +121,10 @@ def walk_stored(
                 made = _add_rounded(made, packed, v, own_s, theirs, KIND, GROUPED, PER_GROUP, SUM)
             else:
                 w, w1 = split(packed, table, KIND, DTYPE, ASSEMBLY)
-                made = _add(made, w, v, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, IN_SUMS, ASSEMBLY)
+                made = _add(made, w, v, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, ASSEMBLY)
                 if PLANES == 2:
                     own_s, own_z = (up_s1, up_z1) if part else (s1, z1)
-                    made = _add(
-                        made, w1, v1, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, IN_SUMS, ASSEMBLY
-                    )
+                    made = _add(made, w1, v1, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, ASSEMBLY)
             if part:
                 up_sums = made
             else:
@@ -225,7 +220,6 @@ def _add(
     KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
-    IN_SUMS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """Sums plus a tile of the weight, as `split` left it, times inputs."""
@@ -239,14 +233,9 @@ def _add(
             w = in_pairs(w, -offset, PLUS)
         else:
             w -= offset[:, None]
-    if GROUPED and not IN_SUMS:
+    if GROUPED:
         if FAST:
             w = in_pairs(w, factor, TIMES)
         else:
             w *= factor[:, None]
-    if GROUPED and IN_SUMS:
-        dot = tl.dot(w.to(DTYPE), v, input_precision="ieee")
-        sums += dot * factor[:, None]
-    else:
-        sums = tl.dot(w.to(DTYPE), v, sums, input_precision="ieee")
-    return sums
+    return tl.dot(w.to(DTYPE), v, sums, input_precision="ieee")

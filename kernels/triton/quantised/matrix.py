@@ -13,6 +13,7 @@ import triton.language as tl
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.quantised.parts import sum_parts
+from tokenpod.kernels.triton.quantised.widening import numbers_of
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -107,11 +108,11 @@ def multiply_rounded(
             next_s = tl.load(scale + gate_scale + group).to(tl.float32)
             next_up_s = tl.load(scale + up_scale + group).to(tl.float32) if GATED else next_s
         i = ((first + step) * BLOCK_K)[None, :] + tl.arange(0, BLOCK_K)[:, None]
-        v = _numbers(_columns(at_x, i, width, is_token, EVEN), KIND)
+        v = numbers_of(_columns(at_x, i, width, is_token, EVEN), KIND)
         low = _columns(at_low, i, width, is_token, EVEN) if DIGITS == 2 else v
         byte = ((first_of_row + step) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-        w = _numbers(_rows(start_of_row, byte, width, EVEN), KIND)
-        up = _numbers(_rows(start_of_up, byte, width, EVEN), KIND) if GATED else w
+        w = numbers_of(_rows(start_of_row, byte, width, EVEN), KIND)
+        up = numbers_of(_rows(start_of_up, byte, width, EVEN), KIND) if GATED else w
         if GROUPED:
             sums += tl.dot(w, v) * (s[:, None] * theirs[None, :])
             if GATED:
@@ -184,17 +185,6 @@ def _scaled(
         out *= tl.load(row_scale).to(tl.float32)[:, None]
         out *= tl.load(x_scale + token, mask=is_token, other=0.0)[None, :]
     return out
-
-
-@triton.jit
-def _numbers(loaded, KIND: tl.constexpr):
-    """Numbers of 8 bits; the interpreter reads e4m3 as bytes.
-
-    A compiler that sees bytes turned into e4m3 takes both factors through registers.
-    """
-    if KIND == "fp8" and loaded.dtype == tl.int8:
-        loaded = loaded.to(tl.float8e4nv, bitcast=True)
-    return loaded
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from tokenpod.kernels.triton.quantised.widening import (
     TIMES,
     factor_of,
     in_pairs,
+    numbers_of,
     split,
 )
 
@@ -173,7 +174,7 @@ def _bytes(at_row, byte, k, EVEN: tl.constexpr):
     if EVEN:
         packed = tl.load(at, eviction_policy="evict_first")
     else:
-        packed = tl.load(at, mask=(byte < k)[None, :], other=0, eviction_policy="evict_first")
+        packed = tl.load(at, mask=(byte < k)[None, :], other=0.0, eviction_policy="evict_first")
     return packed
 
 
@@ -181,7 +182,7 @@ def _bytes(at_row, byte, k, EVEN: tl.constexpr):
 def _inputs(at_x, i, k, is_x, EVEN: tl.constexpr):
     """Inputs i of tokens, as a right factor [inputs, tokens]."""
     inside = is_x[None, :] if EVEN else is_x[None, :] & (i < k)[:, None]
-    return tl.load(at_x[None, :] + i[:, None], mask=inside, other=0)
+    return tl.load(at_x[None, :] + i[:, None], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -196,9 +197,9 @@ def _add_rounded(
     PER_GROUP: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Sums plus bytes times bytes."""
-    w = packed.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else packed
-    v = v.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else v
+    """Sums plus numbers of 8 bits times such."""
+    w = numbers_of(packed, KIND)
+    v = numbers_of(v, KIND)
     if GROUPED:
         kind = tl.float32 if KIND == "fp8" else tl.int32
         dot = tl.dot(w, v, out_dtype=kind).to(tl.float32) * theirs[None, :]

@@ -3,28 +3,33 @@
     python -P benchmarks/gpu_constraints.py                    an 8B shape of random weights, H200
     python -P benchmarks/gpu_constraints.py --cpu              the embedded model
 
-Cases, each after the other over one engine:
+Cases (`--cases`), each after the other over one engine:
 
-    plain     64 rows (--rows) of sampled text without constraints
-    schemas   the same rows, each under a JSON schema of its own    aim: 0.95 of plain, late <= 1 %
-    slow      the same, and one row whose masks take 50 ms          aim: the others as in `schemas`
-    forced    rows whose texts have many forced tokens, without and with jumping ahead: both each
-              row's tokens behind its first in a step, and how many steps that took
+    threads   masks of 64 texts (--rows) by one call of the library, with so many threads
+    schemas   64 rows of sampled text without constraints (`plain`), then each row under a JSON
+              schema of its own that nobody had before (`cold`), the same schemas again (`warm`),
+              and all rows under one of them (`one`); with the times of the loop's parts
+                                                      aim: 0.95 of plain, late <= 1 %
+    slow      as cold, and one row whose masks take 50 ms           aim: the others as in `cold`
+    forced    rows whose texts have many forced tokens, without jumping ahead, with it wherever
+              there are any, and as a server decides: each row's tokens behind its first in a step,
+              and how many steps that took
     arrivals  32 plain streams (--streams) while 200 requests (--arrivals) come, plain ones and then
               schemas, each of its own                              aim: p99 of their gaps + 10 %
 
-An H200 is meant to take two minutes for all, most of them for the start.
+A vocabulary of 128,256 tokens is trained at the start, in about a minute; `--save-vocabulary FILE`
+keeps it, and `--vocabulary FILE` reads it. The cases take a minute on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from constrained_rows import Client, Library
 from constraints import vocabulary
+from turn_times import TurnTimes
 
 from tokenpod.core.constraints import Choice, Constraint, ConstraintLimits, JsonSchema, Regex
 from tokenpod.core.messages import EngineOptions, Vocabulary
@@ -42,13 +48,22 @@ from tokenpod.core.outputs import MaskCounts
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.constraints import guidance_batch
+from tokenpod.engine.constraints import masks as masks_of_texts
+from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.device_rounds import DeviceDrawing
+from tokenpod.engine.device_sampler import DeviceSampler
+from tokenpod.engine.executor import StepResult
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.mailbox import Flight, Mailbox, Posted, _Mark
 from tokenpod.engine.memory import let_segments_grow
+from tokenpod.engine.step_executor import StepExecutor
 from tokenpod.models.facts import LoadedModel
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.step_times import Costs
 from tokenpod.service.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,11 +105,12 @@ class Bench:
         self.asked = asked
         self.client = Client()
         positions, prefill = sizes(asked)
-        masks = Masks(Library, vocab, ConstraintLimits())
+        masks = Masks(Library, vocab, ConstraintLimits(workers=asked.workers))
         self.loop = EngineLoop(
             self.client,
             Scheduler(
-                Limits(made.slots, made.room.rows, positions, prefill, forced=asked.speculate)
+                Limits(made.slots, made.room.rows, positions, prefill, forced=asked.speculate),
+                forced_costs=Costs(),
             ),
             made.executor,
             overlap=made.overlap,
@@ -177,16 +193,15 @@ def rows(bench: Bench, name: str, constraints: list[Constraint | None], new: int
 def forced(bench: Bench) -> None:
     """Texts with forced tokens, without jumping ahead and with it."""
     ahead = bench.loop.scheduler.forced
-    most, rates, steps = ahead.most, [], []
+    most, costs, rates, steps = ahead.most, ahead._costs, [], []
     texts: list[Constraint | None] = [Regex(STAMPS.format(i)) for i in range(bench.asked.rows // 2)]
-    for ahead.most in (0, most):
+    for ahead.most, ahead._costs in ((0, None), (most, None), (most, costs)):
         rows(bench, "warm", texts, bench.asked.new // 4)
         before = bench.client.steps
         rates.append(rows(bench, "forced", texts, bench.asked.new))
         steps.append(bench.client.steps - before)
-    print(
-        f"          {rates[1] / rates[0]:.3f} with jumping ahead; steps {steps[0]} and {steps[1]}"
-    )
+    for kind, rate, n in zip(("always", "where it pays"), rates[1:], steps[1:], strict=True):
+        print(f"          {rate / rates[0]:.3f} jumping ahead {kind}; steps {steps[0]} and {n}")
 
 
 def arrivals(bench: Bench) -> None:
@@ -250,16 +265,28 @@ def shape_8b(asked: argparse.Namespace) -> Bench:
 
     let_segments_grow()
     began = time.perf_counter()
-    words: Future[tuple[list[bytes], list[int]] | None] = ThreadPoolExecutor(1).submit(
-        lambda: Tokenizer(vocabulary(LLAMA_8B["vocab_size"])).token_bytes()
-    )
+    known = words(asked)
     device = torch.device("cuda")
     model = random_model(family_of(LLAMA_8B), config_of(LLAMA_8B), device)
     made = assembled(model, asked, device)
-    known = words.result()
-    assert known is not None
+    gc.collect()
+    gc.freeze()  # as the engine does
     print(f"ready after {time.perf_counter() - began:.0f} s; {made.slots:,} slots", flush=True)
     return Bench(made, LLAMA_8B["vocab_size"], known, asked)
+
+
+def words(asked: argparse.Namespace) -> tuple[list[bytes], list[int]]:
+    """Bytes of the tokens of a large vocabulary, and which are special; see `--vocabulary`."""
+    if asked.vocabulary is not None:
+        found = json.loads(asked.vocabulary.read_text())
+        return [token.encode("latin-1") for token in found["tokens"]], found["special"]
+    known = Tokenizer(vocabulary(LLAMA_8B["vocab_size"])).token_bytes()
+    assert known is not None
+    if asked.save_vocabulary is not None:
+        # A character for each byte.
+        tokens = [token.decode("latin-1") for token in known[0]]
+        asked.save_vocabulary.write_text(json.dumps({"tokens": tokens, "special": known[1]}))
+    return known
 
 
 def assembled(model: LoadedModel, asked: argparse.Namespace, device: torch.device) -> Assembled:
@@ -278,20 +305,110 @@ def assembled(model: LoadedModel, asked: argparse.Namespace, device: torch.devic
         return assemble(model, options, positions=positions, device=device)
 
 
-def measure(bench: Bench) -> None:
-    """All cases."""
-    asked = bench.asked
-    rows(bench, "warm", [None] * asked.rows, asked.new // 4)
-    rows(bench, "warm", [schema(i) for i in range(asked.rows)], asked.new // 4)
-    plain = rows(bench, "plain", [None] * asked.rows, asked.new)
-    masked = rows(bench, "schemas", [schema(i) for i in range(asked.rows)], asked.new)
-    print(f"          {masked / plain:.3f} of plain")
-    slow: list[Constraint | None] = [schema(i) for i in range(asked.rows - 1)]
-    mixed = rows(bench, "slow", [*slow, Choice(("a" * 4000,))], asked.new)
-    share = mixed / (asked.rows - 1) / (masked / asked.rows)
-    print(f"          {share:.3f} of `schemas` a row, beside one of 50 ms a mask")
-    forced(bench)
-    arrivals(bench)
+def threads(known: tuple[list[bytes], list[int]], n: int) -> None:
+    """Masks of n texts by one call, after random tokens: by the library's threads and what the
+    caller's thread makes itself.
+    """
+    library, width = Guidance(*known), len(known[0])
+    few = guidance_batch._FEW
+    for count, most in ((1, n), (1, few), (4, few), (8, few), (12, few), (16, few)):
+        library._batches, guidance_batch._FEW = None, most
+        guidance_batch._ALONE_NS = 500_000 if most == few else 10**10
+        random, parts = np.random.default_rng(7), []
+        matchers = [library.compile(schema(i)) for i in range(n)]
+        masks = np.zeros((n, -(-width // 32)), np.int32)
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.fill(mask)
+        for _ in range(64):
+            allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+            found = map(np.flatnonzero, allowed)
+            tokens = [int(some[random.integers(len(some))]) for some in found]
+            began = time.perf_counter()
+            masks = library.advance(list(zip(matchers, tokens, strict=True)), count).words
+            parts.append((time.perf_counter() - began) * 1e3)
+        early, late = np.array(parts[:24]), np.array(parts[24:])
+        print(
+            f"threads   {count if most == few else 0:3}: first 24 tokens mean "
+            f"{early.mean():6.2f} median {np.median(early):6.2f}; then mean {late.mean():6.2f} "
+            f"median {np.median(late):6.2f} p95 {np.percentile(late, 95):6.2f} ms",
+            flush=True,
+        )
+
+
+def timed(bench: Bench) -> TurnTimes:
+    """Times the parts of the loop's turns, until it is told to stop."""
+    times = TurnTimes((EngineLoop, "turn"))
+    times.part(type(bench.loop.scheduler), "plan")
+    times.part(type(bench.loop.scheduler), "settle")
+    times.part(type(bench.loop.scheduler), "load")
+    times.part(StepExecutor, "launch")
+    times.part(Flight, "wait", "results of the step")
+    times.part(_Mark, "wait", "wait for the step")
+    times.part(Flight, "sample", "launch the sampler")
+    times.part(EngineLoop, "_publish", "publish")
+    for name in ("look", "prepare", "settled", "sample"):
+        times.part(MaskedSteps, name, f"masked.{name}")
+    times.part(Masks, "masks", "masks, waiting for them")
+    times.part(Masks, "took", "masks.took")
+    times.part(Library, "advance", "library")
+    times.part(masks_of_texts, "read_together")
+    times.part(DeviceDrawing, "_bits", "masks to the device")
+    times.part(DeviceSampler, "begin", "sampler.begin")
+    times.part(DeviceSampler, "finish", "sampler.finish")
+    times.part(Mailbox, "send", "results to the host")
+    receive = Mailbox.receive
+
+    def noted(mailbox: Mailbox, posted: Posted) -> StepResult:
+        result = receive(mailbox, posted)
+        times.note("(device: forward)", result.forward_ns / 1e6)
+        times.note("(device: then, with waiting)", result.sample_ns / 1e6)
+        return result
+
+    times.replace(Mailbox, "receive", noted)
+    return times
+
+
+def schemas(bench: Bench) -> float:
+    """Rows under schemas beside rows without; tokens a second of the cold ones."""
+    n, new = bench.asked.rows, bench.asked.new
+    rows(bench, "warm up", [None] * n, new // 4)
+    rows(bench, "warm up", [schema(i) for i in range(n)], new // 4)
+    kinds: dict[str, list[Constraint | None]] = {
+        "plain": [None] * n,
+        "cold": [schema(1000 + i) for i in range(n)],
+        "warm": [schema(1000 + i) for i in range(n)],
+        "one": [schema(1000)] * n,
+    }
+    rates = {}
+    for kind, constraints in kinds.items():
+        rates[kind] = rows(bench, kind, constraints, new)
+        print(f"          {rates[kind] / rates['plain']:.3f} of plain")
+    for kind in ("plain", "cold"):
+        times = timed(bench)
+        again = [schema(2000 + i) if kind == "cold" else None for i in range(n)]
+        rows(bench, f"{kind}, timed", again, new)
+        times.stop()
+        print(times.report(lambda turn: "wait for the step" in turn), flush=True)
+    return rates["cold"]
+
+
+def slow(bench: Bench, masked: float) -> None:
+    """Rows under schemas beside one whose masks take 50 ms."""
+    n = bench.asked.rows
+    some: list[Constraint | None] = [schema(3000 + i) for i in range(n - 1)]
+    mixed = rows(bench, "slow", [*some, Choice(("a" * 4000,))], bench.asked.new)
+    print(f"          {mixed / (n - 1) / (masked / n):.3f} of `cold` a row, beside 50 ms a mask")
+
+
+def measure(bench: Bench, cases: list[str]) -> None:
+    """The cases that are asked for."""
+    masked = schemas(bench) if {"schemas", "slow"} & {*cases} else 0.0
+    if "slow" in cases:
+        slow(bench, masked)
+    if "forced" in cases:
+        forced(bench)
+    if "arrivals" in cases:
+        arrivals(bench)
     assert not bench.client.refused, bench.client.refused[0]
 
 
@@ -304,9 +421,17 @@ def main() -> None:
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--new", type=int, default=256, help="tokens of each row")
     parser.add_argument("--speculate", type=int, default=4, help="forced tokens of a row in a step")
+    parser.add_argument("--workers", type=int, default=0, help="as --constraint-workers")
+    parser.add_argument("--cases", default="threads,schemas,slow,forced,arrivals")
+    parser.add_argument("--vocabulary", type=Path, help="read from here")
+    parser.add_argument("--save-vocabulary", type=Path, help="kept here once it is made")
     asked = parser.parse_args()
     began = time.perf_counter()
-    measure(demo(asked) if asked.cpu else shape_8b(asked))
+    cases = asked.cases.split(",")
+    if "threads" in cases and not asked.cpu:
+        threads(words(asked), asked.rows)
+    if {*cases} != {"threads"}:
+        measure(demo(asked) if asked.cpu else shape_8b(asked), cases)
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

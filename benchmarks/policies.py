@@ -301,9 +301,11 @@ def grid(
     lengths: Lengths,
     loads: tuple[float, ...],
 ) -> Iterator[dict[str, Any]]:
-    """Runs of all pairs; first the rate that `exact` with `mixed` reaches."""
-    most = run(("exact", "mixed"), arrivals(lengths, None))["requests_per_s"]
-    yield {"pair": "saturation", "requests_per_s": most}
+    """Runs of all pairs, all at once and under loads of what `exact` with `mixed` reaches."""
+    most = 0.0
+    if loads:
+        most = run(("exact", "mixed"), arrivals(lengths, None))["requests_per_s"]
+        yield {"pair": "saturation", "requests_per_s": most}
     for pair in pairs:
         at_once = run(pair, arrivals(lengths, None))
         yield {"pair": "+".join(pair), "load": None} | at_once
@@ -405,7 +407,9 @@ def on_gpu(options: argparse.Namespace) -> None:
                     vocabulary=128_000,
                 )
 
-            write(options, f"gpu-{pool}-{shape}", grid(run, FIVE, lengths, (1.0,)))
+            pairs = [tuple(pair.split("+")) for pair in options.pairs] or FIVE
+            loads = () if options.at_once else (1.0,)
+            write(options, f"gpu-{pool}-{shape}", grid(run, pairs, lengths, loads))  # type: ignore[arg-type]
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -477,6 +481,8 @@ def main() -> None:
     parser.add_argument("--images", default="docs/images")
     parser.add_argument("--workload", default="gpu-workload.json")
     parser.add_argument("--requests", type=int, help="default: 1000, and 80 on the CPU")
+    parser.add_argument("--pairs", nargs="*", default=[], help="on the GPU; else five")
+    parser.add_argument("--at-once", action="store_true", help="on the GPU; without other loads")
     parser.add_argument("--only", default="", help="part of POOL-SHAPE, or of SHAPE on the CPU")
     options = parser.parse_args()
     commands[options.command](options)

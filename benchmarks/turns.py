@@ -14,7 +14,6 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from step import CPU, SHAPES, config_of, random_weights
@@ -23,7 +22,11 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.assemble import assemble
+from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.engine.constraints.masked_steps import MaskedSteps
+from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.decoder import Decoder
@@ -67,8 +70,19 @@ def engine(shape: str, threads: int) -> tuple[EngineLoop, Client]:
     model = Decoder(config, random_weights(config), operations_for(CPU, torch.float32))
     made = assemble(model, options, positions=1024, device=CPU)
     limits = Limits(made.slots, max_rows=64, max_positions=1024, prefill_tokens=512)
-    client = Client()
-    loop: Any = EngineLoop(client, Scheduler(limits), made.executor, overlap=made.overlap)  # type: ignore[arg-type]
+    client, scheduler = Client(), Scheduler(limits)
+    adapters = Adapters(
+        None, scheduler.adapters, [], root="", most=0, send=client.send, followers=None
+    )
+    masks = Masks(Guidance, config.vocab_size, options.constraints)
+    loop = EngineLoop(
+        client,  # type: ignore[arg-type]
+        scheduler,
+        made.executor,
+        overlap=made.overlap,
+        adapters=adapters,
+        masked=MaskedSteps(masks, overlap=made.overlap),
+    )
     return loop, client
 
 

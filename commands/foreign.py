@@ -27,7 +27,8 @@ _VLLM = {
     "--otlp-traces-endpoint": "--otlp-endpoint",
     "--trust-remote-code": "nothing: no code of a model's repository is ever run",
     "--enforce-eager": "nothing: what steps are captured is the server's choice",
-    "--swap-space": "nothing: what was admitted always has room",
+    "--swap-space": "--host-kv-bytes",
+    "--kv-offloading-size": "--host-kv-bytes",
     "--block-size": "nothing: the cache is kept by single tokens",
     "--seed": "a seed of each request",
     "--load-format": "nothing: weights are safetensors, and `tokenpod convert` makes them",
@@ -36,6 +37,13 @@ _VLLM = {
     "--max-lora-rank": "--max-adapter-rank",
     "--lora-modules": "--lora-adapters, as NAME=PATH,NAME=PATH",
     "--enable-lora": "--lora-adapters and --max-adapters",
+    "--tool-call-parser": "--tool-parser",
+    "--enable-auto-tool-choice": "nothing: calls of tools are found where --tool-parser fits",
+    "--speculative-config": "--speculate, and --draft-model for a model that drafts",
+    "--scheduling-policy": "--admission and --batching",
+    "--structured-outputs-config": "nothing: constraints of requests are always served",
+    "--guided-decoding-backend": "nothing: constraints of requests are always served",
+    "--data-parallel-size": "nothing: each copy of a model is a pod, behind one Service",
 }
 #: The same of TGI's launcher; most of its flags are ours by the same name.
 _TGI = {

@@ -24,7 +24,7 @@ from tokenpod.core.capacity import (
     host_slots,
     positions_of,
 )
-from tokenpod.core.messages import EngineOptions
+from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.model_store import ModelNotFound, draft_folder
 from tokenpod.service.pod.placement import lone_options
@@ -148,7 +148,11 @@ def report(
         head=options.quantize_head,
         max_total_tokens=options.max_total_tokens,
     )
-    draft = footprint(Path(options.draft_folder)) if options.draft_folder else None
+    draft = None
+    if options.draft_folder == MTP:
+        draft = footprint(folder, options.quantize, mtp=True)
+    elif options.draft_folder:
+        draft = footprint(Path(options.draft_folder))
     if options.max_adapters and model.portions[1].adapter_numbers is None:
         raise SizeError(
             f"--max-adapters is {options.max_adapters}: {model.architecture} takes none"
@@ -192,9 +196,13 @@ def footprint(
     *,
     head: bool = False,
     max_total_tokens: int | None = None,
+    mtp: bool = False,
 ) -> Footprint:
-    """What the model in `folder` takes. Raises SizeError with what is wrong with it."""
-    command = [*FOOTPRINT_COMMAND, str(folder)]
+    """What the model in `folder` takes, or with `mtp` its layer that predicts further tokens.
+
+    Raises SizeError with what is wrong with it.
+    """
+    command = [*FOOTPRINT_COMMAND, str(folder), *(["--mtp"] if mtp else [])]
     if quantize:
         command += ["--quantize", quantize, *(["--quantize-head"] if head else [])]
     if max_total_tokens is not None:

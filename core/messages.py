@@ -21,6 +21,8 @@ from tokenpod.core.requests import Request
 
 #: KV slots that are reserved for liveness probes, whose prompts have up to ten tokens.
 PROBE_TOKENS = 16
+#: In the place of a draft model's folder: the layers for that of the served model's checkpoint.
+MTP = "mtp"
 #: Tokens of a block in `CacheEvents`, as gateways count by default.
 BLOCK_TOKENS = 16
 
@@ -193,8 +195,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
-    #: Tokens that a step may draft for a sequence, and what finds them: "ngram", "draft_model"
-    #: or "eagle3".
+    #: Tokens that a step may draft for a sequence, and what finds them: "ngram", "draft_model",
+    #: "eagle3" or "mtp".
     speculate: int = 0
     draft_method: str = ""
     #: Tokens whose keys and values the host's memory holds.
@@ -263,7 +265,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.
     quantize_head: bool = False
-    #: Where the model lies that finds drafts; None: n-grams do.
+    #: Where the model lies that finds drafts, or `MTP`; None: n-grams do.
     draft_folder: str | None = None
     #: Host memory of this pod, all ranks together, for keys and values that the pool has no room
     #: for; fewer tokens than `host_kv_least_tokens` are computed again rather than copied.

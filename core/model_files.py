@@ -12,6 +12,8 @@ SMALL_FOLDERS = ("additional_chat_templates",)
 WEIGHTS = ("*.safetensors",)
 #: Pickles, which `tokenpod convert` reads, and a server never.
 PICKLES = ("pytorch_model*.bin",)
+#: Where a downloaded folder came from: the downloader's own, which no server reads.
+ORIGIN = "tokenpod-origin.json"
 #: Settings of weights that are not read.
 _INDEX = "*.index.json"
 #: Weights in a second layout, which some publish beside the usual one.
@@ -23,7 +25,7 @@ def is_small(name: str) -> bool:
     folder, _, last = name.rpartition("/")
     if folder not in ("", *SMALL_FOLDERS) or last.startswith("."):
         return False
-    return _matches(last, SMALL_FILES) and not _matches(last, (_INDEX,))
+    return _matches(last, SMALL_FILES) and not _matches(last, (_INDEX, ORIGIN))
 
 
 def is_weights(name: str, *, pickles: bool = False) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -253,6 +254,11 @@ class StepPlan:
         return len(self.t_token)
 
     @property
+    def waits_for_masks(self) -> bool:
+        """Whether all rows that are sampled wait for their masks, and there are some."""
+        return len(self.r_masked) > 0 and bool((self.r_masked[self.r_samples > 0] != 0).all())
+
+    @property
     def embeds(self) -> bool:
         """Whether some tokens have an embedding in place of an id."""
         return len(self.given) + len(self.soft_index) > 0
@@ -260,7 +266,24 @@ class StepPlan:
     @property
     def singles(self) -> int:
         """Leading rows with one token."""
-        return int((self.r_tokens == 1).sum())
+        return self.rows if self.rows == self.tokens else int((self.r_tokens == 1).sum())
+
+    # All parts of a turn ask these, once the columns have been filled.
+
+    @cached_property
+    def sampling(self) -> int:
+        """How many rows are sampled."""
+        return int(np.count_nonzero(self.r_samples))
+
+    @cached_property
+    def samples(self) -> int:
+        """How many tokens are sampled."""
+        return int(self.r_samples.sum())
+
+    @property
+    def drafts(self) -> int:
+        """How many of them are sampled behind drafts: besides each row's first."""
+        return self.samples - self.sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ EDITED = 4
 COUNTED = 8
 #: Top tokens are reported, and are of the distribution that is drawn from.
 PROCESSED_TOPS = 16
+#: More than the token is reported: its log probability, its rank, or top tokens.
+REPORTED = 32
 
 
 class Stage(Enum):
@@ -227,6 +229,8 @@ class SamplingTable:
         assert not params.do_sample or params.temperature > 0, "temperature 0 is not sampling"
         assert params.min_p <= 1, f"min_p {params.min_p} would leave no token"
         flags = self.needs(params) | (EDITED if values.min_new_tokens else 0)
+        if values.logprobs or values.top_n or values.ranks:
+            flags |= REPORTED
         if not params.do_sample:
             flags &= ~CUTS
         if not (params.top_of_processed and values.top_n):

@@ -149,7 +149,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _free_mailbox(self, plan: StepPlan) -> Mailbox:
         self._turn += 1
-        return self._mailboxes[self._turn % _DEPTH]
+        mailbox = self._mailboxes[self._turn % _DEPTH]
+        mailbox.staging.begin()
+        return mailbox
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         assert self._proposals is not None
@@ -172,26 +174,34 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         mailbox.forwarded()
         flight = Flight(mailbox, plan, scored, unknown=self._unknown)
         self._found = self._unknown = None
-        if logits is None or not plan.r_samples.any():
+        if logits is None or not plan.sampling:
             flight.send(None)
             return flight
-        return self._draw(flight, logits, integers, is_begun=captured is not None)
+        return self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
 
     def _draw(
-        self, flight: Flight, logits: torch.Tensor, integers: Integers, *, is_begun: bool
+        self,
+        flight: Flight,
+        logits: torch.Tensor,
+        integers: Integers,
+        mailbox: Mailbox,
+        *,
+        is_begun: bool,
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
         plan = flight.plan
-        n = int(np.count_nonzero(plan.r_samples))
+        n = plan.sampling
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
-        if not is_begun:
-            self._sampler.begin(firsts, rows, positions)
-        drawn = self._sampler.finish(firsts, rows, positions)
-        if not is_begun or self._sampler.draws:
-            remember(drawn.tokens, rows, self._last_token)
-        if int(plan.r_samples.sum()) == n and not len(plan.r_masked):
-            flight.send(drawn)
-            return flight
+        drawn = None
+        if not plan.waits_for_masks:
+            if not is_begun:
+                self._sampler.begin(firsts, rows, positions)
+            drawn = self._sampler.finish(firsts, rows, positions)
+            if not is_begun or self._sampler.draws:
+                remember(drawn.tokens, rows, self._last_token)
+            if not plan.drafts and not len(plan.r_masked):
+                flight.send(drawn)
+                return flight
         drawing = DeviceDrawing(
             plan,
             logits,
@@ -200,18 +210,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.t_token,
             sampler=self._sampler,
             last_token=self._last_token,
-            upload=self._upload,
+            staging=mailbox.staging,
         )
-        if self._draws_together(plan, n):
-            drawing.draw_together()
-            return self._finish(flight, drawing, [])
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
-
-    def _draws_together(self, plan: StepPlan, firsts: int) -> bool:
-        """Whether samples behind all drafts can be drawn at once: a few launches, not some each."""
-        if len(plan.r_masked) or int(plan.r_samples.sum()) - firsts > self._rows:
-            return False
-        return not self._sampler.edits(plan.r_row[plan.r_samples > 1].tolist())
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
@@ -219,15 +220,15 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if graphs is None or len(plan.scored_token) or plan.embeds:
             return None
         mixed, decode, drafted = graphs
-        if plan.rows == plan.tokens and plan.r_samples.all():
+        if plan.rows == plan.tokens == plan.sampling:
             captured = decode.fitting(plan.rows)
-        elif (plan.r_samples > 1).any():
+        elif plan.drafts:
             captured = drafted.fitting(plan.tokens) if drafted else None
         else:
             captured = mixed.fitting(plan.tokens)
         if captured is None:
             return None
-        host = views(mailbox.host_words, captured.counts)
+        host = mailbox.integers.of(captured.counts)
         self._fill(host, plan)
         if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
             return None
@@ -285,9 +286,12 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.b_row, integers.b_start, integers.b_context, tiles, integers.t_row
         )
 
-    def _integers(self, mailbox: Mailbox, words: int) -> torch.Tensor:
+    def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
+        counts = Counts.of(plan)
+        host, words = mailbox.integers.of(counts), counts.words
+        self._fill(host, plan)
         self._words[:words].copy_(mailbox.words[:words], non_blocking=True)
-        return self._words[:words]
+        return host, views(self._words, counts)
 
     def _note_slots(self, plan: StepPlan) -> None:
         """Note where prompts' tokens go; where the KV of rows that decode lies is not needed here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,8 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
-from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_at, rounds
+from tokenpod.engine.mailbox import Staging
+from tokenpod.engine.rounds import Drawing, Ints, Round, allowed, drafts_at, mask_words, rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
@@ -24,11 +25,11 @@ class DeviceDrawing(Drawing):
         logits: [n + drafts, vocab]: of rows' first samples, of which there may be room for more,
             and then of the others, round after round.
         first_draft: where the logits of the others begin.
-        first: the first round's samples.
+        first: the first round's samples; None: all wait for masks.
         t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
-        upload: to the device.
+        staging: the step's way to the device.
     """
 
     def __init__(
@@ -36,78 +37,142 @@ class DeviceDrawing(Drawing):
         plan: StepPlan,
         logits: torch.Tensor,
         first_draft: int,
-        first: Samples,
+        first: Samples | None,
         t_token: torch.Tensor,
         *,
         sampler: DeviceSampler | LeaderTokens,
         last_token: torch.Tensor,
-        upload: Callable[[np.ndarray], torch.Tensor],
+        staging: Staging,
     ) -> None:
-        n, tops = first.top_ids.shape
-        ranks = first.ranks is not None
-        room = Samples.nothing(int(plan.r_samples.sum()), tops, logits.device, ranks=ranks)
-        super().__init__(plan, logits, room)
-        room.tokens[:n], room.logprobs[:n] = first.tokens, first.logprobs
-        if room.ranks is not None and first.ranks is not None:
-            room.ranks[:n] = first.ranks
-        room.top_ids[:n], room.top_logprobs[:n] = first.top_ids, first.top_logprobs
-        self._sampler, self._last_token, self._upload = sampler, last_token, upload
-        self._shift, self._t_token = first_draft - n, t_token
+        super().__init__(plan, logits, Samples.nothing(0, 0, logits.device))
+        self._sampler, self._last_token, self._staging = sampler, last_token, staging
+        self._shift, self._t_token = first_draft - plan.sampling, t_token
+        #: Nothing but what is under masks is drawn.
+        self._alone = first is None
+        if first is not None:
+            self._enter(first, slice(0, plan.sampling))
 
-    def draw_together(self) -> None:
+    def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
+        """See `Drawing.draw`."""
+        turns = [turn for turn in turns if len(turn.rows)]
+        if len(turns) > 1 and self._may_join(turns):
+            self._draw_joined(turns, masks)
+            return
+        for turn in turns:
+            self._draw_one(turn, masks)
+
+    def _draw_one(self, turn: Round, masks: Masks | None) -> None:
+        """Draw a round, with nothing where the draft before was wrong."""
+        plan = self.plan
+        numbers = np.empty((6, len(turn.rows)), np.int64)
+        numbers[0] = plan.r_row[turn.rows]
+        numbers[1] = plan.r_output[turn.rows] + turn.place
+        numbers[2] = turn.at
+        numbers[3] = turn.at
+        if turn.place:
+            numbers[3] += self._shift
+        numbers[4] = turn.before if turn.place else -1
+        numbers[5] = drafts_at(plan, turn)
+        rows, positions, at, index, before, drafts = self._staging.upload(numbers)
+        bits = None if masks is None else self._bits([turn], masks)
+        if turn.place:
+            scores = offer(self.logits, index, self.drawn.tokens, before, self._t_token, drafts)
+        else:
+            scores = self._logits_at(numbers[3], index)
+        self._sampler.begin(scores, rows, positions, bits)
+        drawn = self._sampler.finish(scores, rows, positions, masks=bits)
+        remember(drawn.tokens, rows, self._last_token)
+        self._enter(drawn, _stretch(numbers[2], at))
+
+    # -- several rounds ------------------------------------------------------------------------
+
+    def _may_join(self, turns: Sequence[Round]) -> bool:
+        """Whether these rounds can be drawn as one: a few launches, not some for each."""
+        plan = self.plan
+        if sum(len(turn.rows) for turn in turns) >= len(self._last_token):
+            return False  # of the last row is padding
+        rows = np.unique(np.concatenate([turn.rows for turn in turns]))
+        return not self._sampler.edits(plan.r_row[rows[plan.r_samples[rows] > 1]].tolist())
+
+    def _draw_joined(self, turns: Sequence[Round], masks: Masks | None) -> None:
         """Draw behind all drafts at once, right or wrong: no row's draw may depend on another's.
 
         What is behind a wrong draft is taken out when the results are read; here only each row's
         last token that counts matters.
         """
+        plan = self.plan
+        drawing = np.concatenate([turn.rows for turn in turns])
+        places = np.repeat([turn.place for turn in turns], [len(turn.rows) for turn in turns])
+        which = np.concatenate([turn.at for turn in turns])
+        numbers = np.stack(
+            [
+                plan.r_row[drawing],
+                plan.r_output[drawing] + places,
+                which,
+                which + np.where(places > 0, self._shift, 0),
+            ]
+        ).astype(np.int64)
+        rows, positions, at, index = self._staging.upload(numbers)
+        bits = None if masks is None else self._bits(turns, masks)
+        scores = self._logits_at(numbers[3], index)
+        self._sampler.begin(scores, rows, positions, bits)
+        drawn = self._sampler.finish(scores, rows, positions, masks=bits)
+        self._enter(drawn, _stretch(which, at))
+        self._remember_last(np.unique(drawing))
+
+    def _remember_last(self, rows: Ints) -> None:
+        """Note the last token that counts of each of these rows of the plan, now they are drawn.
+
+        It is the first one behind which there is a wrong draft, no draft, or nothing was drawn.
+        """
         plan, tokens = self.plan, self.drawn.tokens
-        turns = [*rounds(plan)]
-        first, total = len(turns[0].rows), len(tokens)
-        rows = np.concatenate([turn.rows for turn in turns[1:]])
-        places = np.repeat([turn.place for turn in turns[1:]], [len(t.rows) for t in turns[1:]])
-        numbers = np.stack([plan.r_row[rows], plan.r_output[rows] + places])
-        drawing, positions = self._upload(numbers.astype(np.int64))
-        logits = self.logits[first + self._shift : total + self._shift]
-        self._sampler.begin(logits, drawing, positions)
-        drawn = self._sampler.finish(logits, drawing, positions)
-        self._put(drawn, slice(first, total))
-        drafting = turns[1].rows
-        # Of each row with drafts: its samples, and which tokens they are right behind. Where a row
-        # has fewer, none: no token equals that.
-        at = np.zeros((len(turns), len(drafting)), np.int64)
-        behind = np.full((len(turns), len(drafting)), -1)
+        turns = [turn.of(np.isin(np.arange(plan.rows), rows)) for turn in rounds(plan)]
+        # Of each row: its samples, and which tokens they are right behind. Where a row has fewer,
+        # none: no token equals that.
+        at = np.zeros((len(turns), len(rows)), np.int64)
+        behind = np.full((len(turns), len(rows)), -1)
         for turn in turns:
-            which = np.searchsorted(drafting, turn.rows[np.isin(turn.rows, drafting)])
-            at[turn.place, which] = turn.at[np.isin(turn.rows, drafting)]
+            which = np.searchsorted(rows, turn.rows)
+            at[turn.place, which] = turn.at
             if turn.place:
                 behind[turn.place, which] = drafts_at(plan, turn)
-        uploaded = self._upload(np.concatenate([at, behind[1:], plan.r_row[drafting][None]]))
+        uploaded = self._staging.upload(np.concatenate([at, behind[1:], plan.r_row[rows][None]]))
         own, drafts = tokens[uploaded[: len(turns)]], uploaded[len(turns) : -1]
-        right = (own[:-1] == self._t_token[drafts.clamp(min=0)]) & (drafts >= 0)
+        right = (own[:-1] == self._t_token[drafts.clamp(min=0)]) & (drafts >= 0) & (own[1:] >= 0)
         last = right.to(torch.int64).cumprod(0).sum(0, keepdim=True)
         remember(own.gather(0, last)[0], uploaded[-1], self._last_token)
 
-    def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
-        """See `Drawing.draw`."""
-        plan = self.plan
+    def _bits(self, turns: Sequence[Round], masks: Masks) -> torch.Tensor:
+        """The masks of these rounds' samples."""
+        words = mask_words(self.logits.shape[1])
+        host, own = self._staging.room((sum(len(turn.rows) for turn in turns), words), np.int32)
+        done = 0
         for turn in turns:
-            if not len(turn.rows):
-                continue
-            numbers = np.empty((6, len(turn.rows)), np.int64)
-            numbers[0] = plan.r_row[turn.rows]
-            numbers[1] = plan.r_output[turn.rows] + turn.place
-            numbers[2] = turn.at
-            numbers[3] = turn.at
-            if turn.place:
-                numbers[3] += self._shift
-            numbers[4] = turn.before if turn.place else -1
-            numbers[5] = drafts_at(plan, turn)
-            rows, positions, at, index, before, drafts = self._upload(numbers)
-            bits = None
-            if masks is not None:  # where there is none, nothing is allowed
-                bits = self._upload(allowed(masks, turn, self.logits.shape[1]))
-            scores = offer(self.logits, index, self.drawn.tokens, before, self._t_token, drafts)
-            self._sampler.begin(scores, rows, positions, bits)
-            drawn = self._sampler.finish(scores, rows, positions, masks=bits)
-            remember(drawn.tokens, rows, self._last_token)
-            self._put(drawn, at)
+            allowed(masks, turn, host[done : done + len(turn.rows)])
+            done += len(turn.rows)
+        return self._staging.send(own)
+
+    def _enter(self, samples: Samples, at: torch.Tensor | slice) -> None:
+        """Enter what was drawn as samples `at`: a copy, where the sampler draws others besides."""
+        if self._alone and at == slice(0, self.plan.samples):
+            self.drawn = samples
+            return
+        if len(self.drawn.tokens) < self.plan.samples:
+            tops, ranks = samples.top_ids.shape[1], samples.ranks is not None
+            room = Samples.nothing(self.plan.samples, tops, self.logits.device, ranks=ranks)
+            self.drawn = room
+        self._put(samples, at)
+
+    def _logits_at(self, host_index: Ints, index: torch.Tensor) -> torch.Tensor:
+        """[m, vocab] these rows of the logits; not copied where they lie together."""
+        where = _stretch(host_index, index)
+        if isinstance(where, slice):
+            return self.logits[where]
+        return self.logits.index_select(0, where)
+
+
+def _stretch(numbers: Ints, uploaded: torch.Tensor) -> torch.Tensor | slice:
+    """The numbers as a stretch, if they follow each other."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    rising = len(numbers) < 2 or bool((np.diff(numbers) == 1).all())
+    return slice(first, last + 1) if rising else uploaded

@@ -10,6 +10,7 @@ the other: prefixes, copies and preemption need to know nothing of it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,9 @@ import torch
 from torch.nn.functional import pad
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.eagle_draft import EagleDraft
+from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.engine.executor import CapturableModel, Model
+from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 from tokenpod.kernels.pool import KVLayout, KVPool
@@ -32,6 +33,7 @@ from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
 from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import LoadedModel, ModelFacts
 from tokenpod.models.load import load_model, read_config
+from tokenpod.models.mtp import MtpHead, load_mtp
 
 #: Tokens by which vocabularies of one tokenizer may differ, for the sake of even shapes.
 _PADDING = 1024
@@ -117,13 +119,26 @@ class SmallModel:
     vocabulary: int
     wanted: int
     most: int
+    #: Where captured steps have the draft model's part: beside the served model's.
+    _beside: torch.cuda.Stream | None = None
 
     def compute(
         self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
     ) -> torch.Tensor:
         """See `Draft.compute`."""
+        if not (own.t_slot.is_cuda and torch.cuda.is_current_stream_capturing()):
+            hidden = served.forward(batch, pool)
+            self.model.forward(self._own(own), self.pool)
+            return hidden
+        # The draft model's kernels are many and small, and neither model reads what the other
+        # writes: as a branch of the graph they run while the served model's read weights.
+        self._beside = self._beside or torch.cuda.Stream(own.t_slot.device)  # type: ignore[no-untyped-call]
+        here = torch.cuda.current_stream()
+        self._beside.wait_stream(here)
+        with torch.cuda.stream(self._beside):
+            self.model.forward(self._own(own), self.pool)
         hidden = served.forward(batch, pool)
-        self.model.forward(self._own(own), self.pool)
+        here.wait_stream(self._beside)
         return hidden
 
     def prepare_capture(self, rows: int) -> StepTiles:
@@ -162,8 +177,24 @@ def load_draft(
         return None
     folder = Path(options.draft_folder)
     try:
+        if options.draft_folder == MTP:
+            return load_mtp(
+                Path(options.model_folder),
+                _of_ours(served),
+                positions=positions,
+                device=device,
+                quantize=options.quantize,
+                override=json.loads(options.config_override or "{}"),
+                require_manifest=options.require_manifest,
+            )
         if is_eagle(folder):
-            return _eagle(options, served, positions, device)
+            return load_eagle(
+                folder,
+                _of_ours(served),
+                positions=positions,
+                device=device,
+                require_manifest=options.require_manifest,
+            )
         facts = read_config(folder)
         problem = _problem(facts, served, positions)
         if problem is None:
@@ -180,21 +211,13 @@ def load_draft(
     raise EngineError(f"draft_model is {folder}: {problem}")
 
 
-def _eagle(
-    options: EngineOptions, served: LoadedModel, positions: int, device: torch.device
-) -> EagleHead:
+def _of_ours(served: LoadedModel) -> Decoder:
     if not isinstance(served, Decoder):
         raise ModelError(
             f"a head reads the served model's layers, and {served.config.architecture} is computed"
             f" by {served.config.runs_on}"
         )
-    return load_eagle(
-        Path(options.draft_folder or ""),
-        served,
-        positions=positions,
-        device=device,
-        require_manifest=options.require_manifest,
-    )
+    return served
 
 
 def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | None:
@@ -215,8 +238,8 @@ def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | No
 
 def draft_of(model: DraftModel, served: LoadedModel, pool: KVPool, most: int) -> Draft:
     """What an executor drafts with: a model that `load_draft` has loaded."""
-    if isinstance(model, EagleHead):
-        return EagleDraft(model, pool, most)
+    if isinstance(model, EagleHead | MtpHead):
+        return HeadDraft(model, pool, most)
     assert isinstance(model, Decoder)
     return SmallModel(model, pool, model.config.vocab_size, served.config.vocab_size, most)
 

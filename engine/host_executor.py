@@ -13,7 +13,7 @@ from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Masks, Model
 from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
-from tokenpod.engine.integers import Counts, Integers
+from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
 from tokenpod.engine.rounds import (
     Drawing,
@@ -22,11 +22,12 @@ from tokenpod.engine.rounds import (
     Unknown,
     allowed,
     drafts_of,
+    mask_words,
     unmasked_rounds,
 )
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
-from tokenpod.kernels.batch import ForwardBatch, Run, append_slots, cut_runs
+from tokenpod.kernels.batch import ForwardBatch, Run, append_run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
@@ -71,9 +72,16 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         )
         #: How many positions `_runs` has of each row.
         self._known = np.zeros(rows, np.int32)
+        self._take_words(Counts.decode(rows).words)
+
+    def _take_words(self, words: int) -> None:
+        """Have memory for the integers of steps: as torch sees it, and as numpy does."""
+        self._words = StepWords(torch.empty(words, dtype=torch.int64))
+        self._host_words = StepWords(self._words.words.numpy())
 
     def _free_mailbox(self, plan: StepPlan) -> Mailbox:
-        return HostMailbox(Counts.of(plan).words)
+        del plan
+        return HostMailbox()
 
     def _take_rows(self, plan: StepPlan) -> None:
         super()._take_rows(plan)
@@ -81,13 +89,18 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
 
     def _note_slots(self, plan: StepPlan) -> None:
         """Note all slots, in the place of what rejected drafts left."""
-        for at in np.flatnonzero(self._known[plan.r_row] != plan.r_start).tolist():
-            row, start = int(plan.r_row[at]), int(plan.r_start[at])
+        rows = plan.r_row.tolist()
+        for at in (self._known[plan.r_row] != plan.r_start).nonzero()[0].tolist():
+            row, start = rows[at], int(plan.r_start[at])
             there = cut_runs(self._runs[row], start)
             assert there, f"row {row} goes on at {start}, but has {self._known[row]} positions"
         self._known[plan.r_row] = plan.r_start + plan.r_tokens
+        if plan.tokens == plan.rows:
+            for row, slot in zip(rows, plan.t_slot.tolist(), strict=True):
+                append_run(self._runs[row], slot, slot + 1)
+            return
         start = 0
-        for row, tokens in zip(plan.r_row.tolist(), plan.r_tokens.tolist(), strict=True):
+        for row, tokens in zip(rows, plan.r_tokens.tolist(), strict=True):
             append_slots(self._runs[row], plan.t_slot[start : start + tokens])
             start += tokens
 
@@ -108,8 +121,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
-        last: Ints = self._last_token[torch.from_numpy(rows.astype(np.int64))].numpy()
-        return np.where(tokens == LAST, last, tokens)
+        return np.where(tokens == LAST, self._last_token.numpy()[rows], tokens)
 
     def _small_step(self, rows: Ints, tokens: Ints, starts: Ints, slots: Ints) -> ForwardBatch:
         """One token of each row, whose slots have been noted, and perhaps those of more tokens."""
@@ -143,15 +155,19 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         drawing = _HostDrawing(plan, logits.float(), self._sampler, self._last_token)
         return self._finish(flight, drawing, unmasked_rounds(plan))
 
-    def _integers(self, mailbox: Mailbox, words: int) -> torch.Tensor:
-        return mailbox.words[:words]
+    def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
+        del mailbox
+        counts = Counts.of(plan)
+        if not self._words.fit(counts):
+            self._take_words(counts.words)
+        host = self._host_words.of(counts)
+        self._fill(host, plan)
+        return host, self._words.of(counts)
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
-        resumed = torch.from_numpy(np.flatnonzero(integers.t_token.numpy() == LAST))
-        if len(resumed):
-            last = self._last_token[integers.t_row[resumed]]
-            integers.t_token.index_copy_(0, resumed, last)
         tokens: torch.Tensor = integers.t_token
+        known = tokens.numpy()
+        known[:] = self._resolved(known, integers.t_row.numpy())
         return tokens
 
 
@@ -188,8 +204,9 @@ class _HostDrawing(Drawing):
             logits = self.logits if len(at) == len(self.logits) else self.logits[at]
             bits = None
             if masks is not None:  # where there is none, nothing is allowed
-                bits = torch.from_numpy(allowed(masks, turn, logits.shape[1])[right])
-            rows = plan.r_row[which].astype(np.int64)
+                words = np.empty((len(turn.rows), mask_words(logits.shape[1])), np.int32)
+                bits = torch.from_numpy(allowed(masks, turn, words)[right])
+            rows = plan.r_row[which]
             outputs = (plan.r_output[which] + turn.place).tolist()
             samples = self._sampler.sample(logits, rows.tolist(), outputs, bits)
             if len(at) == len(self.logits):
@@ -198,6 +215,7 @@ class _HostDrawing(Drawing):
                 if self.drawn is _NOTHING:
                     self.drawn = Samples.nothing(len(self.logits), MOST_TOP_TOKENS, ranks=True)
                 self._put(samples, torch.from_numpy(at))
+            tokens = samples.tokens.numpy()
             # A bad row's token is never used; that it stays is good for one that was not sampled.
-            drew = samples.tokens >= 0
-            self._last_token[torch.from_numpy(rows)[drew]] = samples.tokens[drew]
+            drew = slice(None) if masks is None and not turn.place else tokens >= 0
+            self._last_token.numpy()[rows[drew]] = tokens[drew]

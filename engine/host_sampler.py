@@ -129,9 +129,15 @@ class HostSampler(Sampler):
             logits = logits + _forbidden(masks, self._vocab_size)
         columns = self._words[rows].view(self._table.dtype)[:, 0]
         flags = columns["flags"]
-        is_plain = (flags & (DRAWS | EDITED)) == 0
         tokens = argmax(logits)
-        bad = ~torch.isfinite(logits.gather(1, tokens[:, None]).squeeze(1))
+        best = logits.numpy()[np.arange(len(rows)), tokens.numpy()]
+        bad = torch.from_numpy(~np.isfinite(best))
+        if not flags.any():
+            # The best tokens are all that anybody wants to know.
+            tokens.masked_fill_(bad, -1)
+            self._broadcast(tokens)
+            return Samples.of_tokens(tokens)
+        is_plain = (flags & (DRAWS | EDITED)) == 0
         logprobs = torch.zeros(len(rows), dtype=torch.float32)
         asked = (is_plain & (columns["logprobs"] != 0)).nonzero()[0]
         if len(asked):

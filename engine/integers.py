@@ -53,9 +53,8 @@ class Counts:
     @classmethod
     def of(cls, plan: StepPlan) -> Counts:
         """Of a step that nothing is added to."""
-        samples = int(np.count_nonzero(plan.r_samples))
-        drafts = int(plan.r_samples.sum()) - samples
-        return cls(plan.tokens, plan.rows, samples, 0, drafts, adapters=len(plan.r_adapter) > 0)
+        adapters = len(plan.r_adapter) > 0
+        return cls(plan.tokens, plan.rows, plan.sampling, 0, plan.drafts, adapters=adapters)
 
     @classmethod
     def decode(cls, rows: int) -> Counts:
@@ -100,6 +99,29 @@ def views(words: Array, counts: Counts) -> Integers:
     return Integers(*fields)
 
 
+class StepWords:
+    """Memory for the integers of one step after the other.
+
+    Args:
+        words: int64, an array or a tensor, of at least the words of any step.
+    """
+
+    def __init__(self, words: Array) -> None:
+        self.words = words
+        self._last: tuple[Counts, Integers] | None = None
+
+    def fit(self, counts: Counts) -> bool:
+        """Whether there are enough words."""
+        as_before = self._last is not None and self._last[0] == counts
+        return as_before or counts.words <= len(self.words)
+
+    def of(self, counts: Counts) -> Integers:
+        """See `views`. Most steps are as long as the one before: they share its views."""
+        if self._last is None or self._last[0] != counts:
+            self._last = counts, views(self.words, counts)
+        return self._last[1]
+
+
 def fill(into: Integers, plan: StepPlan) -> None:
     """Write what a plan says at the beginning of the fields, which may be longer (see `pad`)."""
     rows, tokens = plan.rows, plan.tokens
@@ -122,9 +144,9 @@ def fill(into: Integers, plan: StepPlan) -> None:
     if len(into.t_adapter):
         adapters = np.repeat(plan.r_adapter, plan.r_tokens) if len(plan.r_adapter) else 0
         into.t_adapter[:tokens] = adapters
-    if (plan.r_samples > 1).any():
+    if plan.drafts:
         _fill_rounds(into, plan, starts)
-    elif plan.r_samples.all():
+    elif plan.sampling == rows:
         np.subtract(starts[1:], 1, out=into.logit_index[:rows])
         into.sample_row[:rows] = plan.r_row
         into.sample_position[:rows] = plan.r_output
@@ -169,8 +191,8 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
     room_for_drafts = len(into.logit_index) > len(into.sample_row)
     if plan is not None:
         tokens, singles = plan.tokens, plan.singles
-        samples = int(np.count_nonzero(plan.r_samples))
-        drafts = int(plan.r_samples.sum()) - samples if room_for_drafts else 0
+        samples = plan.sampling
+        drafts = plan.drafts if room_for_drafts else 0
     into.t_token[tokens:] = 0
     into.t_position[tokens:] = 0
     into.t_slot[tokens:] = sink

@@ -81,8 +81,9 @@ class EngineLoop:
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
     _sent_at: int = 0
-    #: The load that was last sent.
+    #: The load that was last sent, and whether nothing has changed since.
     _sent_load: Load | None = None
+    _told: bool = False
     #: An `Ask` waits for its answer.
     _asked: bool = False
     _flying: _InFlight | None = None
@@ -109,6 +110,7 @@ class EngineLoop:
         if self.masked is not None:
             self.masked.look(self.scheduler)
         step = self.scheduler.plan(self.clock())
+        self._told = False
         previous, self._flying = self._flying, None
         # What waits for the step in flight to settle (rows with drafts) can run after that.
         self._stuck = step is None and previous is None
@@ -227,7 +229,8 @@ class EngineLoop:
         events = self.scheduler.drain_events()
         waits = self._stuck and self.scheduler.busy
         silent = waits and self.clock() - self._sent_at > _PULSE_NS
-        stale = self._asked or (self._flying is None and self.scheduler.load() != self._sent_load)
+        stale = self._flying is None and not self._told
+        stale = self._asked or (stale and self.scheduler.load() != self._sent_load)
         if events.sequence_ids or events.failures or events.advanced or silent or stale:
             self._publish(events)
         if (changes := self.scheduler.cache_events()) is not None:
@@ -243,6 +246,7 @@ class EngineLoop:
         now = self._sent_at = self.clock()
         self._asked = False
         load = self._sent_load = self.scheduler.load()
+        self._told = True
         satisfied: dict[int, bool] = {}
         if self.masked is not None:
             satisfied = self.masked.settled(settled)
@@ -255,22 +259,9 @@ class EngineLoop:
                 result.logprobs[sample] if sample >= 0 else settled.logprobs[at]
                 for at, sample in enumerate(settled.samples)
             ]
-            where = {sample: at for at, sample in enumerate(settled.samples)}
-            found = {index: (ids, values) for index, ids, values in result.tops}
-            for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):
-                if (at := where.get(index)) is not None:
-                    rank = result.ranks[index] if result.ranks else 0
-                    tops.append(Top(at, *found.get(index, ([], [])), rank))
-        finished = [
-            msgspec.structs.replace(
-                op,
-                forward_ns=times.forward_ns,
-                decode_ns=times.sample_ns,
-                total_ns=now - times.began,
-            )
-            for op in settled.advanced
-            if (times := self._ops.pop(op.op, None))
-        ]
+            if result.tops or result.ranks:
+                tops = _tops(settled, result)
+        finished = [self._with_times(op, now) for op in settled.advanced if op.op in self._ops]
         self.link.send(
             StepOutputs(
                 step=self._settled,
@@ -288,10 +279,23 @@ class EngineLoop:
                 drafted=settled.drafted,
             )
         )
-        # A prompt that was being scored may have failed, or run out of time, half-way.
+        if self._scored:
+            self._forget_scores(settled)
+
+    def _forget_scores(self, settled: Settled) -> None:
+        """A prompt that was being scored may have failed, or run out of time, half-way."""
         over = [i for i, f in zip(settled.sequence_ids, settled.finishes, strict=True) if f]
         for sequence_id in over + [failure.sequence_id for failure in settled.failures]:
             self._scored.pop(sequence_id, None)
+
+    def _with_times(self, op: Advanced, now: int) -> Advanced:
+        times = self._ops.pop(op.op)
+        return msgspec.structs.replace(
+            op,
+            forward_ns=times.forward_ns,
+            decode_ns=times.sample_ns,
+            total_ns=now - times.began,
+        )
 
     def _with_scores(self, started: Started) -> Started:
         scores = self._scored.pop(started.sequence_id, None)
@@ -300,3 +304,16 @@ class EngineLoop:
         return msgspec.structs.replace(
             started, prompt_logprobs=scores.logprobs.tolist(), prompt_details=scores.details
         )
+
+
+def _tops(settled: Settled, result: StepResult) -> list[Top]:
+    """Top tokens and ranks of a step, where they were asked for."""
+    tops = []
+    where = {sample: at for at, sample in enumerate(settled.samples)}
+    found = {index: (ids, values) for index, ids, values in result.tops}
+    for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):
+        # A surplus token, sampled after its sequence had ended, is in `result` only.
+        if (at := where.get(index)) is not None:
+            rank = result.ranks[index] if result.ranks else 0
+            tops.append(Top(at, *found.get(index, ([], [])), rank))
+    return tops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,13 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.host_copies import HostCopies
+from tokenpod.engine.integers import StepWords
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
+
+_ALIGNMENT = 64
+_TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,50 @@ class Posted:
     #: Whether there are tokens' ranks.
     ranks: bool
     scored: dict[int, PromptScores]
+
+
+class Staging:
+    """Pinned memory through which a step's other values go to a device, one behind the other.
+
+    Memory that is pinned for each of them may be asked of the system, which takes milliseconds
+    while the device computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = self._pinned(1 << 16)
+        self._taken = 0
+
+    def begin(self) -> None:
+        """All of it is free: what was sent has arrived."""
+        self._taken = 0
+
+    def room(
+        self, shape: tuple[int, ...], dtype: npt.DTypeLike
+    ) -> tuple[npt.NDArray[Any], torch.Tensor]:
+        """Memory for values of int32 or int64, to be written before it is sent: two views of it."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if self._taken + size > len(self._memory):
+            # Copies under way keep what they read.
+            self._memory, self._taken = self._pinned(2 * (self._taken + size)), 0
+        part = self._memory[self._taken : self._taken + size]
+        self._taken += -(-size // _ALIGNMENT) * _ALIGNMENT
+        own = part.view(_TORCH_TYPES[np.dtype(dtype)]).view(shape)
+        return own.numpy(), own
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of `room`, now written, on the device, in the order of its queue."""
+        return values.to(self._device, non_blocking=True)
+
+    def upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """Other values, likewise."""
+        host, own = self.room(values.shape, values.dtype)
+        host[...] = values
+        return self.send(own)
+
+    def _pinned(self, size: int) -> torch.Tensor:
+        on_gpu = self._device.type == "cuda"
+        return torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
 
 
 class Mailbox:
@@ -44,9 +93,11 @@ class Mailbox:
         self, samples: int, words: int, device: torch.device, drafts: tuple[int, int] = (0, 0)
     ) -> None:
         self._on_gpu = device.type == "cuda"
+        #: For what else the step sends to the device.
+        self.staging = Staging(device)
         #: The step's integers: the same memory as torch and as numpy see it.
         self.words = self._pinned(words, dtype=torch.int64)
-        self.host_words: npt.NDArray[np.int64] = self.words.numpy()
+        self.integers = StepWords(self.words.numpy())
         #: The same of what the device finds drafts with.
         self.draft_words = self._pinned(drafts[1], dtype=torch.int64)
         self._drafts = self._pinned(drafts[0], dtype=torch.int64)
@@ -137,16 +188,10 @@ class Mailbox:
 
 
 class HostMailbox(Mailbox):
-    """Of one step on a CPU, where results stay where they were drawn.
+    """Of one step on a CPU, where results stay where they were drawn, and integers are not sent."""
 
-    Args:
-        words: int64 words of integers of the step.
-    """
-
-    def __init__(self, words: int) -> None:
+    def __init__(self) -> None:
         self._on_gpu = False
-        self.words = torch.empty(words, dtype=torch.int64)
-        self.host_words = self.words.numpy()
         self._make_marks()
         self._drawn: Samples | None = None
 

@@ -48,7 +48,7 @@ class Round:
 
 def rounds(plan: StepPlan) -> Iterator[Round]:
     """The rounds of a step: none, mostly one."""
-    most = int(plan.r_samples.max(initial=0))
+    most = int(plan.r_samples.max()) if plan.drafts else min(plan.sampling, 1)
     done, last = 0, np.full(plan.rows, -1) if most > 1 else _NOTHING
     for place in range(most):
         rows = np.flatnonzero(plan.r_samples > place)
@@ -87,9 +87,9 @@ class Unknown:
     @classmethod
     def of(cls, plan: StepPlan) -> Unknown | None:
         """None: all drafts are known, if there are any."""
-        drafting = plan.r_samples > 1
-        if not drafting.any():
+        if not plan.drafts:
             return None
+        drafting = plan.r_samples > 1
         ends = plan.r_tokens.cumsum()
         rows = np.flatnonzero(drafting & (plan.t_token[ends - 1] == LAST))
         if not len(rows):
@@ -127,12 +127,17 @@ def masked_rounds(plan: StepPlan) -> list[Round]:
     return [turn.of(plan.r_masked != 0) for turn in rounds(plan)]
 
 
-def allowed(masks: Masks, turn: Round, vocab_size: int) -> Words:
-    """[m, words] the masks of a round's samples; where there is none, nothing is allowed."""
-    bits = np.zeros((len(turn.rows), mask_words(vocab_size)), np.int32)
+def allowed(masks: Masks, turn: Round, bits: Words) -> Words:
+    """[m, words] the masks of a round's samples; where there is none, nothing is allowed.
+
+    Args:
+        masks: by row of the plan.
+        turn: of m rows.
+        bits: where they are written.
+    """
     for i, row in enumerate(turn.rows.tolist()):
-        if turn.place < len(masks.get(row, ())):
-            bits[i] = masks[row][turn.place]
+        some = masks.get(row, ())
+        bits[i] = some[turn.place] if turn.place < len(some) else 0
     return bits
 
 
@@ -154,7 +159,7 @@ def row_after_row(
         drawn: as it was drawn.
         there: how many masks came, by rows of the plan that have too few.
     """
-    if not there and not (plan.r_samples > 1).any():
+    if not there and not plan.drafts:
         return drawn
     tokens = list(drawn.tokens)
     for turn in rounds(plan):

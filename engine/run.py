@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import EngineOptions, Loading, Ready
+from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
 from tokenpod.engine.adapters import Adapters, OwnAdapters, fused_folder, read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.guidance import Guidance
@@ -70,6 +70,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         ),
         drafting=drafting(options),
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
+        forced_costs=Costs(),
     )
     adapters = Adapters(
         store,
@@ -100,6 +101,8 @@ def _method(options: EngineOptions) -> str:
         return ""
     if options.draft_folder is None:
         return "ngram"
+    if options.draft_folder == MTP:
+        return MTP
     return "eagle3" if is_eagle(Path(options.draft_folder)) else "draft_model"
 
 

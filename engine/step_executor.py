@@ -23,7 +23,7 @@ from tokenpod.core.plan import GIVEN, Ints, StepPlan
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.host_copies import HostCopies
-from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
+from tokenpod.engine.integers import Integers, fill, given_tokens
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
 from tokenpod.engine.rounds import Drawing, Round, Unknown
@@ -118,7 +118,8 @@ class StepExecutor(ABC, Generic[S]):
             if len(plan.copy_from) or len(plan.awaited):
                 self._copies.begin(plan)
             self._place_adapters(plan)
-            self._take_rows(plan)
+            if len(plan.n_row):
+                self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
@@ -133,6 +134,8 @@ class StepExecutor(ABC, Generic[S]):
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""
+        if not rows:
+            return
         self._pool.release_rows(rows)
         for row in rows:
             self._sampler.clear_row(row)
@@ -157,8 +160,8 @@ class StepExecutor(ABC, Generic[S]):
         """Forward a step, whose rows and slots are known, and draw what need not wait."""
 
     @abstractmethod
-    def _integers(self, mailbox: Mailbox, words: int) -> torch.Tensor:
-        """The mailbox's words where the model reads them."""
+    def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
+        """A step's integers, filled in, and the same where the model reads them."""
 
     @abstractmethod
     def _resolve(self, integers: Integers) -> torch.Tensor:
@@ -202,10 +205,7 @@ class StepExecutor(ABC, Generic[S]):
         self, plan: StepPlan, mailbox: Mailbox
     ) -> tuple[torch.Tensor | None, Integers, dict[int, PromptScores]]:
         """Logits of what is sampled, if anything is; scores of prompts, by row of the plan."""
-        counts = Counts.of(plan)
-        host = views(mailbox.host_words, counts)
-        self._fill(host, plan)
-        integers = views(self._integers(mailbox, counts.words), counts)
+        host, integers = self._integers(plan, mailbox)
         self._enter_drafts(integers)
         batch = self._batch(integers, self._ragged(host, plan))
         if plan.embeds:
@@ -214,11 +214,11 @@ class StepExecutor(ABC, Generic[S]):
             hidden = self._model.forward(batch, self._pool)
         else:
             hidden = self._draft.compute(self._model, batch, self._pool, batch)
-        scored = {
-            at: self._score_prompt(following, hidden, batch, at)
-            for at, following in scored_rows(plan)
-        }
-        logits = self._model.logits(hidden, batch) if counts.samples else None
+        scored: dict[int, PromptScores] = {}
+        if len(plan.scored_token):
+            for at, following in scored_rows(plan):
+                scored[at] = self._score_prompt(following, hidden, batch, at)
+        logits = self._model.logits(hidden, batch) if plan.sampling else None
         return logits, integers, scored
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
@@ -282,7 +282,7 @@ class StepExecutor(ABC, Generic[S]):
     def _finish(self, flight: Flight, drawing: Drawing, turns: list[Round]) -> Flight:
         """Draw these rounds, and those under masks once the leader has the masks."""
         drawing.draw(turns)
-        if not flight.plan.r_masked.any():
+        if not (len(flight.plan.r_masked) and flight.plan.r_masked.any()):
             flight.send(drawing.drawn)
             return flight
         flight.later = drawing

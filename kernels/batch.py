@@ -129,17 +129,18 @@ def cut_runs(runs: list[Run], length: int) -> bool:
 
 def append_slots(runs: list[Run], slots: npt.NDArray[np.integer[Any]]) -> None:
     """Add `slots` at the end of `runs`, joining what is adjacent."""
-    if len(slots) == 1:
-        pieces = [(int(slots[0]), int(slots[0]) + 1)]
-    elif len(slots) == 0:
+    if not len(slots):
         return
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    firsts = slots[np.concatenate(([0], breaks))].tolist()
+    lasts = slots[np.concatenate((breaks - 1, [len(slots) - 1]))].tolist()
+    for first, last in zip(firsts, lasts, strict=True):
+        append_run(runs, first, last + 1)
+
+
+def append_run(runs: list[Run], first: int, end: int) -> None:
+    """Add a run at the end of `runs`, joining what is adjacent."""
+    if runs and runs[-1][1] == first:
+        runs[-1] = (runs[-1][0], end)
     else:
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        firsts = slots[np.concatenate(([0], breaks))].tolist()
-        lasts = slots[np.concatenate((breaks - 1, [len(slots) - 1]))].tolist()
-        pieces = [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
-    for first, end in pieces:
-        if runs and runs[-1][1] == first:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((first, end))
+        runs.append((first, end))

@@ -64,7 +64,7 @@ class Decoder:
         self.adapters = adapters
         adapted = adapters is not None and adapters.slots > 0
         products = Products(ops, weights, adapters.delta if adapted and adapters else delta)
-        self._rotations, numbers = _rotations(config, table.device)
+        self._rotations, numbers = rotations_of(config, table.device)
         self._layers = [
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
         ]
@@ -90,23 +90,9 @@ class Decoder:
         self, batch: ForwardBatch, pool: KVPool, taps: Sequence[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same, and the streams [T, hidden] before these layers, in their order."""
-        ops = self._ops
         if self.adapters is not None:
             batch = self.adapters.prepared(batch)
-        latent = self.config.latent
-        if latent is None:
-            plans = {w: ops.plan_attention(batch, w) for w in set(self.config.windows)}
-        else:
-            plans = {None: ops.plan_latent(batch, latent.shape)}
-        step = Step(
-            batch,
-            pool,
-            plans=plans,
-            rotations=[
-                ops.rotate(batch.t_position, frequencies, scale, self._dtype)
-                for frequencies, scale in self._rotations
-            ],
-        )
+        step = step_of(self.config, self._ops, self._rotations, batch, pool, self._dtype)
         x = self._embed(batch)
         streams: dict[int, torch.Tensor] = {}
         for at, layer in enumerate(self._layers):
@@ -121,14 +107,7 @@ class Decoder:
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""
-        assert self._ops.prepare_capture is not None, "these operations are not captured"
-        config = self.config
-        kv = config.kv
-        shape = Heads(config.heads, kv.heads, kv.key_dim, self._dtype, self.device)
-        # Rows of latents are the same to all of a row's tokens: attention needs no row starts.
-        seen = set() if config.latent else set(config.windows)
-        windows = sorted(seen, key=lambda window: window or 0)
-        return self._ops.prepare_capture(shape, windows, rows)
+        return tiles_of(self.config, self._ops, self._dtype, self.device, rows)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, step: ForwardBatch | None = None) -> torch.Tensor:
@@ -142,9 +121,43 @@ class Decoder:
         return self._head(hidden, step)
 
 
-def _rotations(
-    config: ModelSpec, device: torch.device
-) -> tuple[list[tuple[torch.Tensor, float]], list[int]]:
+Rotations = list[tuple[torch.Tensor, float]]
+
+
+def step_of(
+    config: ModelSpec,
+    ops: Operations,
+    rotations: Rotations,
+    batch: ForwardBatch,
+    pool: KVPool,
+    dtype: torch.dtype,
+) -> Step:
+    """What all layers of a model share of a step; `rotations` are those of `rotations_of`."""
+    latent = config.latent
+    if latent is None:
+        plans = {w: ops.plan_attention(batch, w) for w in set(config.windows)}
+    else:
+        plans = {None: ops.plan_latent(batch, latent.shape)}
+    turned = [
+        ops.rotate(batch.t_position, frequencies, scale, dtype) for frequencies, scale in rotations
+    ]
+    return Step(batch, pool, plans=plans, rotations=turned)
+
+
+def tiles_of(
+    config: ModelSpec, ops: Operations, dtype: torch.dtype, device: torch.device, rows: int
+) -> StepTiles:
+    """How captured steps of up to so many rows describe rows with several tokens to a model."""
+    assert ops.prepare_capture is not None, "these operations are not captured"
+    kv = config.kv
+    shape = Heads(config.heads, kv.heads, kv.key_dim, dtype, device)
+    # Rows of latents are the same to all of a row's tokens: attention needs no row starts.
+    seen = set() if config.latent else set(config.windows)
+    windows = sorted(seen, key=lambda window: window or 0)
+    return ops.prepare_capture(shape, windows, rows)
+
+
+def rotations_of(config: ModelSpec, device: torch.device) -> tuple[Rotations, list[int]]:
     """The different rotations of layers, as frequencies and a scale, and which one each has."""
     found: dict[Rope | None, int] = {}
     turned = config.layers[0].attention.turned_dim

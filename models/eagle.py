@@ -260,6 +260,11 @@ class EagleHead:
         layers = len(self._served.config.layers)
         return 2, layers // 2, layers - 3
 
+    def features_of(self, hidden: torch.Tensor, streams: list[torch.Tensor]) -> torch.Tensor:
+        """[T, hidden] of positions, of the served model's streams before `taps`."""
+        del hidden
+        return self.fuse(torch.cat(streams, dim=1))
+
     def fuse(self, streams: torch.Tensor) -> torch.Tensor:
         """[T, hidden] features, of the served model's streams [T, 3 * its hidden]."""
         return self._fuse(streams, None)

@@ -20,6 +20,7 @@ from tokenpod.models.adapters.targets import slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
 from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
+from tokenpod.models.mtp import MtpSpec, mtp_layout
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.errors import NotServed
 
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--quantize")
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--max-total-tokens", type=int)
+    parser.add_argument("--mtp", action="store_true", help="its layer that predicts further tokens")
     asked = parser.parse_args()
     try:
         footprint = footprint_of(
@@ -41,6 +43,7 @@ def main() -> int:
             asked.quantize,
             head=asked.quantize_head,
             max_total_tokens=asked.max_total_tokens,
+            mtp=asked.mtp,
         )
     except ModelError as error:
         print(error, file=sys.stderr)
@@ -55,8 +58,11 @@ def footprint_of(
     *,
     head: bool = False,
     max_total_tokens: int | None = None,
+    mtp: bool = False,
 ) -> Footprint:
     """The footprint of the model in `folder`, which needs no more than its config.json.
+
+    With `mtp` that of its layer that predicts further tokens, beside it.
 
     Where its safetensors files are there too, their tensors are checked against it. Raises
     ModelError for what could not be served, with its products in the format `quantize`, and with
@@ -66,13 +72,15 @@ def footprint_of(
     if is_eagle(folder):
         return _of_head(folder)
     if not is_native(folder):
+        if mtp:
+            raise ModelError(f"{folder}: transformers computes it, without layers that predict")
         return _through_transformers(folder, quantize, max_total_tokens)
     if not any(folder.glob("*.safetensors")):
         layout = read_layout(folder, None, None, quantize, quantize_head=head)
-        return _footprint(layout, tensors=False)
+        return _of_mtp(folder, layout) if mtp else _footprint(layout, tensors=False)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, None, quantize, quantize_head=head)
-        return _footprint(layout, tensors=True)
+        return _of_mtp(folder, layout) if mtp else _footprint(layout, tensors=True)
 
 
 def _of_head(folder: Path) -> Footprint:
@@ -89,6 +97,17 @@ def _of_head(folder: Path) -> Footprint:
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
         portions={1: Portion(numbers, sum(kv.numbers for kv in spec.kv_layouts))},
+    )
+
+
+def _of_mtp(folder: Path, model: Layout) -> Footprint:
+    """Of a layer that predicts further tokens, which each rank has all of."""
+    layout = mtp_layout(folder, model)
+    found = _footprint(layout, tensors=False)
+    whole = found.portions[1]
+    numbers = sum(kv.numbers for kv in MtpSpec(layout.spec).kv_layouts)
+    return msgspec.structs.replace(
+        found, portions={1: msgspec.structs.replace(whole, kv_numbers=numbers)}
     )
 
 

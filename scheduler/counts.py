@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
+
+import msgspec
 
 from tokenpod.core.outputs import Ended
 from tokenpod.scheduler.sequence import EndState
@@ -16,21 +17,16 @@ class Counts:
     prompt_tokens: int = 0
     #: Those that were found in the prefix tree.
     cached_tokens: int = 0
-    #: Requests by how their last sample ended.
-    ends: Counter[EndState] = field(default_factory=Counter)
+    #: Requests by how their last sample ended, as clients get it.
+    ended: Ended = field(default_factory=Ended)
     #: Drafted and accepted tokens, by how far behind the last known one they stood.
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    @property
-    def ended(self) -> Ended:
-        """As clients get it."""
-        return Ended(
-            stopped=self.ends[EndState.STOPPED],
-            length=self.ends[EndState.LENGTH],
-            aborted=self.ends[EndState.ABORTED],
-            ignored=self.ends[EndState.IGNORED],
-        )
+    def end(self, state: EndState) -> None:
+        """A request has ended."""
+        name = state.name.lower()
+        self.ended = msgspec.structs.replace(self.ended, **{name: getattr(self.ended, name) + 1})
 
     def drafts(self, drafted: int, accepted: int) -> None:
         """A row had so many drafts, of which the first ones were accepted."""

@@ -39,7 +39,11 @@ _CHOICE_HOLDS = 8
 _TRIALS = 4
 #: Guesses that are watched before any is drafted.
 _WATCHED_FIRST = 8
-#: A source that can't be watched, and was found not to pay, is tried again after so many choices.
+#: A source that can't be watched is judged after so many steps with so many drafts of a row: the
+#: first ones may be slow (memory is taken, kernels are loaded), and of a size the shortest counts.
+_TRIES = 3
+_TRIED_WITH = 2
+#: One that was found not to pay is tried again after so many choices.
 _TRIED_AGAIN = 256
 
 
@@ -141,6 +145,8 @@ class Drafting:
         self._odds = Odds(hopeful=not source.watched)
         #: Choices since something was drafted.
         self._idle = 0
+        #: Steps with drafts whose times are known, since the source was last taken to be good.
+        self._tries = 0
         self._choice: _Choice | None = None
         #: Steps with drafts since there was one without.
         self._streak = 0
@@ -212,8 +218,9 @@ class Drafting:
         """
         found: dict[int, Landed] = {}
         if self._costs is not None and not step.prompt_tokens:
-            drafts = bool((step.plan.r_samples > 1).any())
+            drafts = step.plan.drafts > 0
             self._costs.note(step.plan.tokens, took - drafting_ns, drafts=drafts, gap=step.gap)
+            self._tries += drafts
             if drafting_ns:
                 most = max(int(step.plan.r_samples[row]) for row, _ in step.drafting) - 1
                 self._costs.note_small(len(step.drafting), drafting_ns // most)
@@ -281,8 +288,11 @@ class Drafting:
         best, chosen = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0)
         if best == 0 or (self._source.watched and self._odds.cases < _WATCHED_FIRST):
             return chosen
-        if not self._source.watched and self._idle >= _TRIED_AGAIN:
-            self._odds, self._idle = Odds(hopeful=True), 0
+        if not self._source.watched:
+            if self._idle >= _TRIED_AGAIN:
+                self._odds, self._idle, self._tries = Odds(hopeful=True), 0, 0
+            if self._tries < _TRIES:
+                return may, min(_TRIED_WITH, self._most)
         odds = self._odds.of(places)
         for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
             if most <= self._most:

@@ -6,7 +6,8 @@ need of the first k of some candidates is the peak of the entries up to the k-th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -38,9 +39,9 @@ class Exact:
         self._slots = limits.slots
         self._quantum = quantum
 
-    def ledger(self) -> Forecast:
+    def ledger(self) -> LazyForecast:
         """See `Admission`."""
-        return Forecast(self._table, self._slots, self._quantum)
+        return LazyForecast(self._table, self._slots, self._quantum)
 
     def victims(self, running: Listing[Sequence]) -> Listing[Sequence]:
         """See `Admission`: slots don't run out, so no sequence is preempted."""
@@ -51,8 +52,79 @@ class Exact:
         """See `Admission`: bounds are all that counts here."""
 
 
+class LazyForecast:
+    """The ledger of exact admission: a forecast where not even all bounds fit together.
+
+    They often do, and are summed up sooner than the forecast is made. It never needs more.
+
+    Args:
+        table: the sequences' columns.
+        slots: of the KV pool.
+        quantum: prompt tokens that every step with prompts is sure to compute.
+    """
+
+    def __init__(self, table: Table, slots: int, quantum: int) -> None:
+        self._table = table
+        self._slots = slots
+        self._forecast = Forecast(table, slots, quantum)
+        #: What was added and the forecast does not know yet, and its mark after each that it does.
+        self._added: deque[Callable[[Forecast], None]] = deque()
+        self._marks = [0]
+        #: After each: what all need together at their bounds.
+        self._after = [0]
+
+    def decoding(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        self._add(sequences, lambda forecast: forecast.decoding(sequences))
+
+    def searching(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        self._add(sequences, lambda forecast: forecast.searching(sequences))
+
+    def leaving(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        self._add(sequences, lambda forecast: forecast.leaving(sequences))
+
+    def reserved(self, sequence: Sequence) -> None:
+        """See `Ledger`."""
+        self._add((sequence,), lambda forecast: forecast.reserved(sequence))
+
+    def prefilling(self, sequence: Sequence) -> None:
+        """See `Ledger`."""
+        self._add((sequence,), lambda forecast: forecast.prefilling(sequence))
+
+    def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
+        """See `Ledger`."""
+        several = [*sequences]
+        self._add(several, lambda forecast: forecast.siblings(first, several))
+
+    @property
+    def mark(self) -> int:
+        """See `Ledger`: how often something was added."""
+        return len(self._after) - 1
+
+    def fits(self, mark: int) -> bool:
+        """See `Ledger`."""
+        return self._after[mark] <= self._slots or self.peak(mark) <= self._slots
+
+    def peak(self, mark: int = -1) -> int:
+        """The most slots that will ever be taken at once by what was added until `mark`."""
+        while self._added:
+            self._added.popleft()(self._forecast)
+            self._marks.append(self._forecast.mark)
+        return self._forecast.peak(self._marks[mark])
+
+    def _add(self, sequences: Listing[Sequence], add: Callable[[Forecast], None]) -> None:
+        if len(sequences) == 1:
+            bounds = sequences[0].bound
+        else:
+            bounds = int(self._table.bound[places_of(sequences)].sum())
+        self._after.append(self._after[-1] + bounds)
+        self._added.append(add)
+
+
 class Forecast:
-    """The ledger of exact admission: knows the most slots that will ever be taken.
+    """Knows the most slots that will ever be taken.
 
     Args:
         table: the sequences' columns.

@@ -3,18 +3,20 @@
 A row may have them in one step, as drafts that are sure to be right. So unlike drafts they need not
 wait for the step before, whose token is forced too where theirs are known; and nothing is taken
 back but where the row is not sampled at all.
+
+A step with several tokens of a row may take longer than one without, by more than these tokens are
+worth: on a GPU it is another graph with more logits. So times of both are learned, as of drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.step import StepBuilder
+from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Ints
 
 
@@ -25,13 +27,15 @@ class Forced:
         rows: a forced token is sampled in the place of a row that nobody has, so that steps take no
             more memory than they would with all rows.
         most: of one row in a step.
+        costs: what steps under constraints take, learned from them; None: take all that are forced.
     """
 
-    def __init__(self, rows: Rows, most: int) -> None:
+    def __init__(self, rows: Rows, most: int, costs: Costs | None = None) -> None:
         #: By sequence id: an output's number, and what it and those behind it will be.
         self.known: Mapping[int, tuple[int, list[int]]] = {}
         self.most = most
         self._rows = rows
+        self._costs = costs
 
     def add_to(
         self, step: StepBuilder, sequences: list[Sequence], places: Ints
@@ -44,19 +48,40 @@ class Forced:
         """
         if not (self.known and self.most):
             return sequences, places, 0
-        left, added = min(self._rows.free, MOST_DRAFTS), 0
-        others = np.ones(len(places), bool)
+        found: dict[int, list[int]] = {}
+        left = min(self._rows.free, MOST_DRAFTS)
         for at, sequence in enumerate(sequences):
             if (known := self.known.get(sequence.id)) is None:
                 continue
             if tokens := self._next(sequence, *known)[:left]:
-                step.draft(sequence, tokens, forced=True)
-                others[at] = False
+                found[at] = tokens
                 left -= len(tokens)
-                added += 1 + len(tokens)
-        if not added:
+        more = sum(map(len, found.values()))
+        if not more or not self._pays(len(sequences), more):
             return sequences, places, 0
-        return [sequences[at] for at in np.flatnonzero(others).tolist()], places[others], added
+        for at, tokens in found.items():
+            step.draft(sequences[at], tokens, forced=True)
+        others = [at for at in range(len(sequences)) if at not in found]
+        return [sequences[at] for at in others], places[others], more + len(found)
+
+    def settled(self, step: Step, took: int) -> None:
+        """A step has settled, which took so many nanoseconds."""
+        plan = step.plan
+        # Others are of another kind, or it is not known which part of them is forced tokens'.
+        alike = plan.r_masked.any() and not step.prompt_tokens and not step.drafting
+        if self._costs is not None and alike:
+            drafts = len(step.forced) > 0
+            self._costs.note(plan.tokens, took, drafts=drafts, gap=None)
+
+    def _pays(self, rows: int, more: int) -> bool:
+        """Whether a step with so many forced tokens besides those of rows makes more of its time.
+
+        Without forced tokens one is timed first; with them the first is taken to be as good.
+        """
+        if self._costs is None:
+            return True
+        plain = self._costs.plain(rows)
+        return plain > 0 and (rows + more) / self._costs.of(rows + more) >= plain
 
     def _next(self, sequence: Sequence, first: int, tokens: list[int]) -> list[int]:
         """What is forced behind a sequence's next position, as much as a step may have."""

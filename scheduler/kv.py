@@ -196,6 +196,9 @@ class KV:
         if not extents:
             self._make_space(n, room)
             extents += self._allocator.allocate(n, position=position, room=room)
+            if len(extents) == 1:
+                first = extents[0].first
+                return np.arange(first, first + n)
         else:
             last = extents[-1]
             if n > last.room:
@@ -375,6 +378,8 @@ class KV:
         pieces would become ever smaller.
         """
         wanted = n + min(room, ROOM_TO_EVICT_FOR)
+        if self._allocator.longest >= wanted:
+            return
         missing = wanted - self._allocator.unclaimed
         if missing > 0:
             self.evict(missing)
@@ -401,9 +406,11 @@ class KV:
             return
         if self.unfilled:
             self.unfilled.difference_update(slots.tolist())
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        for run in np.split(slots, breaks):
-            self._allocator.release_run(int(run[0]), len(run))
+        breaks = (slots[1:] != slots[:-1] + 1).nonzero()[0] + 1
+        starts = [0, *breaks.tolist()]
+        ends = [*starts[1:], len(slots)]
+        for first, start, end in zip(slots[starts].tolist(), starts, ends, strict=True):
+            self._allocator.release_run(first, end - start)
 
     def _hand_over(self, sequence: Sequence, start: int, end: int) -> Slots:
         """Take the slots of positions `start` to `end` from a sequence's private ones.

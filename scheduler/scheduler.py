@@ -43,6 +43,7 @@ from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
 
@@ -61,6 +62,7 @@ class Scheduler:
         batching: makes the batching policy from the limits.
         drafting: makes what decides who has drafts; None: nobody has.
         preemption: decides who is swapped to the host's memory.
+        forced_costs: decides whether forced tokens are taken together; None: always.
     """
 
     #: What takes the tokens of steps.
@@ -74,6 +76,7 @@ class Scheduler:
         batching: Callable[[Limits], Batching] = Mixed,
         drafting: Callable[[KV], Drafting] | None = None,
         preemption: Preemption = _RECOMPUTE,
+        forced_costs: Costs | None = None,
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
@@ -95,7 +98,7 @@ class Scheduler:
         self._rows = Rows(limits.max_rows)
         self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
         #: Tokens that constraints force.
-        self.forced = Forced(self._rows, limits.forced)
+        self.forced = Forced(self._rows, limits.forced, forced_costs)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -157,7 +160,7 @@ class Scheduler:
         if problem:
             for sequence_id in request.sequence_ids:
                 self._events.failures.append(Failure(sequence_id, code, problem))
-            self._counts.ends[EndState.IGNORED] += 1
+            self._counts.end(EndState.IGNORED)
             return
         if request.probe:
             self._probes.add(*self._make(request, Owner.PROBE))
@@ -282,6 +285,7 @@ class Scheduler:
         # A step that was planned during another began no sooner than that one ended.
         took = now - max(step.planned_at, self._settled_at)
         self._pace.note(step.prompt_tokens, took)
+        self.forced.settled(step, took)
         self._settled_at = now
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
@@ -464,7 +468,7 @@ class Scheduler:
     def _end_one(self, sequence: Sequence, state: EndState) -> None:
         sequence.ended_as = state
         if sequence.owner is not Owner.PROBE and not self._alive(sequence.request):
-            self._counts.ends[state] += 1
+            self._counts.end(state)
         if not (self._constrained.forget(sequence) or self._queue.remove(sequence)):
             self._batcher.remove(sequence)
         if not sequence.in_flight:

@@ -38,15 +38,17 @@ class Step:
     @cached_property
     def sampled(self) -> list[Sequence]:
         """Of each token that is sampled, in order, the sequence."""
+        if self.plan.sampling == self.plan.samples == self.plan.rows:
+            return self.sequences
         rows = np.arange(self.plan.rows).repeat(self.plan.r_samples)
         return [*map(self.sequences.__getitem__, rows.tolist())]
 
     @cached_property
     def drafting(self) -> list[tuple[int, int]]:
         """Rows whose drafts may be wrong: the row of the plan, and which sample is its first."""
-        rows = np.flatnonzero(self.plan.r_samples > 1)
-        if not len(rows):
+        if not self.plan.drafts:
             return []
+        rows = np.flatnonzero(self.plan.r_samples > 1)
         firsts = self.plan.r_samples.cumsum() - self.plan.r_samples
         found = zip(rows.tolist(), firsts[rows].tolist(), strict=True)
         return [(row, first) for row, first in found if row not in self.forced]

@@ -29,9 +29,12 @@ class StepTimes:
         self._counts = np.zeros(len(_SIZES), np.int64)
         self._steps = 0
 
-    def note(self, tokens: int, took: int) -> None:
-        """A step of so many tokens has taken `took` nanoseconds."""
+    def passed(self) -> None:
+        """There was a step, of these or of others: what is known is older by one."""
         self._steps += 1
+
+    def note(self, tokens: int, took: int) -> None:
+        """The step that has passed had so many tokens and took `took` nanoseconds."""
         at = min(int(_SIZES.searchsorted(tokens)), len(_SIZES) - 1)
         usual = self._times[at]
         if not self._counts[at] or self._steps >= self._until[at] + _MEMORY:
@@ -82,6 +85,8 @@ class Costs:
             drafts: whether it had any.
             gap: see `Step.gap`.
         """
+        for times in (self._with, self._without, self._small):
+            times.passed()
         (self._with if drafts else self._without).note(tokens, nanoseconds)
         if gap is not None:
             self.gap += (min(gap, 2 * self.gap + 100_000) - self.gap) / 8

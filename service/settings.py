@@ -209,7 +209,12 @@ class Settings(BaseSettings):
     refused."""
     constraint_mask_timeout: float = _limit(0.5, gt=0, le=60)
     """Seconds that each further mask of a constrained text may take; else that text ends."""
-    constraint_workers: int = _limit(0, ge=0, le=64, derived="half of the cores, 8 at most")
+    constraint_workers: int = _limit(
+        0,
+        ge=0,
+        le=64,
+        derived="half of the cores, 8 at most; all but one, 16 at most, for many masks at once",
+    )
     """Threads of the engine that make masks of constrained texts; 0: by the number of cores."""
     constraint_cache_bytes: int = _memory(256 * 1024**2, ge=0)
     """Memory for compiled constraints that are kept for later requests, about."""
@@ -256,8 +261,9 @@ class Settings(BaseSettings):
     draft-model: it keeps those that it would have generated. Tokens stay the same. 0: none."""
     draft_model: str | None = _memory(None)
     """A small model or an EAGLE-3 head that drafts instead of n-grams: a folder, or a name that is
-    in the local Hugging Face cache. A model's vocabulary must be the served one's; each rank has
-    all of it."""
+    in the local Hugging Face cache; or mtp, the layer of the served model's own checkpoint that
+    predicts further tokens. A model's vocabulary must be the served one's; each rank has all of
+    it."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod_client.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,3 +128,9 @@ def test_readme_shows_the_python_example_as_it_is() -> None:
     assert blocks(ROOT / "README.md", "python") == [
         (ROOT / "examples" / "python" / "generate.py").read_text()
     ]
+
+
+def test_the_readme_lists_every_service_that_is_served() -> None:
+    (listing,) = (b for b in blocks(ROOT / "README.md", "console") if " list\n" in b)
+    told = listing.partition(" list\n")[2].partition("\n$")[0].splitlines()
+    assert told == sorted({row.service for row in TABLE})

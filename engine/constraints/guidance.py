@@ -11,15 +11,15 @@ from typing import Any
 
 import llguidance
 import msgspec
-import numpy as np
 
 from tokenpod.core.constraints import Constraint, JsonSchema, Reasoned, Tagged
+from tokenpod.engine.constraints.guidance_batch import Batches
+from tokenpod.engine.constraints.guidance_matcher import GuidanceMatcher, told
 from tokenpod.engine.constraints.lark import grammar_of
-from tokenpod.engine.constraints.library import LimitReached, Matcher, Refused, Words
+from tokenpod.engine.constraints.library import Advanced, Matcher, Refused
 
 #: Its tree of tokens holds none that is longer; those are never drawn under a constraint.
 _MOST_TOKEN_BYTES = 255
-_WORD_BYTES = 4
 _ANY_OBJECT = JsonSchema('{"type": "object"}')
 #: Fuel is what its lexer does, some 14 to 50 of a thousand a millisecond; items are its parser's.
 _LIMITS = llguidance.LLParserLimits(
@@ -32,8 +32,6 @@ _LIMITS = llguidance.LLParserLimits(
     # What clients sent must not get into logs.
     verbose_errors=False,
 )
-#: Characters of an error that a client gets.
-_MOST_SHOWN = 500
 
 
 class _Tokens:
@@ -72,7 +70,7 @@ class Guidance:
             [*known, b"<|the end of the text|>"], [*special, self._vocab], self._vocab
         )
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=[self._vocab])
-        self._executor: llguidance.LLExecutor | None = None
+        self._batches: Batches | None = None
 
     def compile(self, constraint: Constraint) -> GuidanceMatcher:
         """See `Library`."""
@@ -81,78 +79,26 @@ class Guidance:
         if made.is_error() and loose is not constraint:
             made = self._compile(loose)
         if made.is_error():
-            raise Refused(_told(made.get_error()))
+            raise Refused(told(made.get_error()))
         return GuidanceMatcher(made, self._vocab)
 
     def joins(self, matcher: Matcher) -> bool:
         """See `Library`."""
         return type(matcher) is GuidanceMatcher
 
-    def advance(
-        self, taken: Sequence[tuple[Matcher, int]], threads: int
-    ) -> tuple[Words, list[bool | None]]:
+    def advance(self, taken: Sequence[tuple[Matcher, int]], threads: int) -> Advanced:
         """See `Library`."""
-        executor = self._executor = self._executor or llguidance.LLExecutor(threads)
-        tokens = [(_library_matcher(matcher), token) for matcher, token in taken]
-        read = executor.consume_token_par(tokens)
-        going_on = [(matcher, at) for at, (matcher, _) in enumerate(tokens) if read[at]]
-        found = np.empty((len(taken), self._vocab // 32 + 1), np.int32)
-        executor.unsafe_compute_mask_ptr(going_on, found.ctypes.data, found.strides[0], len(found))
-        ends: list[bool | None] = [None] * len(taken)
-        for matcher, at in going_on:
-            if not matcher.is_error():
-                ends[at] = _without_end(found[at], self._vocab)
-        return found[:, : -(-self._vocab // 32)], ends
+        batches = self._batches = self._batches or Batches(self._vocab, threads)
+        return batches.advance([(_own(matcher), token) for matcher, token in taken])
 
     def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
         grammar = grammar_of(constraint, self._special)
         return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
-class GuidanceMatcher:
-    """See `Matcher`."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, vocab: int) -> None:
-        self._matcher = matcher
-        self._vocab = vocab
-        self._words = np.zeros(vocab // 32 + 1, np.int32)
-
-    def copy(self) -> GuidanceMatcher:
-        """See `Matcher`."""
-        return GuidanceMatcher(self._matcher.deep_copy(), self._vocab)
-
-    def take(self, token: int) -> None:
-        """See `Matcher`."""
-        if not self._matcher.consume_token(token):
-            raise LimitReached(_told(self._matcher.get_error()))
-
-    def fill(self, words: Words) -> bool:
-        """See `Matcher`."""
-        found = self._words
-        self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, _WORD_BYTES * len(found))
-        if self._matcher.is_error():
-            raise LimitReached(_told(self._matcher.get_error()))
-        ends = _without_end(found, self._vocab)
-        words[:] = found[: len(words)]
-        return ends
-
-    @property
-    def whole(self) -> bool:
-        """See `Matcher`."""
-        return bool(self._matcher.is_accepting())
-
-
-def _library_matcher(matcher: Matcher) -> llguidance.LLMatcher:
+def _own(matcher: Matcher) -> GuidanceMatcher:
     assert isinstance(matcher, GuidanceMatcher)
-    return matcher._matcher
-
-
-def _without_end(words: Words, vocab: int) -> bool:
-    """Take the token that stands for the end out of a mask; whether it was in it."""
-    last, bit = divmod(vocab, 32)
-    ends = bool(words[last] >> bit & 1)
-    words[last] &= np.int32((1 << bit) - 1)
-    return ends
+    return matcher
 
 
 def _loosened(constraint: Constraint) -> Constraint:
@@ -172,9 +118,3 @@ def _with_objects(tagged: Tagged) -> Tagged:
         inside = _ANY_OBJECT if isinstance(tag.inside, JsonSchema) else tag.inside
         tags.append(msgspec.structs.replace(tag, inside=inside))
     return msgspec.structs.replace(tagged, tags=tuple(tags))
-
-
-def _told(error: str) -> str:
-    """The first lines of an error, as one."""
-    text = " ".join(error.replace("<non-verbose/>", "").split())
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 
 from tokenpod.core.constraints import Constraint
 
+#: A mask that takes longer, in nanoseconds, is slow: nobody else waits for the next one behind it.
+SLOW_NS = 5_000_000
 #: Tokens that may be drawn, 32 to a word: bit t % 32 of word t // 32 is token t's.
 Words = npt.NDArray[np.int32]
 
@@ -47,6 +50,20 @@ class Matcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """What became of several matchers: n of them."""
+
+    #: [n, words] their masks.
+    words: Words
+    #: [n] whether the text may end here.
+    ends: npt.NDArray[np.bool_]
+    #: Those that have reached a limit: their masks mean nothing.
+    over: Sequence[int] = ()
+    #: Those whose masks may each have taken more than `SLOW_NS`.
+    suspects: Sequence[int] = ()
+
+
 class Library(Protocol):
     """Compiles constraints for one vocabulary. Its calls let other threads run."""
 
@@ -58,16 +75,11 @@ class Library(Protocol):
         """Whether `advance` takes this matcher."""
         ...
 
-    def advance(
-        self, taken: Sequence[tuple[Matcher, int]], threads: int
-    ) -> tuple[Words, list[bool | None]]:
-        """Go on with a token of each of several matchers.
+    def advance(self, taken: Sequence[tuple[Matcher, int]], threads: int) -> Advanced:
+        """Go on with a token of each of several matchers: what `fill` says of each.
 
         Args:
             taken: matchers that join, with tokens that their last masks allow.
-            threads: used at most.
-
-        Returns what `fill` says of each: [matchers, words], and whether the text may end; None: it
-        has reached a limit.
+            threads: used at most besides the caller's.
         """
         ...

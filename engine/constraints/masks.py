@@ -17,15 +17,14 @@ from tokenpod.core.outputs import FinishCode, MaskCounts
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import CompileCache, Compiled
 from tokenpod.engine.constraints.compiling import Compiling
-from tokenpod.engine.constraints.library import Library, LimitReached, Refused, Words
+from tokenpod.engine.constraints.library import SLOW_NS, Library, LimitReached, Refused, Words
 from tokenpod.engine.constraints.text import ConstrainedText
 from tokenpod.engine.constraints.together import read_together
 from tokenpod.engine.constraints.workers import Workers
 
 log = logging.getLogger("tokenpod.engine")
 
-#: A mask that takes longer sends the next one of its sequence to the slow workers.
-_SLOW_NS = 5_000_000
+_DONE = object()
 _NEVER = "this model's vocabulary can't be used for constraints"
 
 
@@ -73,8 +72,7 @@ class Masks:
 
     def begin(self, request: Request) -> None:
         """Compile a request's constraint; see `refusals` and `ready`."""
-        if self._workers is None:
-            self._workers = Workers(self._limits.workers)
+        self._workers = self._workers or Workers(self._limits.workers)
         job = Compiling(request, self._clock())
         self._compiling.append(job)
         self._workers.run(partial(self._compile, job), "compile")
@@ -186,7 +184,8 @@ class Masks:
             if text is None:
                 continue
             began = text.began_at
-            if (text.ready and text.over) or (not text.ready and began and now - began > most):
+            late = began is not None and now - began > most
+            if text.over or (late and not text.ready):
                 found.append(sequence_id)
         return found
 
@@ -261,24 +260,21 @@ class Masks:
         """Read a token of each text and make the next masks, in the loop's thread.
 
         Nothing is quicker: between threads the interpreter's lock changes hands several times a
-        mask, while the loop plans. None is timed by itself, so no clock ends a text here: the
-        library's limits do.
+        mask, while the loop plans. No clock ends a text here: the library's limits do.
         """
         assert self._library is not None
         began = self._clock()
         try:
-            read_together(self._library, texts, workers.fast)
+            for text in read_together(self._library, texts, workers.together):
+                text.suspect = True
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # what the library raises when it panics is no Exception
             log.error("masks were not made", extra={"reason": type(error).__name__})
             for text, _ in texts:
                 text.end()
-        took = self._clock() - began
         with self._lock:
-            self._nanoseconds += took
-        for text, _ in texts:
-            text.suspect = took > _SLOW_NS
+            self._nanoseconds += self._clock() - began
 
     # -- in workers ----------------------------------------------------------------------------
 
@@ -321,25 +317,29 @@ class Masks:
                     text.busy = False
                     return
                 job = text.jobs.popleft()
-            text.began_at = self._clock()
             try:
-                for _ in job:
-                    text.slow = self._made(text) > _SLOW_NS
-                    text.suspect = False
+                self._run(text, job)
             except BaseException as error:
                 log.error("a mask was not made", extra={"reason": type(error).__name__})
                 text.end()
-            self._made(text)
-            text.began_at = 0
+            text.began_at = None
+            self._tell(text)
 
-    def _made(self, text: ConstrainedText) -> int:
-        """A mask has been made, or a job is done; the nanoseconds that it took."""
-        now = self._clock()
-        took, text.began_at = now - text.began_at, now
+    def _run(self, text: ConstrainedText, job: Iterator[None]) -> None:
+        """Do a job, whose steps each make a mask but the first, and time them."""
+        more = next(job, _DONE) is not _DONE
+        while more:
+            began = text.began_at = self._clock()
+            more = next(job, _DONE) is not _DONE
+            took, text.began_at = self._clock() - began, None
+            text.slow, text.suspect = took > SLOW_NS, False
+            self._tell(text, took)
+
+    def _tell(self, text: ConstrainedText, took: int = 0) -> None:
+        """Count a mask's time; wake the loop if it waits for what this text has now, alone."""
         with self._lock:
             self._nanoseconds += took
             if text in self._awaited and self._awaited[text]():
                 del self._awaited[text]
                 if not self._awaited:
                     self._all_there.set()
-        return took

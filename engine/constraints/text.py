@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import Compiled
@@ -43,7 +45,7 @@ class ConstrainedText:
     """The text of one sequence as far as it is known.
 
     The step loop takes masks from the front, and one worker at a time, which runs a job, adds some
-    behind. Jobs yield after each mask.
+    behind. Jobs yield before each mask.
 
     Args:
         request: the sequence's.
@@ -58,8 +60,8 @@ class ConstrainedText:
         #: What workers have to do, in this order, and whether one is at it.
         self.jobs: deque[Iterator[None]] = deque()
         self.busy = False
-        #: When the mask was begun that is being made, in nanoseconds; 0: none is.
-        self.began_at = 0
+        #: When the mask was begun that is being made, in nanoseconds; None: none is.
+        self.began_at: int | None = None
         #: Its last mask took long, so that others must not wait behind its next one.
         self.slow = False
         #: It was read together with others, which took long: who is slow is yet to be found out.
@@ -72,15 +74,13 @@ class ConstrainedText:
         self._read = 0
         sampling, stopping = request.sampling, request.stopping
         vocab_words = len(compiled.words)
-        self._ending = ends = stopping.eos_token_ids | stopping.stop_token_ids
-        bits = bits_of(ends, vocab_words)
-        #: Where the tokens are that end the sequence, and their bits there.
-        self._end_words = np.flatnonzero(bits)
-        self._end_bits = bits[self._end_words]
+        #: The tokens that end the sequence; texts with the same ones have the same object.
+        self.ends = Ends.of(stopping.eos_token_ids | stopping.stop_token_ids, vocab_words)
         #: No end before so many tokens.
         self._least = stopping.min_new_tokens
         allowed = sampling.allowed_token_ids
-        self._allowed = bits_of(allowed, vocab_words) if allowed else None
+        #: What else the request says of tokens; None: nothing.
+        self.allowed = bits_of(allowed, vocab_words) if allowed else None
         mask = self._add(compiled.words.copy(), whole=compiled.ends, may_force=True)
         if mask.forced >= 0:
             list(self.read([mask.forced]))
@@ -159,42 +159,48 @@ class ConstrainedText:
     def read(self, tokens: Sequence[int]) -> Iterator[None]:
         """Read tokens, and make the next mask and those behind it that are forced."""
         try:
-            for token in tokens:
-                self.matcher.take(token)
-                self._read += 1
             for ahead in range(MOST_AHEAD + 1):
+                yield
+                for token in tokens:
+                    self.matcher.take(token)
+                    self._read += 1
                 words = np.empty_like(self._words)
                 whole = self.matcher.fill(words)
                 mask = self._add(words, whole=whole, may_force=ahead < MOST_AHEAD)
-                yield
                 if mask.forced < 0:
                     return
-                self.matcher.take(mask.forced)
-                self._read += 1
+                tokens = [mask.forced]
         except LimitReached:
             self.end()
 
-    def narrow_behind(self, words: Words, *, whole: bool) -> None:
-        """Narrow the mask behind a token that the matcher has just read."""
+    def went_on(self) -> bool:
+        """The matcher has read a token; whether there are enough of them for an end."""
         self._read += 1
-        self._narrow(words, self._read, may_end=whole)
+        return self._read >= self._least
 
     def add(self, words: Words, allowed: int, *, whole: bool, may_force: bool) -> Mask:
-        """Add a narrowed mask, which allows so many tokens, behind what the matcher has read."""
+        """Add a narrowed mask, behind what the matcher has read.
+
+        Args:
+            words: it.
+            allowed: how many tokens it allows; of more than one, any number above.
+            whole: whether the text may end there.
+            may_force: whether another mask may be made behind it.
+        """
         forced = -1
         if may_force and allowed == 1:
             at = int(words.argmax()) if words.max() else int(words.argmin())
             token = 32 * at + (int(words[at]) & 0xFFFFFFFF).bit_length() - 1
             # An end is no token of the text, and nothing comes behind it.
-            if token not in self._ending:
+            if token not in self.ends.tokens:
                 forced = token
         mask = Mask(words, forced, whole, over=not allowed)
-        self.masks.append(mask)
+        self._put(mask)
         return mask
 
     def end(self) -> None:
         """The matcher is of no use any more: there is no token behind the masks that are there."""
-        self.masks.append(Mask(np.zeros_like(self._words), -1, whole=False, over=True))
+        self._put(Mask(np.zeros_like(self._words), -1, whole=False, over=True))
 
     def look_along(self, output: int, drafts: Sequence[int]) -> Iterator[None]:
         """Make masks behind drafts, the first of which is to be output number `output`.
@@ -212,18 +218,23 @@ class ConstrainedText:
                     break
                 if matcher is None and known[at].forced == draft:
                     words = known[at + 1].words
+                elif self.slow:
+                    break
                 else:
+                    yield
                     matcher = matcher or self.matcher.copy()
                     words = self._behind(matcher, draft, output + at + 1)
-                    if self.slow:
-                        break
                 if not words.any():
                     break
                 along.found.append(words)
-                yield
         along.done = True
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _put(self, mask: Mask) -> None:
+        # First of all: the loop may take the mask at once, and ask how long the next one takes.
+        self.began_at = None
+        self.masks.append(mask)
 
     def _behind(self, matcher: Matcher, draft: int, output: int) -> Words:
         """The mask of output number `output`, behind a draft; where it fails, nothing is allowed.
@@ -236,24 +247,53 @@ class ConstrainedText:
             whole = matcher.fill(words)
         except BaseException:  # what the library raises when it panics is no Exception
             return np.zeros_like(words)
-        self._narrow(words, output, may_end=whole)
+        self._narrow(words, may_end=whole and output >= self._least)
         return words
 
     def _add(self, words: Words, *, whole: bool, may_force: bool) -> Mask:
         """Add a mask, behind what the matcher has read."""
-        self._narrow(words, self._read, may_end=whole)
+        self._narrow(words, may_end=whole and self._read >= self._least)
         allowed = int(np.bitwise_count(words.view(np.uint32)).sum())
         return self.add(words, allowed, whole=whole, may_force=may_force)
 
-    def _narrow(self, words: Words, output: int, *, may_end: bool) -> None:
+    def _narrow(self, words: Words, *, may_end: bool) -> None:
         """Put in the tokens that end the sequence, and what else the request says of tokens."""
-        at, bits = self._end_words, self._end_bits
-        if may_end and output >= self._least:
-            words[at] |= bits
-        else:
-            words[at] &= ~bits
-        if self._allowed is not None:
-            words &= self._allowed
+        self.ends.put(words[None], np.zeros(1, np.int64), np.array([may_end]))
+        if self.allowed is not None:
+            words &= self.allowed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """Tokens that end sequences, in masks."""
+
+    tokens: frozenset[int]
+    #: [k] the words of a mask where they are, and their bits there.
+    _at: npt.NDArray[np.int64]
+    _bits: Words
+
+    @staticmethod
+    @lru_cache(64)
+    def of(tokens: frozenset[int], words: int) -> Ends:
+        """The same object for the same tokens. `words`: of a mask."""
+        bits = bits_of(tokens, words)
+        at = np.flatnonzero(bits)
+        return Ends(tokens, at, bits[at])
+
+    def put(
+        self, masks: Words, rows: npt.NDArray[np.int64], may_end: npt.NDArray[np.bool_]
+    ) -> None:
+        """Allow them in some masks, or forbid them.
+
+        Args:
+            masks: [n, words].
+            rows: [m] which of these.
+            may_end: [m] whether they are allowed there.
+        """
+        where = rows[:, None], self._at
+        masks[where] = np.where(
+            may_end[:, None], masks[where] | self._bits, masks[where] & ~self._bits
+        )
 
 
 @dataclass(slots=True)

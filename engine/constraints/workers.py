@@ -21,7 +21,7 @@ from queue import SimpleQueue
 #: What a thread that wants the interpreter's lock waits before the one that has it must let go. A
 #: worker gets it back after each mask, and by default would wait 5 ms while the loop plans.
 _SWITCH_SECONDS = 0.0005
-_MOST_WORKERS = 8
+_MOST_WORKERS, _MOST_TOGETHER = 8, 16
 _SLOW_WORKERS, _MOST_COMPILERS = 2, 2
 
 
@@ -29,16 +29,17 @@ class Workers:
     """The threads; they end with the process.
 
     Args:
-        count: of those for fast masks; 0: half of the cores, at most eight.
+        count: of those for fast masks, one by one or together; 0: half of the cores, at most 8, or
+            all but one, at most 16.
     """
 
     def __init__(self, count: int = 0) -> None:
         sys.setswitchinterval(_SWITCH_SECONDS)
         cores = len(os.sched_getaffinity(0))
-        #: How many make fast masks.
-        self.fast = count or max(1, min(cores // 2, _MOST_WORKERS))
+        #: How many the library may have for masks that are made together.
+        self.together = count or max(1, min(cores - 1, _MOST_TOGETHER))
         kinds = {
-            "fast": self.fast,
+            "fast": count or max(1, min(cores // 2, _MOST_WORKERS)),
             "slow": _SLOW_WORKERS,
             "compile": max(1, min(cores // 4, _MOST_COMPILERS)),
         }

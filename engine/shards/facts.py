@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenpod
 from tokenpod.core.adapter_files import digest_of
-from tokenpod.core.messages import EngineOptions
+from tokenpod.core.messages import MTP, EngineOptions
 
 #: Of the messages in protos/tokenpod/shard/v1.
 PROTOCOL = 3
@@ -46,8 +46,8 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
 
 
 def _draft(folder: str | None) -> str:
-    if folder is None:
-        return "none"
+    if folder is None or folder == MTP:
+        return folder or "none"
     config = _digest(_canonical(Path(folder) / "config.json"))
     return f"{config}, {_weights(Path(folder))}"
 

@@ -94,7 +94,7 @@ def _decoder(fields: Fields, served: int | None, *, interleaved: bool) -> ModelS
     return each_layer(spec, lambda layer: replace(layer, attention=attention))
 
 
-# Layers beyond the last one predict further tokens, which nobody asks for.
+# Layers beyond the last one predict further tokens: `models.mtp` reads them.
 _NAMES = Names(experts=gate_names(), beyond=("layers.{layers}.",))
 DEEPSEEK_V2 = Family(("DeepseekV2ForCausalLM",), _v2_spec, _NAMES, layouts=(stacked(),))
 DEEPSEEK_V3 = Family(("DeepseekV3ForCausalLM",), _v3_spec, _NAMES, layouts=(stacked(),))

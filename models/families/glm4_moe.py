@@ -24,7 +24,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
 GLM4_MOE = Family(
     ("Glm4MoeForCausalLM",),
     _spec,
-    # Layers beyond the last one predict further tokens, which nobody asks for.
+    # Layers beyond the last one predict further tokens: `models.mtp` reads them.
     Names(experts=gate_names(), beyond=("layers.{layers}.",)),
     layouts=(stacked(),),
 )

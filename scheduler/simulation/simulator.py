@@ -13,7 +13,7 @@ are taken in one jump (`SkippingScheduler.skip`); what comes out is the same as 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,6 +60,36 @@ class Outcome:
 
 
 @dataclass(slots=True)
+class _Came:
+    """When tokens came, and whose."""
+
+    #: The end of each step, how many requests it served, and these, step after step.
+    _ends: list[int] = field(default_factory=list)
+    _served: list[int] = field(default_factory=list)
+    _whose: list[Ints] = field(default_factory=list)
+
+    def step(self, end: int, whose: Ints) -> None:
+        """A step has brought a token to each of these [n]."""
+        self._ends.append(end)
+        self._served.append(len(whose))
+        self._whose.append(whose)
+
+    def steps(self, ends: Ints, whose: Ints) -> None:
+        """Each of these steps has."""
+        self._ends += ends.tolist()
+        self._served += [len(whose)] * len(ends)
+        self._whose += [whose] * len(ends)
+
+    def by_request(self, count: int) -> list[Ints]:
+        """[count] of each request: when its tokens came."""
+        whose = np.concatenate(self._whose) if self._whose else _ZERO[:0]
+        # Numbers of 16 bits are sorted in a tenth of the time.
+        small = whose.astype(np.uint16) if count <= 1 << 16 else whose
+        times = np.array(self._ends, np.int64).repeat(self._served)[small.argsort(kind="stable")]
+        return np.split(times, np.bincount(whose, minlength=count).cumsum()[:-1])
+
+
+@dataclass(slots=True)
 class _Flying:
     step: Step
     end: int
@@ -97,8 +127,7 @@ class Simulator:
     _now: int = 0
     _next: int = 0
     _flying: _Flying | None = None
-    #: When tokens came, and whose: [k] ends of steps, [n] requests that each of them served.
-    _came: list[tuple[Ints, Ints]] = field(default_factory=list)
+    _came: _Came = field(default_factory=_Came)
     _began: dict[int, int] = field(default_factory=dict)
     _cached: dict[int, int] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
@@ -110,8 +139,9 @@ class Simulator:
     _skipped: int = 0
     _use: float = 0.0
     _most_used: int = 0
-    #: By place in the scheduler's table: the request's outputs.
+    #: By place in the scheduler's table: the request's outputs, and its number.
     _due: Ints = field(default_factory=lambda: np.zeros(64, np.int64))
+    _whose: Ints = field(default_factory=lambda: np.zeros(64, np.int64))
 
     def run(self) -> Outcome:
         """Serve all requests."""
@@ -174,7 +204,8 @@ class Simulator:
                 place = self.scheduler.place_of(number)
                 while place >= len(self._due):
                     self._due = np.concatenate((self._due, np.zeros_like(self._due)))
-                self._due[place] = min(arrival.output_tokens, most)
+                    self._whose = np.concatenate((self._whose, np.zeros_like(self._whose)))
+                self._due[place], self._whose[place] = min(arrival.output_tokens, most), number
 
     def _due_at(self, number: int) -> int:
         return round(self.arrivals[number].at * _SECOND)
@@ -211,12 +242,14 @@ class Simulator:
     def _settle(self, flying: _Flying) -> None:
         self._now = flying.end
         step, plan = flying.step, flying.step.plan
-        ends = plan.r_output + flying.later + 1 == self._due[step.places]
-        tokens = ends[plan.r_samples > 0].astype(np.int64).tolist()
+        outputs, due = plan.r_output + (flying.later + 1), self._due[step.places]
+        sampled = plan.r_samples > 0
+        # What comes after the last token is surplus.
+        whose = self._whose[step.places[sampled & (outputs <= due)]]
+        if len(whose):
+            self._came.step(self._now, whose)
+        tokens = (outputs == due)[sampled].astype(np.int64).tolist()
         settled = self.scheduler.settle(step, tokens, self._now, arrived=self._arrived)
-        if settled.sequence_ids:
-            whose = np.array(settled.sequence_ids, np.int64)
-            self._came.append((np.array([self._now]), whose))
         for started in settled.started:
             self._began[started.sequence_id] = started.began_at
             self._cached[started.sequence_id] = started.cached_tokens
@@ -276,8 +309,7 @@ class Simulator:
     def _skip(self, flying: _Flying, ends: Ints, times: Ints) -> None:
         steps = len(ends)
         self.scheduler.skip(flying.step, steps)
-        whose = np.array([sequence.id for sequence in flying.step.sequences], np.int64)
-        self._came.append((ends, whose))
+        self._came.steps(ends, self._whose[flying.step.places])
         self._steps += steps
         self._skipped += steps
         # What is in use now is what the last of these steps has.
@@ -300,7 +332,7 @@ class Simulator:
         return Outcome(
             arrivals=self.arrivals,
             began=began,
-            tokens=list(self._tokens(count)),
+            tokens=self._came.by_request(count),
             refused=self._refused,
             cached=cached,
             load=load,
@@ -311,16 +343,6 @@ class Simulator:
             most_use=self._most_used / slots,
             end=self._now,
         )
-
-    def _tokens(self, count: int) -> Iterator[Ints]:
-        """By request: when its tokens came."""
-        if not self._came:
-            yield from ([np.empty(0, np.int64)] * count)
-            return
-        times = np.concatenate([np.repeat(ends, len(whose)) for ends, whose in self._came])
-        whose = np.concatenate([np.tile(whose, len(ends)) for ends, whose in self._came])
-        order = whose.argsort(kind="stable")
-        yield from np.split(times[order], np.bincount(whose, minlength=count).cumsum()[:-1])
 
 
 _NONE: frozenset[int] = frozenset()

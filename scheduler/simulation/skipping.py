@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
+from itertools import compress
+
+import numpy as np
 
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.scheduler.beam_search import Top
@@ -29,21 +32,25 @@ class SkippingOutcomes(Outcomes):
     ) -> None:
         """See `Outcomes`: a plain token of a running stream takes no questions."""
         del tops, drafted
-        sequence_ids = settled.sequence_ids
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if token == PLAIN and sequence.proven and sequence.ended_as is None:
+        plan = step.plan
+        # The first one after what a sequence needs is another matter.
+        special = plan.r_start + plan.r_tokens == self._kv.table.needed[step.places]
+        special = special[plan.r_samples > 0]
+        special |= np.array(tokens, np.int64) != PLAIN
+        running = [*compress(step.sampled, (~special).tolist())]
+        for at in special.nonzero()[0].tolist():
+            self.take(step.sampled[at], tokens[at], at, now, settled)
+        for sequence in running:
+            if sequence.ended_as is None:
                 sequence.outputs.append(PLAIN)
-                sequence_ids.append(sequence.id)
-            else:
-                self.take(sequence, token, at, now, settled)
 
 
 class SkippingScheduler(Scheduler):
     """The scheduler, for simulations: what it holds after a skip is what steps would have left.
 
     Callers see to it that `PLAIN` ends nothing: it is no end of text, nor the last token that a
-    request asks for, and requests have no time limits. Of a step's outcome it tells whose tokens
-    came, without the tokens.
+    request asks for, and requests have no time limits. Of a step's outcome it tells the
+    first tokens of requests and the last ones; in between it is silent.
     """
 
     _OUTCOMES = SkippingOutcomes

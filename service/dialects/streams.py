@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from tokenpod.service.dialects import validate
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.serving.generation import Generation
+from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.tokenizer import Tokenizer
 
 #: Metadata of a call, and of its answer: the request's name.

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tokenpod.core.manifest import digest_of, write_manifest
-from tokenpod.core.model_files import is_small, is_weights
+from tokenpod.core.model_files import ORIGIN, is_small, is_weights
 from tokenpod.core.staging import Finished, StagingError, staging
 from tokenpod.service.download.store import DownloadError, Remote, Store
 
 log = logging.getLogger("tokenpod")
 
-#: In a downloaded folder: where it came from. In an unfinished one: which versions of files.
-ORIGIN = "tokenpod-origin.json"
 _FILES_AT_ONCE = 8
 
 #: Told bytes that are there, and in all.
@@ -134,7 +132,10 @@ class _Download:
         (self._folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
 
     def _begin(self, files: Sequence[Remote], origin: dict[str, str | None]) -> None:
-        """Keep what an earlier try has got of these files, and nothing else."""
+        """Keep what an earlier try has got of these files, and nothing else.
+
+        Until all are there, the origin's file tells their versions too.
+        """
         now = {file.name: [file.version, file.size] for file in files}
         try:
             before = json.loads((self._folder / ORIGIN).read_bytes())

@@ -9,6 +9,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from tokenpod.core.messages import MTP
 from tokenpod.service.config import ServerSettings, hub_cache
 
 EMBEDDED = "demo"
@@ -46,10 +47,12 @@ def model_folder(settings: ServerSettings) -> Path:
 
 
 def draft_folder(settings: ServerSettings) -> Path | None:
-    """The folder of what --draft-model names. Raises ModelNotFound."""
+    """The folder of what --draft-model names, or `MTP`. Raises ModelNotFound."""
     name = settings.draft_model
     if name is None or name == EMBEDDED:
         return None if name is None else _embedded()
+    if name == MTP:
+        return Path(MTP)
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = snapshot_of(name, "main", f"--draft-model is {name}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tokenpod.core.requests import Request
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
-from tokenpod.service.serving.generation import Sample
+from tokenpod.service.serving.sample import Sample
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.serving.turns import Turn
 from tokenpod.service.text.parsers.turn import Formats, TurnParser

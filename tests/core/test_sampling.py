@@ -18,6 +18,7 @@ from tokenpod.core.sampling import (
     DRAWS,
     EDITED,
     PROCESSED_TOPS,
+    REPORTED,
     ROW_WORDS,
     TABLE,
     Knob,
@@ -65,7 +66,7 @@ def test_one_more_knob_is_one_more_column_on_the_host_and_on_the_device():
         for at, new in enumerate(rows):
             sampler.set_row(at, new)
         assert sampler.columns["loudness"].tolist() == [7.0, 2.0]
-        assert sampler.columns["flags"].tolist() == [EDITED | COUNTED, 0]
+        assert sampler.columns["flags"].tolist() == [EDITED | COUNTED | REPORTED, REPORTED]
     words = device.device_words[:2].cpu().view(torch.float64)
     assert words[:, MORE.place("loudness")].tolist() == [7.0, 2.0]
 
@@ -116,7 +117,9 @@ def test_a_row_has_room_for_so_many_columns():
         (SamplingParams(presence_penalty=0.1), {}, EDITED | COUNTED),
         (SamplingParams(), {"min_new_tokens": 1}, EDITED),
         (SamplingParams(top_of_processed=True), {}, 0),
-        (SamplingParams(top_of_processed=True), {"top_n": 1}, PROCESSED_TOPS),
+        (SamplingParams(top_of_processed=True), {"top_n": 1}, PROCESSED_TOPS | REPORTED),
+        (SamplingParams(), {"logprobs": 1}, REPORTED),
+        (SamplingParams(), {"ranks": 1}, REPORTED),
     ],
     ids=str,
 )

@@ -104,6 +104,15 @@ def test_it_meets_the_restricted_standard_as_the_pods_do(helm: Helm) -> None:
     assert gateway_of(rendered)["securityContext"] == server["containers"][0]["securityContext"]
 
 
+def test_those_who_chat_may_not_replace_the_pods_by_others(helm: Helm) -> None:
+    """Its control plane, on the port of its clients, wants a key that each pod has of its own."""
+    container = gateway_of(helm.install(ON))
+    (key,) = (arg for arg in container["args"] if arg.startswith("--control-plane-api-keys="))
+    assert key.endswith(":admin:$(POD_UID)")
+    (uid,) = (each for each in container["env"] if each["name"] == "POD_UID")
+    assert uid["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
+
+
 def test_its_service_leads_to_it_alone(helm: Helm) -> None:
     rendered = helm.install(ON)
     service = rendered.one("Service", NAME)["spec"]
@@ -305,7 +314,8 @@ def test_the_unmodified_gateway_serves_the_pods_that_it_finds(helm: Helm, tmp_pa
             stack.enter_context(running(command, tmp_path / f"pod-{number}.log"))
         gateway = gateway_of(rendered)
         program = str(Path(VENV or "") / "bin" / gateway["command"][0])
-        command = [program, *gateway["command"][1:], *gateway["args"]]
+        given = [arg.replace("$(POD_UID)", "the-pods-uid") for arg in gateway["args"]]
+        command = [program, *gateway["command"][1:], *given]
         (home,) = (each["value"] for each in gateway["env"] if each["name"] == "HOME")
         command = contained(rendered, tmp_path, authority, command)
         stack.enter_context(running(command, tmp_path / "gateway.log", HOME=home, **cluster))
@@ -315,6 +325,8 @@ def test_the_unmodified_gateway_serves_the_pods_that_it_finds(helm: Helm, tmp_pa
         api.put("a", "127.0.0.2", labels)
         wait_for(lambda: answered(own["health"], "/readiness")[0] == 200, 120)
         assert ask("def f():")[0] == 200
+        assert answered(own["http"], "/workers", {"url": "grpc://127.0.0.9:1"})[0] == 401
+        assert answered(own["http"], "/flush_cache", {"timeout_s": 1})[0] == 401
         api.put("b", "127.0.0.3", labels)
         served: set[str] = set()
 

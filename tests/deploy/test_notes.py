@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from harness import ServerProcess
 
 from deploy.helm import Helm, Object
-from tokenpod_client.protos.generate.v3 import generate_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2, generation_service_pb2
 
 MTLS = {
     "tls": {"existingSecret": "tls", "mtls": {"enabled": True}},
@@ -31,10 +31,10 @@ def grpcurl(notes: str) -> list[str]:
 def test_the_notes_call_what_the_server_has(helm: Helm, values: Object) -> None:
     notes = helm.install(values).notes
     words = grpcurl(notes)
-    request = json_format.Parse(words[words.index("-d") + 1], generate_pb2.GenerateRequest())
+    request = json_format.Parse(words[words.index("-d") + 1], generation_pb2.GenerateRequest())
     assert request.stopping.max_new_tokens == 16
     service, _, method = words[-1].partition("/")
-    found = generate_pb2.DESCRIPTOR.services_by_name[service.rpartition(".")[2]]
+    found = generation_service_pb2.DESCRIPTOR.services_by_name[service.rpartition(".")[2]]
     assert found.full_name == service
     assert method in found.methods_by_name
     port = values.get("service", {}).get("port", 50051)

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import threading
-import time
 
 import constrained
 import jsonschema
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 import row_by_row
 import torch
-from constrained import END, RANDOM, Client, ask, serve
+from constrained import END, RANDOM, Client, Clock, ask, serve
 
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
@@ -187,18 +186,10 @@ def test_an_end_is_drawn_only_where_the_grammar_allows_one_and_not_too_early(mod
 
 
 class SlowMatcher(GuidanceMatcher):
-    """Takes a while for each mask, or reaches a limit."""
-
-    seconds, breaks = 0.0, False
+    """Of a kind of its own, so that its masks are made alone."""
 
     def copy(self):
         return type(self)(self._matcher.deep_copy(), self._vocab)
-
-    def take(self, token):
-        time.sleep(self.seconds)
-        if self.breaks:
-            raise LimitReached("a limit")
-        super().take(token)
 
 
 class SlowLibrary(Guidance):
@@ -236,33 +227,63 @@ def test_a_slow_row_is_late_and_the_others_go_on(model):
     assert len(client.tokens[2]) == 200
 
 
-@pytest.mark.parametrize("kind", ["time", "library"])
-def test_a_limit_that_is_hit_later_ends_that_sample_alone(model, kind):
+def test_a_mask_that_takes_too_long_ends_that_sample_alone(model):
+    clock, begun, over = Clock(), threading.Event(), threading.Event()
+
     class Slow(SlowMatcher):
-        seconds, breaks = (0.3, False) if kind == "time" else (0.0, True)
+        def take(self, token):
+            begun.set()
+            assert over.wait(60)
+            super().take(token)
 
     class Library(SlowLibrary):
         matcher = Slow
 
-    limits = ConstraintLimits(workers=1, mask_seconds=0.05)
-    asked = [ask(1, Choice(("a" * 60,)), new=70), ask(2, Regex("[ab]{20}"), new=40)]
-
     def hurry(loop):
         loop.masked._usual_ns = 1e6
+        if begun.is_set() and not over.is_set():
+            # The only worker is at this mask, so no other one is being made.
+            clock.now += 30_000_000
+        if client.finishes:
+            over.set()
 
-    client = serve(model, Client(asked), library=Library, limits=limits, each_turn=hurry)
+    limits = ConstraintLimits(workers=1, mask_seconds=0.05)
+    client = Client([ask(1, Choice(("a" * 60,)), new=70), ask(2, Regex("[ab]{20}"), new=40)])
+    serve(model, client, library=Library, limits=limits, each_turn=hurry, clock=clock)
+    assert client.finishes == {1: FinishCode.CONSTRAINT, 2: FinishCode.EOS}
+    assert client.satisfied == {1: False, 2: True}
+
+
+def test_a_limit_of_the_library_ends_that_sample_alone(model):
+    class Limited(SlowMatcher):
+        def take(self, token):
+            raise LimitReached("a limit")
+
+    class Library(SlowLibrary):
+        matcher = Limited
+
+    asked = [ask(1, Choice(("a" * 60,)), new=70), ask(2, Regex("[ab]{20}"), new=40)]
+    client = serve(model, Client(asked), library=Library)
     assert client.finishes == {1: FinishCode.CONSTRAINT, 2: FinishCode.EOS}
     assert client.satisfied == {1: False, 2: True}
 
 
 def test_one_that_takes_too_long_to_compile_is_refused(model):
+    clock, over = Clock(), threading.Event()
+
     class Library(SlowLibrary):
         def compile(self, constraint):
-            time.sleep(0.3)
+            assert over.wait(60)
             return super().compile(constraint)
 
+    def pass_time(loop):
+        clock.now += 30_000_000
+        if client.failures:
+            over.set()
+
     limits = ConstraintLimits(workers=1, compile_seconds=0.05)
-    client = serve(model, Client([ask(1, Choice(("a",)))]), library=Library, limits=limits)
+    client = Client([ask(1, Choice(("a",)))])
+    serve(model, client, library=Library, limits=limits, each_turn=pass_time, clock=clock)
     assert "takes more than 0.05 s" in client.failures[1]
 
 

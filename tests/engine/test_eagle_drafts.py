@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import eagle_heads
 import pytest
 import step_scenes
 import stepping
 import torch
-from demo_engine import CPU, DEMO, POSITIONS, SAMPLED, VOCABULARY, Recorder, load, pool
+from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
 from harness import free_port
+from head_drafts import MOST, Watching, answer
 from interpreted import DEVICE
 from safetensors.torch import load_file
 
 from tokenpod.core.plan import LAST
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.draft import draft_of
-from tokenpod.engine.eagle_draft import EagleDraft
-from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.rounds import Unknown
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pool import KVPool
 from tokenpod.models.eagle import load_eagle
-from tokenpod.scheduler.drafting import Drafting, ModelDrafts
-from tokenpod.scheduler.scheduler import Limits, Scheduler
 
-SLOTS, MOST = 160, 2
 PROMPT = [random.Random(3).randrange(3, VOCABULARY) for _ in range(21)]
 
 
@@ -37,57 +28,6 @@ PROMPT = [random.Random(3).randrange(3, VOCABULARY) for _ in range(21)]
 def served():
     torch.set_num_threads(1)
     return load(None)
-
-
-class Watching:
-    """An executor, and what was drafted behind how many tokens of which row."""
-
-    def __init__(self, executor):
-        self._executor = executor
-        self._plans = []
-
-    def launch(self, plan):
-        unknown = Unknown.of(plan)
-        if unknown is not None:
-            self._plans.append((plan, unknown))
-        return self._executor.launch(plan)
-
-    def drafts(self):
-        """Since it was last asked; all steps have been waited for."""
-        found = {}
-        for plan, unknown in self._plans:
-            for row, first, count in zip(unknown.rows, unknown.firsts, unknown.counts, strict=True):
-                where = int(plan.r_row[row]), int(plan.r_start[row]) + 1
-                found[where] = plan.t_token[first + 1 : first + 1 + count].tolist()
-        self._plans = []
-        return found
-
-
-def answer(served, asked, head=None, prefill=8):
-    """What was said, and the drafts; the second request comes when the first has ended."""
-    draft = None
-    if head is not None:
-        own = KVPool(slots=SLOTS, layouts=head.config.kv_layouts, dtype=torch.float32, device=CPU)
-        draft = draft_of(head, served, own, MOST)
-        assert isinstance(draft, EagleDraft)
-    executor = Watching(
-        HostExecutor(served, pool(SLOTS), rows=3, vocab_size=VOCABULARY, draft=draft)
-    )
-    guesses = None if head is None else partial(Drafting, ModelDrafts(), MOST)
-    scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)
-    link = Recorder(asked)
-    link.inbox = []
-    loop = EngineLoop(link, scheduler, executor)
-    found = []
-    for request in asked:
-        link.inbox.append(request)
-        for _ in range(200):
-            if request.sequence_ids[0] in link.finished:
-                break
-            loop.turn()
-        found.append(executor.drafts())
-    assert link.done
-    return link, found
 
 
 def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served):

@@ -137,6 +137,18 @@ def test_a_full_batch_takes_one_token_at_a_time():
         assert (client.jumped > 4) is jumps
 
 
+@pytest.mark.parametrize("dear", [False, True])
+def test_forced_tokens_are_taken_together_where_that_pays(exact, plain, dear):
+    def price(plan):
+        several = bool((plan.r_samples > 1).any())
+        return 1_000_000 * (1 + (9 if dear else 0.2) * several)
+
+    client = serve(exact, Client(requests(), routed()), **SHAPE, price=price)
+    check(client, plain)
+    # What it costs is found out by trying.
+    assert (0 < client.jumped < 20) if dear else (client.jumped > 50)
+
+
 @pytest.mark.parametrize(
     ("kind", "overlap", "late", "preempt", "forced"),
     [("right", False, 0.0, 0.0, 0), ("random", True, 0.2, 0.05, 8), ("wrong", True, 0.0, 0.0, 8)],

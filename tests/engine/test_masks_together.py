@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 
+import constrained
+import numpy as np
 import pytest
 import torch
 from constrained import CPU, DEMO, RANDOM, Client, ask, serve
 
 from tokenpod.core.constraints import Choice, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
-from tokenpod.engine.constraints import masks
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.models import load as loading
 
@@ -61,26 +62,33 @@ def test_texts_that_took_long_together_are_timed_one_by_one_and_then_join_again(
     take = GuidanceMatcher.take
 
     def counted(matcher, token):
-        calls.append("alone")
+        calls.append({matcher})
         take(matcher, token)
 
     monkeypatch.setattr(GuidanceMatcher, "take", counted)
-    # Far from what a busy machine may add to a mask.
-    monkeypatch.setattr(masks, "_SLOW_NS", 500_000_000)
 
     class SlowOnce(Guidance):
+        slow = None
+
         def advance(self, taken, threads):
-            if "together" not in calls:
-                time.sleep(0.7)
-            calls.append("together")
-            return super().advance(taken, threads)
+            matchers = {matcher for matcher, _ in taken}
+            made = super().advance(taken, threads)
+            if self.slow is None:
+                SlowOnce.slow = len(calls), matchers
+                made = replace(made, suspects=range(len(taken)))
+            calls.append(matchers)
+            return made
 
     requests = [ask(i, Regex("[ab]{20}"), new=30) for i in range(1, 5)]
     client = serve(model, Client(requests), library=SlowOnce)
     assert set(client.finishes.values()) == {FinishCode.EOS}
-    first = calls.index("together")
-    assert calls[first + 1 : first + 5] == ["alone"] * 4
-    assert "together" in calls[first + 5 :]
+    at, matchers = SlowOnce.slow
+    assert len(matchers) > 1
+    for matcher in matchers:
+        sizes = [len(each) for each in calls[at:] if matcher in each]
+        assert sizes[0] > 1
+        assert sizes[1] == 1
+        assert max(sizes[2:]) > 1
 
 
 def test_a_limit_ends_one_text_and_an_error_those_that_were_read_with_it(model):
@@ -88,9 +96,9 @@ def test_a_limit_ends_one_text_and_an_error_those_that_were_read_with_it(model):
         calls = 0
 
         def advance(self, taken, threads):
-            words, ends = super().advance(taken, threads)
+            made = super().advance(taken, threads)
             Limited.calls += 1
-            return words, [None, *ends[1:]] if Limited.calls == 3 else ends
+            return replace(made, over=[0]) if Limited.calls == 3 else made
 
     class Broken(Guidance):
         def advance(self, taken, threads):
@@ -102,3 +110,32 @@ def test_a_limit_ends_one_text_and_an_error_those_that_were_read_with_it(model):
     client = serve(model, Client([*requests, ask(9, None, new=5)]), library=Broken)
     assert [client.finishes[i] for i in range(1, 5)] == [FinishCode.CONSTRAINT] * 4
     assert client.finishes[9] == FinishCode.LENGTH
+
+
+def walk(heavy, tokens=40):
+    """Masks of many texts along random tokens, some by threads of the library, some not."""
+    library, random = Guidance(constrained.TOKENS.tokens, [0, 1, 2]), np.random.default_rng(3)
+    matchers = [library.compile(kind) for kind in KINDS * 3]
+    masks = np.zeros((len(matchers), constrained.VOCABULARY // 32), np.int32)
+    ends = [matcher.fill(mask) for matcher, mask in zip(matchers, masks, strict=True)]
+    left, found = list(range(len(matchers))), []
+    for _ in range(tokens):
+        allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        left = [at for at in left if allowed[at].any()]
+        taken = [(matchers[at], int(random.choice(np.flatnonzero(allowed[at])))) for at in left]
+        for at in left:
+            matchers[at].took = heavy(at)
+        made = library.advance(taken, 2)
+        assert not made.over
+        masks[left], ends = made.words, made.ends
+        found.append((left, made.words.copy(), ends.tolist()))
+    return found
+
+
+def test_masks_are_the_same_whoever_makes_them():
+    alone = walk(lambda at: 0)
+    for heavy in (lambda at: 10**6 * (at % 2), lambda at: 10**6):
+        for want, got in zip(alone, walk(heavy), strict=True):
+            assert want[0] == got[0]
+            np.testing.assert_array_equal(want[1], got[1])
+            assert want[2] == got[2]

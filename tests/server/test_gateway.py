@@ -13,13 +13,15 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fixed_text
 import gateway_client
 import pytest
+from chat_templates import QWEN
 from harness import ServerProcess, free_port, generate, serve, wait_for
 from public_api import PROMPT
 
@@ -61,35 +63,46 @@ class Gateway:
             return False
 
 
+@contextlib.contextmanager
+def launched(pods: Sequence[ServerProcess], log: Path, *flags: str) -> Iterator[int]:
+    """The gateway before these pods; its port."""
+    port, metrics = free_port(), free_port()
+    command = [str(VENV / "bin" / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics), *flags]
+    command += ["--policy", "cache_aware", "--worker-urls"]
+    command += [f"grpc://{pod.address}" for pod in pods]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    port, metrics = free_port(), free_port()
+    log = tmp_path_factory.mktemp("gateway") / "log"
     with contextlib.ExitStack() as stack:
         one, other = (stack.enter_context(serve("--kv-cache-events", wait=False)) for _ in range(2))
         for pod in (one, other):
             pod.wait_until_serving()
-        command = [str(VENV / "bin" / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
-        command += ["--policy", "cache_aware", "--worker-urls"]
-        command += [f"grpc://{pod.address}" for pod in (one, other)]
-        log = tmp_path_factory.mktemp("gateway") / "log"
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            found = Gateway(port, (one, other))
-            wait_for(found.serves, 120)
-            wait_for(lambda: log.read_text().count("Tokenizer 'demo'") > 0, 120)
-            yield found
-        finally:
-            process.kill()
-            process.wait()
+        found = Gateway(stack.enter_context(launched((one, other), log)), (one, other))
+        wait_for(found.serves, 120)
+        wait_for(lambda: log.read_text().count("Tokenizer 'demo'") > 0, 120)
+        yield found
+
+
+def by_openais_client(port: int, what: str) -> Any:
+    """What gateway_client.py tells."""
+    command = [str(VENV / "bin" / "python"), gateway_client.__file__]
+    command += [f"http://127.0.0.1:{port}", what]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300)
+    return json.loads(done.stdout)
 
 
 def test_openais_client_gets_what_our_own_gets(gateway: Gateway) -> None:
-    command = [str(VENV / "bin" / "python"), gateway_client.__file__]
-    command.append(f"http://127.0.0.1:{gateway.port}")
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300)
-    told = json.loads(done.stdout)
+    told = by_openais_client(gateway.port, "texts")
     stub = gateway.pods[0].stub()
     stopping = {"max_new_tokens": 12}
     tokens = stub.Tokens(v3.TokensRequest(text=PROMPT, add_special_tokens=False, return_ids=True))
@@ -106,6 +119,37 @@ def test_openais_client_gets_what_our_own_gets(gateway: Gateway) -> None:
     assert told["stopped"][0] == told["text"].partition("(")[0]
     assert re.match(r'\{\s*"a"', told["constraint"]), "the schema reached the engine"
     assert told["models"] == ["demo"]
+
+
+def test_a_call_that_the_model_writes_is_a_call_for_openais_client(tmp_path: Path) -> None:
+    """The gateway parses by its own flags. Tokens cut the call anywhere."""
+    said = "Let me| look.|\n<tool|_call>\n{'na|me': 'lo|ok', 'argum|ents': {'q'|: 'ab'}|}\n</tool_|"
+    pieces = [*said.replace("'", '"').split("|")[:-1], "call>"]
+    model = fixed_text.save(tmp_path / "speaker", pieces, QWEN)
+    log = tmp_path / "log"
+    with (
+        serve("--model-id", str(model), "--served-model-name=speaker", "--kv-cache-events") as pod,
+        launched((pod,), log, "--tool-call-parser", "qwen") as port,
+    ):
+        wait_for(lambda: "registered tokenizer 'speaker'" in log.read_text(), 120)
+        told = by_openais_client(port, "tools")
+    call = [("look", {"q": "ab"})]
+    for choice in ("auto", "None"):
+        text, calls = told[choice]
+        assert (text.strip(), _parsed(calls)) == ("Let me look.", call)
+        text, calls, finish = told[f"{choice} streamed"]
+        assert (_parsed(calls), finish) == (call, "tool_calls")
+        # The gateway drops text that comes in one message with the beginning of a call.
+        assert "Let me look.".startswith(text.strip())
+    assert told["none"] == ["".join(pieces), []]
+    assert told["none streamed"] == ["".join(pieces), [], "stop"]
+    finish, prompt = told["turn"]
+    assert finish == "tool_calls", "a call and its result go back as history"
+    assert prompt > told["prompt"]
+
+
+def _parsed(calls: list[list[str]]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def test_prompts_go_where_their_beginning_is_cached(gateway: Gateway) -> None:

@@ -13,7 +13,8 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
-from tokenpod.service.serving.generation import UNREAD_BYTES, Generation, Sample
+from tokenpod.service.serving.generation import UNREAD_BYTES, Generation
+from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb

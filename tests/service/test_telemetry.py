@@ -31,7 +31,8 @@ from tokenpod.service.rpc.errors import DataLoss, InvalidArgument
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.serving.generation import Ending, Generation, Sample
+from tokenpod.service.serving.generation import Generation
+from tokenpod.service.serving.sample import Ending, Sample
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 

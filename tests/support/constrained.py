@@ -24,6 +24,7 @@ from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.step_times import Costs
 from tokenpod.service.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -107,6 +108,16 @@ class Client:
         return text_of(self.tokens[sequence])
 
 
+class Clock:
+    """Nanoseconds that pass when a test says so: no pause of the machine ends a text or a wait."""
+
+    def __init__(self):
+        self.now = 1
+
+    def __call__(self):
+        return self.now
+
+
 class LateMasks(Masks):
     """Masks of which some, by chance, miss the step that they are for."""
 
@@ -136,6 +147,20 @@ class LateSteps(MaskedSteps):
         self._masks.decoding = frozenset(np.flatnonzero(plan.t_token[firsts] == LAST).tolist())
         super().sample(step, launched)
 
+    def forwarded(self, nanoseconds):
+        del nanoseconds  # what masks may take beyond a forward is a test's to say
+
+
+class Priced:
+    """An executor whose steps take as long as a test says."""
+
+    def __init__(self, executor, clock, price):
+        self._executor, self._clock, self._price = executor, clock, price
+
+    def launch(self, plan):
+        self._clock.now += self._price(plan)
+        return self._executor.launch(plan)
+
 
 def serve(
     model,
@@ -153,21 +178,29 @@ def serve(
     forced=8,
     drafting=None,
     executor=None,
+    clock=None,
+    price=None,
 ):
     """Answer a client's requests; by chance masks are late, and sequences preempted.
 
     `client.jumped` is then how many tokens were sampled behind others because they were forced.
+    With a `price`, a plan's nanoseconds, they are so only where that is thought to pay.
     """
     kv = KVPool(slots=slots, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=CPU)
     executor = executor or HostExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
     resources = Limits(slots - 16, rows - 1, POSITIONS, prefill, forced=forced)
-    scheduler = Scheduler(resources, drafting=drafting)
-    masks = LateMasks(library, VOCABULARY, limits or ConstraintLimits(workers=1))
+    costs = Costs() if price else None
+    scheduler = Scheduler(resources, drafting=drafting, forced_costs=costs)
+    clock = clock or Clock()
+    masks = LateMasks(library, VOCABULARY, limits or ConstraintLimits(workers=1), clock)
     masks.late = late
-    # Wait for every mask but those that are late on purpose: seconds of a usual step.
-    masked = LateSteps(masks, overlap=overlap)
+    # Wait for every mask but those that are late on purpose: 100 s beyond a forward.
+    masked = LateSteps(masks, overlap=overlap, clock=clock)
     masked._usual_ns = 1e12
     loop = EngineLoop(client, scheduler, executor, overlap=overlap, masked=masked)
+    if price:
+        loop.clock = Clock()
+        loop.executor = Priced(executor, loop.clock, price)
     chance, preempted = random.Random(3), 0
     while client.left:
         for sequence in sorted(client.left):

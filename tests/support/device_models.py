@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from interpreted import DEVICE
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import StepOutputs
@@ -115,8 +115,14 @@ def peer_of(folder: Path) -> Peer:
     """transformers' model of a checkpoint that it knows."""
 
     def load(dtype: torch.dtype) -> nn.Module:
+        # Where transformers chooses sdpa, it leaves a soft cap of scores out.
+        capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
+        attention = "eager" if capped else None
         # Loaded anew: a model that is cast has cast its rotary frequencies, too.
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention
+        )
+        return model.to(DEVICE).eval()
 
     return load
 

@@ -86,6 +86,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
+        self.shape = shape
         self.dropout = dropout
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.num_hidden_layers))

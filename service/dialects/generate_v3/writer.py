@@ -8,7 +8,8 @@ from tokenpod.core.outputs import FinishCode
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.serving.generation import Generation
+from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 

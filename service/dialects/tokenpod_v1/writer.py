@@ -11,7 +11,8 @@ from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.serving.generation import Generation
+from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.parsers.parts import Kind
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

@@ -9,7 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from tokenpod.core.outputs import FinishCode
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Sample
+from tokenpod.service.serving.sample import Sample
 
 _FINISH = {
     FinishCode.LENGTH: "length",

@@ -120,6 +120,7 @@ def test_every_request_gets_its_tokens_in_its_turn(admission, turns):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("admission", "turns"), PAIRS)
 def test_so_do_a_hundred_thousand(admission, turns):
     walk(admission, turns, 100_000, seed=1)

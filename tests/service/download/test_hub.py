@@ -12,6 +12,8 @@ import pytest
 from hub import COMMIT, hub_of
 
 from tokenpod.core.manifest import digest_of, read_manifest
+from tokenpod.models.errors import ModelError
+from tokenpod.models.verify import verified
 from tokenpod.service.download.download import download
 from tokenpod.service.download.hub import Hub
 from tokenpod.service.download.store import DownloadError, store_of
@@ -64,6 +66,21 @@ def test_the_files_that_a_server_reads_come_with_their_digests(ask, hub):
     assert digests == {name: digest_of(folder / name) for name in FILES.keys() - unread}
     # The files of the commit that the branch meant when it was asked.
     assert all(COMMIT in path for path, _ in hub.asked if "resolve" in path)
+
+
+def test_a_downloaded_folder_is_what_its_digests_say(ask):
+    """The downloader's own file in it needs no digest, and none that a server reads lacks one."""
+    folder = ask().folder
+    weights = [*folder.glob("model-*.safetensors")]
+    assert len(weights) == 2
+    with verified(folder, weights, required=True):
+        pass
+    (folder / "generation_config.json").write_text("{}")
+    with (
+        pytest.raises(ModelError, match="SHA256SUMS does not list it"),
+        verified(folder, weights, required=True),
+    ):
+        pass
 
 
 def test_what_is_there_is_not_asked_for_again(ask, hub):

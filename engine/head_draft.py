@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a draft model: see `models.eagle` for what it computes.
+"""A head as a draft model: EAGLE-3's (`models.eagle`), or a layer of the checkpoint (`models.mtp`).
 
 The entry of a position p has the slot of p, so its keys and values depend on nothing but the tokens
 up to p, as the served model's do: a prefix that is found in the cache is one for both. Features lie
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,14 +23,45 @@ from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows, Run
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.decoder import Decoder
-from tokenpod.models.eagle import EagleHead
+
+
+class Head(Protocol):
+    """What guesses from the served model's features."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the served model before which its stream is read."""
+        ...
+
+    def features_of(self, hidden: torch.Tensor, streams: list[torch.Tensor]) -> torch.Tensor:
+        """[T, width] features of positions, of what the served model has computed there."""
+        ...
+
+    @staticmethod
+    def features(pool: KVPool) -> torch.Tensor:
+        """[slots + 1, width]: of each slot's position."""
+        ...
+
+    def forward(
+        self, t_token: torch.Tensor, t_before: torch.Tensor, batch: ForwardBatch, pool: KVPool
+    ) -> torch.Tensor:
+        """[T, width] streams of entries, whose keys and values it writes to the pool."""
+        ...
+
+    def logits(self, stream: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary] of streams [n, width]."""
+        ...
+
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """See `CapturableModel`."""
+        ...
 
 
 @dataclass(slots=True)
-class EagleDraft:
+class HeadDraft:
     """A head and its pool; see `draft.Draft`."""
 
-    head: EagleHead
+    head: Head
     pool: KVPool
     most: int
 
@@ -39,7 +71,7 @@ class EagleDraft:
         """See `Draft.compute`."""
         assert isinstance(served, Decoder)
         hidden, streams = served.forward_tapped(batch, pool, self.head.taps)
-        features = self.head.fuse(torch.cat(streams, dim=1))
+        features = self.head.features_of(hidden, streams)
         self.head.features(self.pool).index_copy_(0, batch.t_slot, features)
         entries = _entries(own)
         if len(entries.t_token):
@@ -64,7 +96,7 @@ class EagleDraft:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """What `EagleHead.forward` is given."""
+    """What `Head.forward` is given."""
 
     t_token: torch.Tensor
     t_before: torch.Tensor

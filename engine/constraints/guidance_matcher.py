@@ -1,0 +1,84 @@
+"""One text under a grammar of llguidance."""
+
+from __future__ import annotations
+
+import time
+
+import llguidance
+import numpy as np
+
+from tokenpod.engine.constraints.library import LimitReached, Words
+
+_WORD_BYTES = 4
+#: Characters of an error that a client gets.
+_MOST_SHOWN = 500
+
+
+class GuidanceMatcher:
+    """See `Matcher`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab: int) -> None:
+        self._matcher = matcher
+        self._vocab = vocab
+        self._words = np.zeros(vocab // 32 + 1, np.int32)
+        #: What the last mask took of its thread's time, about, in nanoseconds.
+        self.took = 0
+
+    def copy(self) -> GuidanceMatcher:
+        """See `Matcher`."""
+        return GuidanceMatcher(self._matcher.deep_copy(), self._vocab)
+
+    def take(self, token: int) -> None:
+        """See `Matcher`."""
+        if not self._matcher.consume_token(token):
+            raise LimitReached(told(self._matcher.get_error()))
+
+    def fill(self, words: Words) -> bool:
+        """See `Matcher`."""
+        found = self._words
+        began = time.thread_time_ns()
+        self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, _WORD_BYTES * len(found))
+        self.took = time.thread_time_ns() - began
+        if self._matcher.is_error():
+            raise LimitReached(told(self._matcher.get_error()))
+        ends = bool(without_end(found[None], self._vocab)[0])
+        words[:] = found[: len(words)]
+        return ends
+
+    def advance(self, token: int, address: int, size: int) -> bool:
+        """Go on with a token and write the mask behind it; False: a limit was reached.
+
+        Args:
+            token: one that the last mask allows.
+            address: where the mask goes, with a bit for the end behind the others.
+            size: in bytes, of that.
+        """
+        began = time.thread_time_ns()
+        if self._matcher.consume_token(token):
+            self._matcher.unsafe_compute_mask_ptr(address, size)
+        self.took = time.thread_time_ns() - began
+        return not self._matcher.is_error()
+
+    @property
+    def library(self) -> llguidance.LLMatcher:
+        """The library's own matcher."""
+        return self._matcher
+
+    @property
+    def whole(self) -> bool:
+        """See `Matcher`."""
+        return bool(self._matcher.is_accepting())
+
+
+def without_end(masks: Words, vocab: int) -> np.ndarray:
+    """Take the token that stands for the end out of masks [n, words]; [n] whether it was in it."""
+    last, bit = divmod(vocab, 32)
+    ends: np.ndarray = (masks[:, last] >> bit & 1).astype(bool)
+    masks[:, last] &= np.int32((1 << bit) - 1)
+    return ends
+
+
+def told(error: str) -> str:
+    """The first lines of an error, as one."""
+    text = " ".join(error.replace("<non-verbose/>", "").split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

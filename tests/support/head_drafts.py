@@ -1,0 +1,76 @@
+"""An engine with a head that drafts, and what it drafted."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from demo_engine import CPU, POSITIONS, Recorder
+
+from tokenpod.engine.draft import draft_of
+from tokenpod.engine.head_draft import HeadDraft
+from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.rounds import Unknown
+from tokenpod.kernels.pool import KVPool
+from tokenpod.scheduler.drafting import Drafting, ModelDrafts
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+SLOTS, MOST = 160, 2
+
+
+class Watching:
+    """An executor, and what was drafted behind how many tokens of which row."""
+
+    def __init__(self, executor):
+        self._executor = executor
+        self._plans = []
+
+    def launch(self, plan):
+        unknown = Unknown.of(plan)
+        if unknown is not None:
+            self._plans.append((plan, unknown))
+        return self._executor.launch(plan)
+
+    def drafts(self):
+        """Since it was last asked; all steps have been waited for."""
+        found = {}
+        for plan, unknown in self._plans:
+            for row, first, count in zip(unknown.rows, unknown.firsts, unknown.counts, strict=True):
+                where = int(plan.r_row[row]), int(plan.r_start[row]) + 1
+                found[where] = plan.t_token[first + 1 : first + 1 + count].tolist()
+        self._plans = []
+        return found
+
+
+def pool_of(model):
+    layouts = model.config.kv_layouts
+    return KVPool(slots=SLOTS, layouts=layouts, dtype=torch.float32, device=CPU)
+
+
+def answer(served, asked, head=None, prefill=8):
+    """What was said, and the drafts; the second request comes when the first has ended."""
+    draft = None
+    kept = pool_of(served)
+    if head is not None:
+        own = pool_of(head)
+        draft = draft_of(head, served, own, MOST)
+        assert isinstance(draft, HeadDraft)
+    executor = Watching(
+        HostExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
+    )
+    guesses = None if head is None else partial(Drafting, ModelDrafts(), MOST)
+    scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)
+    link = Recorder(asked)
+    link.inbox = []
+    loop = EngineLoop(link, scheduler, executor)
+    found = []
+    for request in asked:
+        link.inbox.append(request)
+        for _ in range(200):
+            if request.sequence_ids[0] in link.finished:
+                break
+            loop.turn()
+        found.append(executor.drafts())
+    assert link.done
+    return link, found

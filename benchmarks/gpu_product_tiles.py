@@ -48,13 +48,12 @@ from tokenpod.kernels.triton.quantised.tiles import (
     parse,
     text_of,
 )
+from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.decoder import Decoder
 
 #: Bytes a second that an H200's memory has by its data sheet.
 MEMORY_RATE = 4.8e12
 TOKENS = (1, 16, 64)
-#: Programs that fill the device.
-PROGRAMS = 132
 #: (rows, context) of steps.
 STEPS = ((1, 256), (16, 1024), (64, 1024))
 #: By the name that the table has for it.
@@ -221,7 +220,8 @@ def search(case: Case, found: list[dict[str, Any]]) -> None:
                     print(f"FAILED {case} {tokens} {tile}: {str(error)[:150]}", flush=True)
                 continue
             error = error_of(got, expected)
-            if not error < TOLERANCE:
+            # The matrix unit sums products of e4m3 in fewer bits; a gate multiplies two sums.
+            if not error < TOLERANCE * (1.5 if case.kind == "fp8" and around == "gate" else 1):
                 print(f"WRONG {case} {tokens} {tile}: error {error:.1e}", flush=True)
                 continue
             ranked.append((taken, tile))
@@ -275,7 +275,7 @@ def time_steps(kinds: list[str], tables: dict[str, Tiles]) -> None:
             make = KINDS[NAMES[kind]]
             for name, weight in dense.items():
                 if weight.dim() == 2 and name != "embedding":
-                    weights[name] = make(weight.float())
+                    weights[name] = LinearWeight((make(weight.float()),))
         chosen = Prepared.__new__(Prepared)
         for module in (products, laned):
             module.measured = lambda capability: chosen  # noqa: B023

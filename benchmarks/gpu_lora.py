@@ -1,12 +1,13 @@
 """Time decode steps with LoRA adapters on a GPU: what they cost, and which tiles are best.
 
-    python -P benchmarks/gpu_lora.py                    # each case, with the tiles that serving has
-    python -P benchmarks/gpu_lora.py --search           # and with other tiles
+    python -P benchmarks/gpu_lora.py                    # each case, as serving makes it
+    python -P benchmarks/gpu_lora.py --search           # and in other ways, with other tiles
+    python -P benchmarks/gpu_lora.py --profile          # and where the time of a step goes
     python -P benchmarks/gpu_lora.py --rank 64 --slots 8
 
 The decoder of an 8B Llama shape in bfloat16, as in gpu_decode_step.py, captured in a graph: without
-adapters, with slots of which no row has any, and with adapters on all products. Before that, on one
-case, the kernels' result is compared with the reference's.
+adapters, with slots of which no row has any, and with adapters on all products. Before that, on
+two cases, the kernels' result is compared with the reference's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_decode_step import Stage, config, make_batch, make_stage
 
 from tokenpod.kernels import reference
+from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.triton import OPERATIONS, adapters
+from tokenpod.kernels.triton import OPERATIONS, adapted, adapters
 from tokenpod.kernels.triton.adapters import Tiles
 from tokenpod.models.adapters.files import Base
 from tokenpod.models.adapters.store import AdapterStore, Space
@@ -42,14 +45,47 @@ REPLAYS = 24
 #: Of log probabilities, by rounding alone, after 32 layers in bfloat16.
 TOLERANCE = 0.15
 
+
+@dataclass(frozen=True)
+class Way:
+    """How adapters' terms are made."""
+
+    #: None: those of serving.
+    tiles: Tiles | None = None
+    #: Whether the first factors are multiplied beside the product.
+    beside: bool = adapted.BESIDE
+    #: Make all that adapters add first, and start products from it.
+    apart: bool = False
+
+    def __str__(self) -> str:
+        how = "a delta first" if self.apart else "beside" if self.beside else "before"
+        return f"{how}, {tuple(self.tiles) if self.tiles else 'tiles of serving'}"
+
+
 SEARCHED = [
-    Tiles(tokens, inputs, splits, outputs, warps)
-    for tokens in (16, 32)
-    for inputs in (128, 256)
+    Way(apart=True),
+    Way(beside=not adapted.BESIDE),
+    *(
+        Way(Tiles(16, inputs, splits, outputs, warps), beside)
+        for inputs, splits, outputs, warps in (
+            (256, 4, 64, 2),
+            (128, 8, 256, 2),
+            (256, 8, 128, 4),
+            (512, 4, 128, 4),
+            (128, 4, 128, 2),
+        )
+        for beside in (False, True)
+    ),
+]
+
+#: Of `shrink` and `expand` alone.
+SHRINKS = [
+    Tiles(16, inputs, splits, 128, warps)
+    for inputs in (128, 256, 512)
     for splits in (2, 4, 8, 16)
-    for outputs in (64, 128, 256)
     for warps in (2, 4)
 ]
+EXPANDS = [Tiles(16, 256, 4, outputs, w) for outputs in (64, 128, 256) for w in (1, 2, 4)]
 
 
 def make_store(slots: int, rank: int) -> AdapterStore:
@@ -65,17 +101,31 @@ def make_store(slots: int, rank: int) -> AdapterStore:
 
 def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
     """Of a captured step, the median of replays one by one."""
+    return captured_seconds(lambda: decoder.logits(decoder.forward(batch, stage.pool)))
 
-    def run() -> torch.Tensor:
-        return decoder.logits(decoder.forward(batch, stage.pool))
 
+@contextmanager
+def made(way: Way) -> Iterator[None]:
+    """All steps are made so."""
+    before = adapters.TILES, adapted.BESIDE
+    if way.tiles is not None:
+        adapters.TILES = ((1 << 31, way.tiles),)
+    adapted.BESIDE = way.beside
+    try:
+        yield
+    finally:
+        adapters.TILES, adapted.BESIDE = before
+
+
+def captured_seconds(run: Callable[[], object], replays: int = REPLAYS) -> float:
+    """The median of replays one by one."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -85,15 +135,42 @@ def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
     return statistics.median(times)
 
 
-@contextmanager
-def cut(tiles: Tiles | None) -> Iterator[None]:
-    """All steps have these tiles; None: those of serving."""
-    before = adapters.TILES
-    adapters.TILES = before if tiles is None else ((1 << 31, tiles),)
-    try:
-        yield
-    finally:
-        adapters.TILES = before
+def alone(store: AdapterStore, rows: int, count: int) -> None:
+    """Each product's two launches by themselves, of all layers one after the other."""
+    t_adapter = torch.arange(rows, device="cuda") % count + 1
+    for product in ("qkv", "output", "up", "down"):
+        layers = [each for name, each in store._weights.items() if name.endswith(f".{product}")]
+        inputs, outputs = layers[0].down.shape[-1], sum(layers[0].rows)
+        x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+        y = torch.zeros(rows, outputs, device="cuda", dtype=torch.bfloat16)
+        for name, searched in (("shrink", SHRINKS), ("expand", EXPANDS)):
+            found = []
+            for tiles in searched:
+                plan = adapters.plan_adapters(t_adapter, store._ranks, tiles)
+                inner = adapters.shrink(x, layers[0], plan)
+                run = partial(_launch_all, name, x, y, layers, plan, inner)
+                found.append((captured_seconds(run, 5) / len(layers) * 1e6, tuple(tiles)))
+            told = ", ".join(f"{seconds:.1f} {tiles}" for seconds, tiles in sorted(found)[:4])
+            print(
+                f"  {name} of {product} alone, {rows} rows, {count} adapters, microseconds: {told};"
+                f" worst {max(found)[0]:.1f}",
+                flush=True,
+            )
+
+
+def _launch_all(
+    name: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    layers: list[AdapterWeights],
+    plan: adapters.Plan,
+    inner: torch.Tensor,
+) -> None:
+    for weights in layers:
+        if name == "shrink":
+            adapters.shrink(x, weights, plan, inner)
+        else:
+            adapters.expand(inner, weights, plan, y, add=True)
 
 
 def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
@@ -102,47 +179,79 @@ def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
 
 def compare(stage: Stage, store: AdapterStore) -> None:
     """With the reference's arithmetic of adapters; the rest of the step is the same."""
-    batch = with_adapters(make_batch(16, 1024), 16, min(store._slots.shape[0], 5))
-    found = []
-    for ops in (OPERATIONS, reference.OPERATIONS):
-        store._ops = replace(OPERATIONS, plan_adapters=ops.plan_adapters, adapt=ops.adapt)
-        decoder = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
-        logits = decoder.logits(decoder.forward(batch, stage.pool))
-        found.append(logits.float().log_softmax(-1))
-    store._ops = OPERATIONS
-    difference = (found[0] - found[1]).abs()
-    print(f"kernels and reference differ by {difference.mean():.4f} in the mean", flush=True)
-    assert difference.mean() < TOLERANCE
+    for rows in (1, 16, 64):
+        batch = with_adapters(make_batch(rows, 1024), rows, min(store._slots.shape[0], 5))
+        found = []
+        for ops in (OPERATIONS, reference.OPERATIONS):
+            store._ops = replace(OPERATIONS, plan_adapters=ops.plan_adapters, adapt=ops.adapt)
+            whole = replace(OPERATIONS, adapted=ops.adapted)
+            decoder = Decoder(config(), dict(stage.weights), whole, adapters=store)
+            logits = decoder.logits(decoder.forward(batch, stage.pool))
+            found.append(logits.float().log_softmax(-1))
+        store._ops = OPERATIONS
+        difference = (found[0] - found[1]).abs()
+        mean, bare = difference.mean(), found[1].abs().mean()
+        print(f"{rows} rows: kernels and reference differ by {mean:.4f} of {bare:.1f}", flush=True)
+        assert mean < TOLERANCE
+
+
+def profile(decoder: Decoder, batch: ForwardBatch, stage: Stage, name: str) -> None:
+    """Print which kernels a captured step's time goes to."""
+
+    def run() -> torch.Tensor:
+        return decoder.logits(decoder.forward(batch, stage.pool))
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)
+    print(f"  {name}: kernels, launches, microseconds of all (they overlap)")
+    for event in events[:10]:
+        print(f"    {event.key[:70]:70} {event.count:5} {event.self_device_time_total:9.0f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--search", action="store_true", help="try other tiles")
+    parser.add_argument("--search", action="store_true", help="try other ways and tiles")
+    parser.add_argument("--profile", action="store_true", help="tell the time of each kernel")
+    parser.add_argument("--alone", action="store_true", help="time both launches by themselves")
+    parser.add_argument("--cases", type=int, nargs="*", help="some of the cases, from 0")
     options = parser.parse_args()
     with torch.inference_mode():
         stage, store = make_stage(), make_store(options.slots, options.rank)
         compare(stage, store)
         plain = Decoder(config(), dict(stage.weights), OPERATIONS)
-        adapted = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
-        for rows, context, count in CASES:
+        adapted_model = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
+        without = replace(OPERATIONS, adapted=None)
+        apart = Decoder(config(), dict(stage.weights), without, adapters=store)
+        cases = [CASES[i] for i in options.cases or range(len(CASES))]
+        for rows, context, count in cases:
             batch = make_batch(rows, context)
             own = with_adapters(batch, rows, min(count, options.slots))
-            base, unused = (step_seconds(each, batch, stage) for each in (plain, adapted))
+            base, unused = (step_seconds(each, batch, stage) for each in (plain, adapted_model))
             print(f"{rows} x {context}: {base * 1e3:.3f} ms; slots unused {unused * 1e3:.3f} ms")
-            found = []
-            for tiles in [None, *(SEARCHED if options.search else [])]:
-                with cut(tiles):
+            for way in [Way(), *(SEARCHED if options.search else [])]:
+                each = apart if way.apart else adapted_model
+                with made(way):
                     try:
-                        seconds = step_seconds(adapted, own, stage)
+                        seconds = step_seconds(each, own, stage)
                     except Exception as error:
-                        print(f"  {tiles}: {error}")
+                        print(f"  {way}: {error}")
                         continue
-                found.append((seconds, str(tiles or adapters.tiles_for(rows))))
-            for seconds, name in [found[0], *sorted(found[1:])[:5]]:
                 rate = f"{base / seconds:.3f} of the rate"
-                print(f"  {count} adapters: {seconds * 1e3:.3f} ms, {rate}, {name}", flush=True)
+                print(f"  {count} adapters: {seconds * 1e3:.3f} ms, {rate}, {way}", flush=True)
+            if options.alone and rows > 1:
+                alone(store, rows, min(count, options.slots))
+            if options.profile:
+                profile(plain, batch, stage, "without adapters")
+                profile(adapted_model, own, stage, f"{count} adapters")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
     python benchmarks/weight_quality.py
 
 Each format by how its weights come about: made while loading, written by `tokenpod quantize` (to
-the nearest, and by GPTQ on modules that the model was trained on), or in a layout of others, as
-their rules round. Computed by the operations that are the specification (torch, on a CPU, float32).
+the nearest, and by GPTQ on modules that the model was trained on), in a checkpoint of a layout of
+others, packed as the tests pack it, or as their rules round. Computed by the operations that are
+the specification (torch, on a CPU, float32).
 Text and windows are those of kv_quality.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -22,10 +24,13 @@ import torch
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]  # `python -P` leaves them out
+# `python -P` leaves them out
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tools", "tests/support")]
 
 from demo_model.corpus import split, standard_library  # noqa: E402
 from kv_quality import CPU, DEMO, bits, make_pool  # noqa: E402
+from packers import Tensors, awq_tensors, gptq_tensors  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from tokenpod.kernels import reference  # noqa: E402
 from tokenpod.kernels.formats.fp8 import MOST, Fp8Weight  # noqa: E402
@@ -34,9 +39,13 @@ from tokenpod.kernels.formats.int8 import Int8Weight  # noqa: E402
 from tokenpod.kernels.formats.rounding import Number, Rounding  # noqa: E402
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight  # noqa: E402
 from tokenpod.models import load as loading  # noqa: E402
+from tokenpod.models import mxfp4 as microscaling  # noqa: E402
 from tokenpod.models.checkpoint import Checkpoint  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
+from tokenpod.models.quantise.calibrate import Calibration, tokens_of  # noqa: E402
 from tokenpod.models.quantise.job import Job, quantise  # noqa: E402
+from tokenpod.models.quantise.rounding import least_change  # noqa: E402
+from tokenpod.models.quantise.targets import Target  # noqa: E402
 from tokenpod.models.reading import read_weights  # noqa: E402
 
 #: The table of nf4, the 16 quantiles of a normal distribution (Dettmers et al. 2023, appendix E).
@@ -110,6 +119,85 @@ def nf4(weight: torch.Tensor) -> QuantisedWeight:
     return GroupedWeight(packed_pairs(codes), scale, index, table=table)
 
 
+def mxfp4(weight: torch.Tensor) -> QuantisedWeight:
+    """The nearest of 4 bits with an exponent, in blocks of 32 that share a power of two.
+
+    The scale is the largest number's power of two less that of the largest code, 4 (OCP
+    Microscaling Formats, 2023, section 6.3).
+    """
+    groups = weight.view(len(weight), -1, microscaling.BLOCK)
+    exponent = groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2
+    shares = groups / torch.exp2(exponent)[:, :, None]
+    positive = microscaling.VALUES[:8]
+    codes = torch.bucketize(shares.abs(), (positive[1:] + positive[:-1]) / 2)
+    codes = (codes + 8 * (shares < 0)).to(torch.uint8)
+    blocks = codes[:, :, ::2] | codes[:, :, 1::2] << 4
+    return microscaling.weight_of(blocks, (exponent + 127).to(torch.uint8))
+
+
+def published(at: Path, text: Path, tokens: int) -> Iterator[tuple[str, Path]]:
+    """Checkpoints of other projects' layouts: GPTQ's and AWQ's."""
+    with Checkpoint(DEMO) as checkpoint:
+        layout = loading.read_layout(DEMO, checkpoint)
+        run = Calibration(checkpoint, layout, tokens_of(DEMO, text, tokens), CPU)
+        products = {w.name: w for w in layout.weights if w.multiplied}
+        sums: dict[str, torch.Tensor] = {}
+        for found in run.sums({name: w.shape[1] for name, w in products.items()}):
+            sums |= found
+        modules = {
+            source.name.removesuffix(".weight"): (
+                checkpoint.read(source.name).float(),
+                sums[name],
+            )
+            for name, weight in products.items()
+            for source in weight.sources
+        }
+        left = {
+            name: checkpoint.read(name)
+            for name in checkpoint.names
+            if name.removesuffix(".weight") not in modules
+        }
+
+    def write(name: str, config: dict[str, object], made: dict[str, Tensors]) -> Path:
+        folder = at / name
+        folder.mkdir()
+        whole = json.loads((DEMO / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": config}))
+        packed = {module + end: x for module, own in made.items() for end, x in own.items()}
+        save_file(left | packed, folder / "model.safetensors")
+        return folder
+
+    for width in (2, 3, 4, 8):
+        config = {"quant_method": "gptq", "bits": width, "group_size": 128, "sym": True}
+        made = {name: _gptq(*of, width) for name, of in modules.items()}
+        yield f"gptq: {width} bits, groups of 128", write(f"gptq-{width}", config, made)
+    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    made = {name: _awq(dense) for name, (dense, _) in modules.items()}
+    yield "awq: 4 bits, groups of 128, nearest", write("awq", config | {"version": "gemm"}, made)
+
+
+def _gptq(dense: torch.Tensor, second: torch.Tensor, width: int) -> Tensors:
+    """Chosen by GPTQ, zeros in the middle."""
+    target = Target("gptq", width, floating=False, group=128)
+    numbers, scale = least_change(dense, second, target, torch.float16)
+    middle = 1 << (width - 1)
+    index = torch.arange(dense.shape[1]) // 128
+    codes = (numbers.long() + middle).t()
+    zero = torch.full_like(scale.t(), middle, dtype=torch.int64)
+    return gptq_tensors(codes, zero, scale.t().contiguous(), index, bits=width)
+
+
+def _awq(dense: torch.Tensor) -> Tensors:
+    """The nearest of 16 numbers between the least and the largest of a group, zero among them."""
+    groups = dense.view(len(dense), -1, 128)
+    least, most = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scale = ((most - least) / 15).half()
+    zero = (-least / scale.float()).round().clamp(0, 15)
+    codes = (groups / scale.float()[:, :, None]).round() + zero[:, :, None]
+    numbers = codes.clamp(0, 15).flatten(1).long().t()
+    return awq_tensors(numbers, zero.long().t(), scale.t().contiguous())
+
+
 def written(at: Path, text: Path, tokens: int) -> Iterator[tuple[str, Path]]:
     """What `tokenpod quantize` makes of the demo model, if that is not what is made at load."""
     for form, group, chosen in (
@@ -146,6 +234,8 @@ def main() -> None:
         "int8 W8A8, a scale per token": with_weights(w8a8),
         "fp8, blocks of 128 x 128": with_weights(blocks),
         "nf4, blocks of 64": with_weights(nf4),
+        "mxfp4, blocks of 32": with_weights(mxfp4),
+        **{name: load(folder) for name, folder in published(scratch, text, arguments.tokens)},
     }
     shutil.rmtree(scratch)
     window = models["float32"].config.max_positions // 2

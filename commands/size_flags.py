@@ -46,6 +46,7 @@ _SETTINGS = (
     "host_kv_bytes",
     "max_adapters",
     "max_adapter_rank",
+    "max_adapter_heads",
 )
 
 _device_option = partial(option, panel="Device")

@@ -115,6 +115,8 @@ class Portion(msgspec.Struct, frozen=True):
     quantised_bytes: int = 0
     #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
     adapter_numbers: tuple[int, int] | None = None
+    #: Of an adapter's own embedding and head.
+    copied_numbers: int = 0
     #: None: its layers keep keys and values.
     expansion: Expansion | None = None
 
@@ -346,6 +348,9 @@ def _reserve(
         adapters["adapters"] = options.max_adapters * model.adapter_bytes(
             ranks, options.max_adapter_rank, item_bytes
         )
+    if options.max_adapter_heads:
+        own = model.portions[ranks].copied_numbers * item_bytes
+        adapters["adapter embeddings and heads"] = options.max_adapter_heads * own
     if options.device == "cpu":
         return {"processes": _CPU_PROCESSES, "largest step": step, **adapters}
     copies = {}

@@ -141,6 +141,8 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     kind: AdapterKind = AdapterKind.LORA
     #: Positions that it takes before a prompt.
     virtual_tokens: int = 0
+    #: Whether it has an embedding or a head of its own.
+    whole: bool = False
 
 
 class AdapterList(Message, frozen=True, array_like=True, tag=True):
@@ -244,6 +246,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: Adapters that running sequences can have at once, and the largest rank of their modules.
     max_adapters: int = 0
     max_adapter_rank: int = 0
+    #: Of them, those that may have an embedding or a head of their own.
+    max_adapter_heads: int = 0
     #: Adapters that are kept in the host's memory at once.
     max_loaded_adapters: int = 128
     #: Where those lie that are loaded while serving.

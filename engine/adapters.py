@@ -33,7 +33,7 @@ from tokenpod.core.messages import (
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.rank_reads import RankRead
 from tokenpod.models.adapters.config import read_lora
-from tokenpod.models.adapters.store import AdapterStore, Space
+from tokenpod.models.adapters.store import AdapterStore, Packed, Space
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.scheduler.adapter_slots import AdapterSlots
@@ -48,7 +48,7 @@ def space_of(options: EngineOptions) -> Space | None:
         options.max_adapters or options.adapters or options.adapter_folder
     ):
         return None
-    return Space(options.max_adapters, options.max_adapter_rank)
+    return Space(options.max_adapters, options.max_adapter_rank, options.max_adapter_heads)
 
 
 def read_given(store: AdapterStore | None, options: EngineOptions) -> list[AdapterFacts]:
@@ -91,6 +91,7 @@ def read_one(store: AdapterStore, number: int, name: str, folder: str) -> Adapte
         adapter.nbytes,
         adapter.kind,
         adapter.virtual_tokens,
+        isinstance(adapter, Packed) and bool(adapter.copies),
     )
 
 
@@ -317,7 +318,7 @@ class Adapters:
             self._fail(loading.op, code, f"adapter {wanted.name}: {problem}")
             return
         before = self._named.get(wanted.name)
-        self._slots.add(number)
+        self._slots.add(number, whole=facts.whole)
         self._named[wanted.name] = facts
         self._publish()
         if before is not None:

@@ -190,6 +190,8 @@ def load(
         scores_prompts=own is None or own.scores_prompts,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
+        adapter_heads=options.max_adapter_heads,
+        whole_adapters=frozenset(adapter.number for adapter in adapters if adapter.whole),
         host_slots=assembled.host_slots,
         host_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.

@@ -5,10 +5,13 @@ Axes: T tokens of a step, S slots of adapters, P parts of a fused product, R lar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 
 #: What operations make once a step of which token has which adapter; each has its own.
 AdapterPlan = Any
@@ -55,3 +58,61 @@ class Adapt(Protocol):
         may be rounded.
         """
         ...
+
+
+class OwnLinear(Protocol):
+    """Products of some tokens with a weight of their adapter's own."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        t_adapter: torch.Tensor,
+        has: torch.Tensor,
+    ) -> torch.Tensor:
+        """X [T, in] -> [T, out] in x's dtype: x · weights[slot - 1]ᵀ, summed in float32.
+
+        Rows of tokens without an adapter, and of those whose slot has no weight, are undefined.
+
+        Args:
+            x: what is multiplied.
+            weights: [S, out, in], of the first slots.
+            t_adapter: [T] int64, each token's slot, from 1; 0: none.
+            has: [S] int32, 0 where a slot has no weight.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What adapters add to one product of a step, not made yet."""
+
+    weights: AdapterWeights
+    plan: AdapterPlan
+    adapt: Adapt
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, out], of what the product multiplies, [T, in]."""
+        return self.adapt(x, self.weights, self.plan)
+
+
+#: x [T, in] -> [T, out], what adapters add included.
+AdaptedLinear = Callable[[torch.Tensor, Added], torch.Tensor]
+
+#: x [T, in], the stream [T, out], changed in place.
+AdaptedAdd = Callable[[torch.Tensor, torch.Tensor, Added], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedProducts:
+    """Products with dense weights into which adapters' terms are summed where they end.
+
+    Each is prepared from the weight [out, in] and bias [out] or None that the plain one has, and
+    makes what that makes of a delta.
+    """
+
+    linear: Callable[[torch.Tensor, torch.Tensor | None], AdaptedLinear]
+    norm_linear: Callable[
+        [torch.Tensor, torch.Tensor | None, RowNorm, Activation | None], AdaptedLinear
+    ]
+    add_linear: Callable[[torch.Tensor, torch.Tensor | None], AdaptedAdd]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenpod.kernels.adapter_ops import Adapt, PlanAdapters
+from tokenpod.kernels.adapter_ops import Adapt, AdaptedProducts, OwnLinear, PlanAdapters
 from tokenpod.kernels.attention_ops import (
     AttendLatent,
     Attention,
@@ -159,9 +159,12 @@ class Operations:
     prepare_experts: PrepareExperts
     plan_adapters: PlanAdapters
     adapt: Adapt
+    own_linear: OwnLinear
     #: Kernels for formats of fewer bits, by the class of their weights; others are made by the
     #: weights' own `multiply`.
     quantised: Mapping[type[QuantisedWeight], FormatProducts] = field(default_factory=dict)
+    #: None where what adapters add is made apart, by `adapt`, and products start from it.
+    adapted: AdaptedProducts | None = None
     #: None where sums come after their products.
     prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.

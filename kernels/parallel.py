@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from tokenpod.kernels.adapter_ops import AdaptedAdd, AdaptedProducts, Added
 from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import AddLinear, Operations, PrepareAddLinear
@@ -31,6 +32,7 @@ def parallel(ops: Operations, group: Group) -> Operations:
         embed=_embed(ops.embed, group),
         prepare_add_linear=_prepare_added(ops, group),
         prepare_experts=_prepare_experts(ops.prepare_experts, group),
+        adapted=ops.adapted and _adapted(ops.adapted, group),
         group=group,
     )
 
@@ -63,6 +65,18 @@ def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
         return ops.prepare_sum_linear(weight, own_bias, group.buffers, add_product)
 
     return prepare
+
+
+def _adapted(products: AdaptedProducts, group: Group) -> AdaptedProducts:
+    def add_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> AdaptedAdd:
+        product = products.linear(weight, bias if group.rank == 0 else None)
+
+        def add_product(x: torch.Tensor, residual: torch.Tensor, added: Added) -> None:
+            group.add(product(x, added), residual)
+
+        return add_product
+
+    return replace(products, add_linear=add_linear)
 
 
 def _prepare_experts(prepare_experts: PrepareExperts, group: Group) -> PrepareExperts:

@@ -11,6 +11,7 @@ from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.adapters.copies import Copies
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.layer_spec import Rope
@@ -69,8 +70,9 @@ class Decoder:
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
         ]
         self._norm = make_norm(config.norm, products, "norm")
-        self._head = _head(config, products)
-        self._embed = _embedding(config, products)
+        copies = adapters.copies if adapters is not None else None
+        self._head = _head(config, products, copies)
+        self._embed = _embedding(config, products, copies)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,7 +173,9 @@ def rotations_of(config: ModelSpec, device: torch.device) -> tuple[Rotations, li
     ], numbers
 
 
-def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch], torch.Tensor]:
+def _embedding(
+    config: ModelSpec, products: Products, copies: Copies | None
+) -> Callable[[ForwardBatch], torch.Tensor]:
     spec, ops = config.embedding, products.ops
     table = products.tensor("embedding")
     # Rounded as the embedding is, as in the models' own training code.
@@ -183,6 +187,8 @@ def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch]
 
     def embed(batch: ForwardBatch) -> torch.Tensor:
         x = ops.embed(table, batch.t_token)
+        if copies is not None and batch.t_adapter is not None:
+            x = copies.embedded(x, batch.t_token, batch.t_adapter, ops.embed)
         if scale != 1.0 and not spec.scales_given:
             x *= scale
         if batch.given is not None:
@@ -198,18 +204,21 @@ def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch]
     return embed
 
 
-def _head(config: ModelSpec, products: Products) -> Product:
+def _head(config: ModelSpec, products: Products, copies: Copies | None) -> Product:
     """Without the embedding's table, which it may have in another layout."""
     project = products.linear("project_out") if config.embedding.width is not None else None
     if config.head.tied and HEAD not in products.weights:
         products.weights[HEAD] = products.weights["embedding"]
     product, group = products.linear(HEAD), products.ops.group
+    own_linear = products.ops.own_linear
     vocabulary, scale, softcap = config.vocab_size, config.head.scale, config.head.softcap
 
     def head(hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
         if project is not None:
             hidden = project(hidden, step)
         logits = product(hidden, step)
+        if copies is not None and step is not None and step.t_adapter is not None:
+            logits = copies.logits(logits, hidden, step.t_adapter, own_linear)
         if group is not None:
             logits = group.gather(logits)
         # Ranks that share a vocabulary may have a few rows beyond its end.

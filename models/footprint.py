@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from tokenpod.core.capacity import Footprint, Portion
-from tokenpod.models.adapters.targets import slot_numbers
+from tokenpod.models.adapters.targets import copied_numbers, slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
 from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
@@ -175,6 +175,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             sum(kv.scales for kv in local.kv_layouts),
             max(kv.numbers for kv in local.kv_layouts),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
+            copied_numbers=copied_numbers(layout.weights, shard),
             expansion=local.expansion,
         )
         reader = layout.reader

@@ -72,7 +72,7 @@ def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
 
 
 #: That are widened to float32 at a time, while a format is made of them.
-_NUMBERS = 1 << 18
+_NUMBERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class MadeAtLoad:
         apart = divided is None or (divided == 0 and self.format.outputs_apart)
         read = shard if apart else WHOLE
         made = self._made(read_dense(checkpoint, weight, read, _stored(checkpoint, weight), device))
-        if apart:
+        if apart or made.shape == (len(outputs), len(inputs)):
             return made
         return made.inputs(inputs) if divided else made.outputs(slice(outputs.start, outputs.stop))
 

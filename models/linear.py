@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenpod.kernels.adapter_ops import AdaptedAdd, AdaptedLinear, Added
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.compose import fused_add_linear, fused_norm_linear, linear_of
 from tokenpod.kernels.ops import AddLinear, Linear, Operations
@@ -25,17 +26,13 @@ Product = Callable[[torch.Tensor, ForwardBatch | None], torch.Tensor]
 #: x [T, in], the stream [T, out], changed in place, and the step.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, ForwardBatch | None], None]
 
-#: What a product multiplies, [T, in]. Called only where something is to be made of it, since behind
-#: a norm that is part of the product it must be computed apart.
-Read = Callable[[], torch.Tensor]
-
-#: (weight's name, x [T, in], step) -> [T, out] that the product's sum starts from, or None.
-Delta = Callable[[str, Read, ForwardBatch | None], torch.Tensor | None]
+#: (weight's name, step) -> what adapters add to that product, or None.
+Delta = Callable[[str, ForwardBatch | None], Added | None]
 
 
-def no_delta(name: str, x: Read, step: ForwardBatch | None) -> None:
+def no_delta(name: str, step: ForwardBatch | None) -> None:
     """Nothing is added to any product."""
-    del name, x, step
+    del name, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,8 @@ class Products:
 
     def linear(self, name: str) -> Product:
         """The product `name`: of ranks, this rank's rows."""
-        product = self._plain(*self._take(name))
-        return self._with_delta(name, product)
+        weight, bias = self._take(name)
+        return self._with_delta(name, self._plain(weight, bias), self._adapted(weight, bias))
 
     def norm_linear(self, name: str, norm: RowNorm, activation: Activation | None) -> Product:
         """The product `name` of the normed stream; gated if there is an `activation`."""
@@ -68,8 +65,13 @@ class Products:
         if len(weight.parts) == 1:
             fused = fused_norm_linear(self.ops, weight.parts[0], bias, norm, activation)
             if fused is not None:
-                return self._with_delta(name, fused, norm)
-        ops, plain = self.ops, self._with_delta(name, self._plain(weight, bias))
+                adapted, whole = self.ops.adapted, weight.parts[0]
+                also = None
+                if adapted is not None and isinstance(whole, torch.Tensor):
+                    also = adapted.norm_linear(whole, bias, norm, activation)
+                return self._with_delta(name, fused, also, norm)
+        ops = self.ops
+        plain = self._with_delta(name, self._plain(weight, bias), self._adapted(weight, bias))
 
         def normed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
             y = plain(ops.rms_norm(x, norm.weight, norm.epsilon), step)
@@ -80,7 +82,8 @@ class Products:
     def sum_linear(self, name: str) -> Product:
         """The product `name` whose inputs ranks divide: the sum over all of them."""
         weight, bias = self._take(name)
-        product = self._with_delta(name, self._plain(weight, None))
+        adapted = self._adapted(weight, None)
+        product = self._with_delta(name, self._plain(weight, None), adapted)
         group = self.ops.group
 
         def summed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
@@ -99,7 +102,11 @@ class Products:
             fused = fused_add_linear(self.ops, weight.parts[0], bias)
         if fused is not None:
             self._take(name)
-            return self._added(name, fused)
+            adapted, whole = self.ops.adapted, weight.parts[0]
+            also = None
+            if adapted is not None and isinstance(whole, torch.Tensor):
+                also = adapted.add_linear(whole, bias)
+            return self._added(name, fused, also)
         product = self.sum_linear(name)
 
         def add(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
@@ -107,29 +114,51 @@ class Products:
 
         return add
 
-    def _added(self, name: str, fused: AddLinear) -> AddProduct:
+    def _added(self, name: str, fused: AddLinear, adapted: AdaptedAdd | None) -> AddProduct:
         delta = self.delta
         if delta is no_delta:
             return lambda x, stream, step: fused(x, stream)
 
         def add_product(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
-            fused(x, stream, delta(name, lambda: x, step))
+            added = delta(name, step)
+            if added is None:
+                fused(x, stream)
+            elif adapted is None:
+                fused(x, stream, added.made(x))
+            else:
+                adapted(x, stream, added)
 
         return add_product
 
-    def _with_delta(self, name: str, product: Linear, norm: RowNorm | None = None) -> Product:
+    def _with_delta(
+        self,
+        name: str,
+        product: Linear,
+        adapted: AdaptedLinear | None,
+        norm: RowNorm | None = None,
+    ) -> Product:
         """`norm`: of what is multiplied, where that is part of the product."""
         delta, rms_norm = self.delta, self.ops.rms_norm
         if delta is no_delta:
             return lambda x, step: product(x)
 
         def product_of_step(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-            def read() -> torch.Tensor:
-                return x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
-
-            return product(x, delta(name, read, step))
+            added = delta(name, step)
+            if added is None:
+                return product(x)
+            if adapted is not None:
+                return adapted(x, added)
+            read = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
+            return product(x, added.made(read))
 
         return product_of_step
+
+    def _adapted(self, weight: LinearWeight, bias: torch.Tensor | None) -> AdaptedLinear | None:
+        """The plain product with adapters' terms, where there is one of the whole weight."""
+        whole = weight.parts[0]
+        if self.ops.adapted is None or len(weight.parts) > 1 or not isinstance(whole, torch.Tensor):
+            return None
+        return self.ops.adapted.linear(whole, bias)
 
     def _plain(self, weight: LinearWeight, bias: torch.Tensor | None) -> Linear:
         """One launch per part."""

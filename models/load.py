@@ -13,7 +13,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.adapters.store import Space, store_of
-from tokenpod.models.adapters.targets import slot_numbers, targets_of
+from tokenpod.models.adapters.targets import copied_numbers, slot_numbers, targets_of
 from tokenpod.models.adapters.virtual import VirtualBase
 from tokenpod.models.checkpoint import Checkpoint, check
 from tokenpod.models.decoder import Decoder
@@ -237,7 +237,9 @@ def load_model(
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
         if adapters is not None:
-            needed += adapters.slots * slot_numbers(weights, shard, adapters.rank) * dtype.itemsize
+            numbers = adapters.slots * slot_numbers(weights, shard, adapters.rank)
+            numbers += adapters.heads * copied_numbers(weights, shard)
+            needed += numbers * dtype.itemsize
         _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(

@@ -14,7 +14,7 @@ import torch
 #: glibc's names for limits of its allocator (malloc.h).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: Bytes of an allocation that has pages of its own while weights are made.
-_LARGE = 256 << 10
+_LARGE = 32 << 10
 #: The same while serving: what glibc's own limit grows to.
 _MOST_KEPT = 32 << 20
 
@@ -52,7 +52,8 @@ def freed_at_once() -> Iterator[None]:
 
     glibc keeps what is freed below a limit that grows up to 32 MiB, and each weight leaves gaps
     that the next does not fit into: a model of 640 MB of int8 held 240 MB of them, and took 250
-    more at its worst. Afterwards the limits are what they grow to. Other libraries have none.
+    more at its worst. Below the limit are scales alone, of pieces that are widened. Afterwards the
+    limits are what they grow to. Other libraries have none.
     """
     libc = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "malloc_trim"):

@@ -12,7 +12,7 @@ lies in the KV cache.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.radix import Slots
@@ -30,10 +30,15 @@ class AdapterSlots:
     Args:
         total: adapters that sequences with a row can have at once.
         known: numbers of adapters that all ranks have read.
+        heads: so many of the slots, the first, have room for an embedding and a head, too.
+        whole: those of the adapters that need it.
     """
 
-    def __init__(self, total: int, known: Iterable[int] = ()) -> None:
-        self.total = total
+    def __init__(
+        self, total: int, known: Iterable[int] = (), heads: int = 0, whole: Iterable[int] = ()
+    ) -> None:
+        self.total, self.heads = total, heads
+        self._whole = set(whole)
         self._known = set(known)
         #: Adapters that new requests are refused, and that go with their last sequence.
         self._retired: set[int] = set()
@@ -58,9 +63,11 @@ class AdapterSlots:
         """Whether a request can have this adapter; 0 is none."""
         return not adapter or adapter in self._known
 
-    def add(self, adapter: int) -> None:
-        """All ranks have read an adapter."""
+    def add(self, adapter: int, *, whole: bool = False) -> None:
+        """All ranks have read an adapter; `whole`: it has an embedding or a head of its own."""
         self._known.add(adapter)
+        if whole:
+            self._whole.add(adapter)
 
     def retire(self, adapter: int) -> None:
         """No request gets this adapter any more; it is dropped once none has it."""
@@ -99,8 +106,21 @@ class AdapterSlots:
 
     @property
     def in_used_slots(self) -> set[int]:
-        """Those that have a slot; at most `total` of them, new ones included, fit."""
+        """Those that have a slot."""
         return self._running.keys() & self._slots.keys()
+
+    def fit(self, adapters: Set[int]) -> bool:
+        """Whether there are slots for all of these; those in use are among them.
+
+        Adapters without a head take slots with room for one when there are no others, or when they
+        are there still.
+        """
+        others = adapters - self._whole
+        there = sum(self._slots.get(each, self.total) <= self.heads for each in others)
+        if self.heads == self.total:
+            return len(adapters) <= self.total
+        more = max(len(others) - there - (self.total - self.heads), 0)
+        return len(adapters) - len(others) + there + more <= self.heads
 
     def give(self, sequence: Sequence) -> None:
         """Give an admitted sequence the slot of its adapter, which is put there if need be."""
@@ -111,7 +131,7 @@ class AdapterSlots:
         if not needs_slot(sequence.request):
             return
         if adapter not in self._slots:
-            self._slots[adapter] = self._empty()
+            self._slots[adapter] = self._empty(adapter)
             self._puts.append((self._slots[adapter], adapter))
         self._slots.move_to_end(adapter)
         sequence.adapter_slot = self._slots[adapter]
@@ -159,17 +179,32 @@ class AdapterSlots:
         for sequence in there:
             own = sequence.adapter_slot
             assert not own or self._slots[sequence.request.adapter] == own
+        assert all(self._slots.get(each, 0) <= self.heads for each in self._whole), self._slots
 
-    def _empty(self) -> int:
-        if self._free:
-            return self._free.pop()
-        idle = next(adapter for adapter in self._slots if not self._running[adapter])
-        return self._slots.pop(idle)
+    def _empty(self, adapter: int) -> int:
+        if adapter in self._whole:
+            found = self._among(range(1, self.heads + 1))
+        else:
+            found = self._among(range(self.heads + 1, self.total + 1))
+            found = found or self._among(range(1, self.heads + 1))
+        assert found, f"adapter {adapter} was admitted without a slot"
+        return found
+
+    def _among(self, slots: range) -> int:
+        """A free one of these slots, or that whose adapter was idle longest; 0: none."""
+        if free := [slot for slot in self._free if slot in slots]:
+            self._free.remove(free[-1])
+            return free[-1]
+        for adapter, slot in self._slots.items():
+            if slot in slots and not self._running[adapter]:
+                return self._slots.pop(adapter)
+        return 0
 
     def _drop_unused(self, adapter: int) -> None:
         if adapter not in self._retired or self._users[adapter]:
             return
         self._retired.remove(adapter)
+        self._whole.discard(adapter)
         del self._users[adapter]
         if adapter in self._slots:
             slot = self._slots.pop(adapter)

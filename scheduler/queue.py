@@ -224,7 +224,7 @@ class Queue:
                 rows -= len(samples)
                 if needs_slot(samples[0].request):
                     adapters.add(samples[0].request.adapter)
-                is_full = rows < 0 or len(adapters) > self._adapters.total
+                is_full = rows < 0 or not self._adapters.fit(adapters)
                 if is_full:
                     break
                 self._kv.begin(samples[0])

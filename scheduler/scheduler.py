@@ -96,7 +96,9 @@ class Scheduler:
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
-        self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
+        self.adapters = AdapterSlots(
+            limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters
+        )
         #: Tokens that constraints force.
         self.forced = Forced(self._rows, limits.forced, forced_costs)
         self._drafting = drafting(self.kv) if drafting else None

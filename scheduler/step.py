@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 
 import numpy as np
 
 from tokenpod.core.plan import GIVEN, LAST, Counts, NewRow, StepPlan
-from tokenpod.scheduler.given import VIRTUAL, Vectors, vectors_of
+from tokenpod.scheduler.given import VIRTUAL, Vectors
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.pieces import ChosenToken, Piece
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Ints
@@ -66,59 +67,6 @@ class Step:
         return dict(zip(firsts.tolist(), rows.tolist(), strict=True))
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Some of the tokens that a sequence needs computed, or its last one with drafts behind it."""
-
-    sequence: Sequence
-    start: int
-    slots: Slots
-    drafts: list[int] = field(default_factory=list)
-    #: The drafts are sure to be right.
-    forced: bool = False
-
-    @property
-    def tokens(self) -> Tokens:
-        if self.drafts:
-            return np.array([LAST, *self.drafts], np.int32)
-        return self.sequence.inputs[self.start : self.start + len(self.slots)]
-
-    @property
-    def scored(self) -> bool:
-        return self.sequence.scored
-
-    @property
-    def following(self) -> Tokens:
-        """The token after each of `tokens`, as far as the prompt goes."""
-        following = self.sequence.inputs[self.start + 1 : self.start + 1 + len(self.slots)]
-        return np.maximum(following, 0)  # a given embedding has no id, and so no probability
-
-    @property
-    def virtual(self) -> int:
-        """How many of `tokens` are virtual, of an adapter that has their embeddings."""
-        end = min(self.start + len(self.slots), self.sequence.request.virtual_tokens)
-        return max(end - self.start, 0)
-
-    @property
-    def given(self) -> list[Vectors]:
-        """[m, width] each: the embeddings that are given instead of `tokens`."""
-        return vectors_of(self.sequence.request, self.start, self.start + len(self.slots))
-
-
-class _Output(_Piece):
-    """The last output of a beam, which was chosen among those of all."""
-
-    __slots__ = ()
-
-    @property
-    def tokens(self) -> Tokens:
-        return np.array(self.sequence.outputs[-1:], np.int32)
-
-    @property
-    def scored(self) -> bool:
-        return False
-
-
 class StepBuilder:
     """Collects the rows of a step; `finish` puts them into columns.
 
@@ -137,7 +85,7 @@ class StepBuilder:
         self._decoding: list[Sequence] = []
         self._places: list[Ints] = []
         self._slots: list[Slots] = []
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
 
     def decode(self, sequences: list[Sequence], places: Ints) -> None:
         """Add the next token of sequences whose needed positions have all been launched.
@@ -166,7 +114,7 @@ class StepBuilder:
         slots = self._kv.extend(sequence, n)
         sequence.computed = start + n
         sequence.launched += not sequence.prefilling
-        self._pieces.append(_Piece(sequence, start, slots))
+        self._pieces.append(Piece(sequence, start, slots))
         self.prompt_tokens += n
 
     def draft(self, sequence: Sequence, drafts: list[int], *, forced: bool = False) -> None:
@@ -181,7 +129,7 @@ class StepBuilder:
         sequence.launched += n
         if not forced:
             self._kv.table.drafted[sequence.place] = len(drafts)
-        self._pieces.append(_Piece(sequence, start, slots, drafts, forced))
+        self._pieces.append(Piece(sequence, start, slots, drafts, forced))
 
     def extend_beams(self, sequences: list[Sequence]) -> None:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
@@ -189,7 +137,7 @@ class StepBuilder:
         assert tails is not None
         slots = self._kv.extend_tails(tails, sequences)
         for at, sequence in enumerate(sequences):
-            self._pieces.append(_Output(sequence, sequence.computed, slots[at : at + 1]))
+            self._pieces.append(ChosenToken(sequence, sequence.computed, slots[at : at + 1]))
             sequence.computed += 1
             sequence.launched += 1
 
@@ -289,7 +237,7 @@ class StepBuilder:
     def _adapted(self, sequences: list[Sequence]) -> bool:
         return self._kv.table.adapted > 0 and any(s.adapter_slot for s in sequences)
 
-    def _fill_rows(self, plan: StepPlan, places: Ints, longer: list[_Piece]) -> None:
+    def _fill_rows(self, plan: StepPlan, places: Ints, longer: list[Piece]) -> None:
         table, ends = self._kv.table, self._kv.table.computed[places]
         plan.r_row[:] = table.row[places]
         plan.r_tokens[:] = 1
@@ -306,7 +254,7 @@ class StepBuilder:
         plan.r_scored[:] = 0
 
     def _fill_tokens(
-        self, plan: StepPlan, ones: list[_Piece], longer: list[_Piece], order: Ints
+        self, plan: StepPlan, ones: list[Piece], longer: list[Piece], order: Ints
     ) -> None:
         """`order`: [n] of the rows with one token: decoding sequences, then `ones`."""
         singles = len(order)
@@ -334,7 +282,7 @@ class StepBuilder:
         tokens[(tokens <= GIVEN) & (tokens > VIRTUAL)] = GIVEN - np.arange(given)
         tokens[virtual] = GIVEN - given - np.arange(len(virtual))
 
-    def _scored(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> dict[int, Tokens]:
+    def _scored(self, ones: list[Piece], longer: list[Piece], order: Ints) -> dict[int, Tokens]:
         """By row, ascending: the tokens after those whose log probabilities are asked for."""
         if not any(piece.scored for piece in self._pieces):
             return {}
@@ -344,21 +292,21 @@ class StepBuilder:
             if piece.scored and len(piece.following)
         }
 
-    def _given(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> list[Vectors]:
+    def _given(self, ones: list[Piece], longer: list[Piece], order: Ints) -> list[Vectors]:
         """Embeddings that are given, in order of the step's tokens."""
         if not any(piece.sequence.request.given for piece in self._pieces):
             return []
         return [part for _, piece in _by_row(ones, longer, order) for part in piece.given]
 
 
-def _by_row(ones: list[_Piece], longer: list[_Piece], order: Ints) -> list[tuple[int, _Piece]]:
+def _by_row(ones: list[Piece], longer: list[Piece], order: Ints) -> list[tuple[int, Piece]]:
     """Pieces of prompts with their rows of the step, rising."""
     row_of = order.argsort()[len(order) - len(ones) :]
     rows = [*row_of.tolist(), *range(len(order), len(order) + len(longer))]
     return sorted(zip(rows, [*ones, *longer], strict=True), key=itemgetter(0))
 
 
-def _places(pieces: list[_Piece]) -> Ints:
+def _places(pieces: list[Piece]) -> Ints:
     return np.array([piece.sequence.place for piece in pieces], np.int64)
 
 

@@ -32,6 +32,10 @@ class Limits:
     #: Adapters that running sequences can have at once, and those that have been read.
     adapter_slots: int = 0
     adapters: frozenset[int] = frozenset()
+    #: How many of the slots have room for an embedding and a head of an adapter's own, and which
+    #: adapters need it.
+    adapter_heads: int = 0
+    whole_adapters: frozenset[int] = frozenset()
     #: Tokens whose keys and values the host's memory holds; fewer than `host_least` in one place
     #: are computed again rather than copied.
     host_slots: int = 0

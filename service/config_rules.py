@@ -148,6 +148,11 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--lora-fuse is set: --lora-adapters must name one adapter, and names {len(named)}"
     if s.adapter_folder is not None and not s.adapter_folder.is_dir():
         yield f"--adapter-folder is {s.adapter_folder}: there is no such folder"
+    if s.max_adapter_heads > s.resolved_adapters and not s.lora_fuse:
+        yield (
+            f"--max-adapter-heads is {s.max_adapter_heads}: at most --max-adapters, which is"
+            f" {s.resolved_adapters}, can be in a step"
+        )
     if s.adapter_token_file is None:
         return
     if s.adapter_folder is None:

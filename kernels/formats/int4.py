@@ -92,11 +92,14 @@ class Int4Weight(QuantisedWeight):
         """
         outputs, inputs = weight.shape
         groups = -(-inputs // GROUP)
-        wide = functional.pad(weight.float(), (0, groups * GROUP - inputs))
-        wide = wide.view(outputs, groups, GROUP)
-        scale = (wide.abs().amax(2) / (MIDDLE - 0.5)).to(torch.bfloat16)
+        spare = groups * GROUP - inputs
+        wide = functional.pad(weight.float(), (0, spare)) if spare else weight.float()
+        wide = wide.reshape(outputs, groups, GROUP)
+        most = torch.maximum(wide.amax(2), -wide.amin(2))
+        scale = (most / (MIDDLE - 0.5)).to(torch.bfloat16)
         shares = wide / torch.where(scale > 0, scale, 1.0)[:, :, None]
-        numbers = (shares.nan_to_num(0.0).round() + MIDDLE).clamp(0, MOST).to(torch.uint8)
+        # In place: a load takes little more memory than the model.
+        numbers = shares.nan_to_num_(0.0).round_().add_(MIDDLE).clamp_(0, MOST).to(torch.uint8)
         return cls.of(numbers.view(outputs, -1)[:, :inputs], scale, None, GROUP)
 
     @staticmethod
@@ -145,9 +148,11 @@ class Int4Weight(QuantisedWeight):
     def numbers(self) -> torch.Tensor:
         """[out, in] uint8 within 0 to 15, as stored."""
         run = block_of(self.group) // IN_WORD
-        words = self.packed.view(len(self.packed), -1, 1, run)
-        shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)[:, None]
-        numbers = (words >> shifts & MOST).to(torch.uint8)
+        words = self.packed.view(len(self.packed), -1, run)
+        shape = (*words.shape[:2], IN_WORD, run)
+        numbers = torch.empty(shape, dtype=torch.uint8, device=words.device)
+        for place in range(IN_WORD):  # at once they would take 4 bytes each
+            numbers[:, :, place] = words >> 4 * place & MOST
         return numbers.flatten(1)[:, : self.width]
 
     def outputs(self, rows: torch.Tensor | slice) -> Self:
@@ -207,10 +212,10 @@ def packed_of(numbers: torch.Tensor, group: int) -> torch.Tensor:
     block = block_of(group)
     blocks, run = -(-inputs // block), block // IN_WORD
     wide = functional.pad(numbers.to(torch.uint8), (0, blocks * block - inputs))
-    runs = wide.view(outputs, blocks, IN_WORD, run).to(torch.int32)
+    runs = wide.view(outputs, blocks, IN_WORD, run)
     packed = torch.zeros((outputs, blocks, run), dtype=torch.int32, device=numbers.device)
     for place in range(IN_WORD):
-        packed |= runs[:, :, place] << 4 * place
+        packed |= runs[:, :, place].to(torch.int32) << 4 * place
     return packed.view(outputs, blocks * run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 
@@ -17,6 +18,18 @@ def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
         (slot - 1, known[slot - 1], (t_adapter == slot).nonzero().squeeze(1)) for slot in found
     ]
     return segments
+
+
+def own_linear(
+    x: torch.Tensor, weights: torch.Tensor, t_adapter: torch.Tensor, has: torch.Tensor
+) -> torch.Tensor:
+    """See `OwnLinear`. On a GPU it waits for the device."""
+    y = x.new_zeros(len(x), weights.shape[1])
+    for slot in has.nonzero().flatten().tolist():
+        tokens = (t_adapter == slot + 1).nonzero().flatten()
+        if len(tokens):
+            y[tokens] = functional.linear(x[tokens], weights[slot])
+    return y
 
 
 def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:

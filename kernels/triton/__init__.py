@@ -6,6 +6,8 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.triton.adapted import ADAPTED
+from tokenpod.kernels.triton.adapter_heads import own_linear
 from tokenpod.kernels.triton.adapters import adapt, plan_adapters
 from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
 from tokenpod.kernels.triton.experts import prepare_experts
@@ -41,6 +43,8 @@ OPERATIONS = Operations(
     prepare_experts=prepare_experts,
     plan_adapters=plan_adapters,
     adapt=adapt,
+    own_linear=own_linear,
+    adapted=ADAPTED,
     quantised={
         Int8Weight: PRODUCTS,
         Fp8Weight: PRODUCTS,

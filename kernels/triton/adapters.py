@@ -18,11 +18,14 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
+from tokenpod.kernels.triton.launch import launch_options
 
+#: Steps of up to so many tokens are planned by one launch.
+MOST_PLANNED = 128
 #: Ranks that a program multiplies at once: the least that a matrix unit takes.
 RANKS = 16
 #: Parts of a product, at most: queries, keys and values.
@@ -45,7 +48,7 @@ class Tiles(NamedTuple):
 #: For steps of up to so many tokens; beyond, the last.
 TILES = (
     (16, Tiles(16, 256, 8, 128, 4)),
-    (256, Tiles(16, 256, 4, 128, 4)),
+    (256, Tiles(16, 256, 4, 256, 4)),
     (1 << 31, Tiles(64, 128, 1, 128, 4)),
 )
 
@@ -62,6 +65,8 @@ class Plan:
     #: [S] int32
     ranks: torch.Tensor
     cut: Tiles
+    #: [T], as it was given.
+    t_adapter: torch.Tensor
 
 
 def tiles_for(tokens: int) -> Tiles:
@@ -75,6 +80,8 @@ def plan_adapters(
     """A `Plan`; see `PlanAdapters`. Nothing waits for the device. `cut`: what to try instead."""
     tokens, slots = len(t_adapter), len(ranks)
     cut = cut or tiles_for(tokens)
+    if tokens <= MOST_PLANNED:
+        return _planned(t_adapter, ranks, cut)
     kinds = torch.arange(slots + 1, device=t_adapter.device)
     counts = (t_adapter[:, None] == kinds).sum(0)
     ends, last = counts.cumsum(0), (-(-counts // cut.tokens)).cumsum(0)
@@ -86,25 +93,63 @@ def plan_adapters(
     length = (ends[slot] - first).clamp_(0, cut.tokens)
     tiles = torch.stack((slot, first, length), dim=1).to(torch.int32)
     order = torch.sort(t_adapter, stable=True).indices
-    return Plan(order, tiles, ranks, cut)
+    return Plan(order, tiles, ranks, cut, t_adapter)
+
+
+def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
+    """The same of few tokens, in one launch."""
+    tokens, slots, device = len(t_adapter), len(ranks), t_adapter.device
+    tiles = tokens // cut.tokens + min(slots + 1, tokens)
+    plan = Plan(
+        torch.empty(tokens, dtype=torch.int64, device=device),
+        torch.empty((tiles, 3), dtype=torch.int32, device=device),
+        ranks,
+        cut,
+        t_adapter,
+    )
+    plan_tiles[(1,)](
+        t_adapter,
+        plan.order,
+        plan.tiles,
+        tokens,
+        tiles,
+        TOKENS=cut.tokens,
+        T_PADDED=triton.next_power_of_2(tokens),
+        S_PADDED=triton.next_power_of_2(slots + 1),
+        N_PADDED=triton.next_power_of_2(tiles),
+        num_warps=4,
+    )
+    return plan
 
 
 def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
     """See `Adapt`. Rows of x are contiguous."""
-    chosen: Plan = plan
-    cut, tokens, (_, parts, rank, inputs) = chosen.cut, len(x), weights.down.shape
+    delta = torch.empty((len(x), sum(weights.rows)), dtype=x.dtype, device=x.device)
+    expand(shrink(x, weights, plan), weights, plan, delta, add=False)
+    return delta
+
+
+def shrink(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    plan: Plan,
+    inner: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[splits, T, parts, width] float32: parts of x · downᵀ; in `inner` if there is one.
+
+    Of tokens without an adapter and beyond an adapter's rank it says nothing.
+    """
+    cut, tokens, (_, parts, rank, inputs) = plan.cut, len(x), weights.down.shape
     assert parts <= _MOST_PARTS
-    blocks = triton.cdiv(rank, RANKS)
-    inner = torch.empty(
-        (cut.splits, tokens, parts, blocks * RANKS), dtype=torch.float32, device=x.device
-    )
-    tiles, options = len(chosen.tiles), launch_options(x.device)
-    _shrink[(tiles, parts * blocks, cut.splits)](
+    blocks, width = triton.cdiv(rank, RANKS), width_of(rank)
+    if inner is None:
+        inner = room_for(x, weights, plan)
+    shrink_tiles[(len(plan.tiles), parts * blocks, cut.splits)](
         x,
         weights.down,
-        chosen.order,
-        chosen.tiles,
-        chosen.ranks,
+        plan.order,
+        plan.tiles,
+        plan.ranks,
         inner,
         tokens,
         inputs,
@@ -113,157 +158,73 @@ def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.
         *weights.down.stride()[:3],
         PARTS=parts,
         BLOCKS=blocks,
+        WIDTH=width,
         TOKENS=cut.tokens,
         INPUTS=cut.inputs,
         RANKS=RANKS,
         num_warps=cut.warps,
-        **options,
+        **launch_options(x.device),
     )
+    return inner
+
+
+def room_for(x: torch.Tensor, weights: AdapterWeights, plan: Plan) -> torch.Tensor:
+    """What `shrink` writes to."""
+    _, parts, rank, _ = weights.down.shape
+    shape = (plan.cut.splits, len(x), parts, width_of(rank))
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def expand(
+    inner: torch.Tensor,
+    weights: AdapterWeights,
+    plan: Plan,
+    y: torch.Tensor,
+    *,
+    add: bool,
+    gated: torch.Tensor | None = None,
+    activation: Activation | None = None,
+) -> None:
+    """Y [T, out] = what adapters add, zeros for tokens without one; or += with `add`.
+
+    With an `activation` y stays as it is, and `gated` [T, out / 2] becomes the gated unit of the
+    sum, whose first part are gates.
+    """
+    cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
-    outputs = sum(rows)
-    delta = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     columns = sum(triton.cdiv(n, cut.outputs) for n in rows)
+    if activation is not None:
+        assert gated is not None, activation
+        assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
+        columns = triton.cdiv(weights.rows[0], cut.outputs)
     bias = weights.bias
-    _expand[(tiles, columns)](
+    expand_tiles[(len(plan.tiles), columns)](
         inner,
         weights.up,
         bias,
-        chosen.order,
-        chosen.tiles,
-        chosen.ranks,
-        delta,
+        plan.order,
+        plan.tiles,
+        plan.ranks,
+        y,
+        y if gated is None else gated,
         tokens,
         *rows,
         *weights.up.stride()[:2],
         0 if bias is None else bias.stride(0),
+        y.stride(0),
+        ADD=add,
+        ACTIVATION="none" if activation is None else activation.value,
         PARTS=parts,
-        BLOCKS=blocks,
-        SPLITS=cut.splits,
+        WIDTH=width,
+        SPLITS=splits,
         TOKENS=cut.tokens,
         OUTPUTS=cut.outputs,
         RANKS=RANKS,
         num_warps=cut.warps,
-        **options,
+        **launch_options(y.device),
     )
-    return delta
 
 
-@triton.jit
-def _shrink(
-    x,
-    down,
-    t_order,
-    tiles,
-    ranks,
-    inner,
-    tokens,
-    inputs,
-    share,
-    x_stride,
-    slot_stride,
-    part_stride,
-    rank_stride,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    RANKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One tile, 16 ranks of one part, `share` inputs -> its part of inner [T, PARTS, ranks]."""
-    await_inputs(OVERLAP)
-    tile = tiles + tl.program_id(0) * 3
-    slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
-    split = tl.program_id(2)
-    own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
-    if (length > 0) & (block * RANKS < own):
-        at = tl.arange(0, TOKENS)
-        there = at < length
-        token = tl.load(t_order + first + at, mask=there, other=0)
-        rank = block * RANKS + tl.arange(0, RANKS)
-        rows = x + token[:, None] * x_stride
-        factors = down + (slot - 1).to(tl.int64) * slot_stride + part * part_stride
-        factors += rank[None, :] * rank_stride
-        total = tl.zeros((TOKENS, RANKS), tl.float32)
-        for start in range(split * share, min(split * share + share, inputs), INPUTS):
-            k = start + tl.arange(0, INPUTS)
-            a = tl.load(rows + k[None, :], mask=there[:, None] & (k[None, :] < inputs), other=0.0)
-            b = tl.load(
-                factors + k[:, None],
-                mask=(rank[None, :] < own) & (k[:, None] < inputs),
-                other=0.0,
-            )
-            total = tl.dot(a, b, total, input_precision="ieee")
-        width = BLOCKS * RANKS
-        out = inner + (split * tokens + token[:, None]).to(tl.int64) * (PARTS * width)
-        tl.store(out + part * width + rank[None, :], total, mask=there[:, None])
-
-
-@triton.jit
-def _expand(
-    inner,
-    up,
-    bias,
-    t_order,
-    tiles,
-    ranks,
-    delta,
-    tokens,
-    rows_0,
-    rows_1,
-    rows_2,
-    slot_stride,
-    rank_stride,
-    bias_stride,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    RANKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One tile, `OUTPUTS` outputs of one part -> delta."""
-    await_inputs(OVERLAP)
-    tile = tiles + tl.program_id(0) * 3
-    slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if length > 0:
-        column = tl.program_id(1)
-        blocks_0, blocks_1 = tl.cdiv(rows_0, OUTPUTS), tl.cdiv(rows_1, OUTPUTS)
-        in_1 = (column >= blocks_0) & (column < blocks_0 + blocks_1)
-        in_2 = column >= blocks_0 + blocks_1
-        part = in_1.to(tl.int32) + 2 * in_2.to(tl.int32)
-        begin = tl.where(in_2, rows_0 + rows_1, tl.where(in_1, rows_0, 0))
-        end = begin + tl.where(in_2, rows_2, tl.where(in_1, rows_1, rows_0))
-        column -= tl.where(in_2, blocks_0 + blocks_1, tl.where(in_1, blocks_0, 0))
-        output = begin + column * OUTPUTS + tl.arange(0, OUTPUTS)
-        own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
-        at = tl.arange(0, TOKENS)
-        there = at < length
-        token = tl.load(t_order + first + at, mask=there, other=0)
-        width = BLOCKS * RANKS
-        seen = inner + token[:, None].to(tl.int64) * (PARTS * width) + part * width
-        place = (slot - 1).to(tl.int64)
-        factors = up + place * slot_stride + output[None, :]
-        total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-        for start in range(0, own, RANKS):
-            rank = start + tl.arange(0, RANKS)
-            a = tl.zeros((TOKENS, RANKS), tl.float32)
-            for split in range(SPLITS):
-                step = (split * tokens).to(tl.int64) * (PARTS * width)
-                a += tl.load(seen + step + rank[None, :], mask=there[:, None], other=0.0)
-            b = tl.load(
-                factors + rank[:, None] * rank_stride,
-                mask=(rank[:, None] < own) & (output[None, :] < end),
-                other=0.0,
-            )
-            total = tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
-        if bias is not None:
-            more = (slot > 0) & (output < end)
-            total += tl.load(bias + place * bias_stride + output, mask=more, other=0.0).to(
-                tl.float32
-            )[None, :]
-        out = delta + token[:, None].to(tl.int64) * (rows_0 + rows_1 + rows_2) + output[None, :]
-        mask = there[:, None] & (output[None, :] < end)
-        tl.store(out, total.to(delta.dtype.element_ty), mask=mask)
+def width_of(rank: int) -> int:
+    """Numbers that `shrink` keeps room for, of each part of a token."""
+    return max(1 << (rank - 1).bit_length(), RANKS)

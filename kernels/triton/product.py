@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch.nn import functional
@@ -29,7 +31,7 @@ def prepare_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> Linear:
     """See `ops.PrepareLinear`; `tiles` None means those measured."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
 
     def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -51,7 +53,7 @@ def prepare_norm_linear(
     tiles: Tiles | None = None,
 ) -> Linear:
     """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
     plain = prepare_linear(weight, bias, tiles)
 
@@ -77,7 +79,7 @@ def prepare_add_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AddLinear:
     """See `ops.PrepareAddLinear`: the sum is made where the product ends."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
     transposed = weight.t()
 
     def add_product(
@@ -104,7 +106,7 @@ def prepare_sum_linear(
     tiles: Tiles | None = None,
 ) -> AddLinear:
     """See `ops.PrepareSumLinear`: one kernel for few tokens, whose programs join their outputs."""
-    table, (n, k) = _table_for(weight, tiles), weight.shape
+    table, (n, k) = table_for(weight, tiles), weight.shape
 
     def sum_product(
         x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
@@ -120,13 +122,31 @@ def prepare_sum_linear(
     return sum_product
 
 
+class MoreRows(NamedTuple):
+    """First factors of one token's adapter, as rows behind the weight's: a kernel's argument."""
+
+    #: See `AdapterWeights`, whose strides follow.
+    down: torch.Tensor
+    #: [1] int64, see `PlanAdapters`, as the next.
+    t_adapter: torch.Tensor
+    ranks: torch.Tensor
+    #: [parts · width] float32, written.
+    inner: torch.Tensor
+    slot_stride: int
+    part_stride: int
+    rank_stride: int
+    parts: int
+    #: Ranks of a part that there is room for.
+    width: int
+
+
 def _outputs_of(tile: Tile, *, gated: bool) -> int:
     """Of a token, in one program."""
     least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
     return max(least, tile.block_n // 2 if gated else tile.block_n)
 
 
-def _table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
+def table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
     """Also makes sure that kernels may walk along the weight's rows."""
     if not weight.is_contiguous():
         raise ValueError(f"a weight [{len(weight)}, {weight.shape[1]}] is not contiguous")
@@ -148,6 +168,7 @@ def multiply(
     activation: Activation | None = None,
     add: bool = False,
     buffers: SymmetricBuffers | None = None,
+    more: MoreRows | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
@@ -156,6 +177,9 @@ def multiply(
 
     With `buffers` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
     are neither splits nor an activation, and all ranks call this with the same tile.
+
+    With `more`, of one token and `Kind.MULTIPLY_ADD` without an activation, its rows are multiplied
+    too.
     """
     tokens, n = y.shape
     k = weight.shape[1]
@@ -187,6 +211,8 @@ def multiply(
     ranks = RanksOut.of(y, buffers) if buffers else None
     if tile.kind is Kind.MULTIPLY_ADD:
         norm_weight, epsilon = (weight, 0.0) if norm is None else norm
+        rows = more.parts * more.width if more else 0
+        grid = (grid[0] + triton.cdiv(rows, block_n), 1)
         multiply_add[grid](
             x,
             weight,
@@ -200,6 +226,8 @@ def multiply(
             k,
             epsilon,
             ranks,
+            more,
+            MORE=rows,
             NORM=norm is not None,
             **common,
         )

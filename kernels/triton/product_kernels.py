@@ -42,6 +42,7 @@ def multiply_add(
     k,
     epsilon,
     ranks,
+    more,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -57,6 +58,7 @@ def multiply_add(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     BULK: tl.constexpr,
+    MORE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] = x [tokens, k] · weightᵀ; with ACTIVATION the weight is [2n, k], gates first.
@@ -64,12 +66,20 @@ def multiply_add(
     A product of each element is summed where it was made and across threads only once: a tile
     that spans all threads along k keeps the loop free of exchanges. The first tile of the weight is
     on its way before the input is there.
+
+    MORE further rows are those of the one token's adapter (`more`, a `MoreRows`), whose outputs are
+    written apart: a part's ranks after those of the part before.
     """
     # Axes: token, row, k. Everything is loaded with all three, so that nothing changes its layout.
     GATED: tl.constexpr = ACTIVATION != "none"
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)
     start_of_row = weight + own.to(tl.int64)[None, :, None] * k
+    if MORE > 0:
+        tl.static_assert(BLOCK_T == 1 and WORLD == 1 and not GATED)
+        is_more = tl.program_id(0) >= tl.cdiv(n, BLOCK_N)
+        rank = (tl.program_id(0) - tl.cdiv(n, BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
+        start_of_row = tl.where(is_more, _row_of_adapter(more, rank), start_of_row)
     start_of_up = weight + (own + n).to(tl.int64)[None, :, None] * k
     i = tl.arange(0, BLOCK_K)[None, None, :]
     token = tl.arange(0, BLOCK_T)[:, None, None]
@@ -115,6 +125,10 @@ def multiply_add(
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=2) / k + epsilon)
         out *= factor
+    if MORE > 0:
+        # Their places are behind those of y: a program writes one or the other.
+        at_rank = tl.arange(0, 1)[:, None] + rank[None, :]
+        tl.store(more.inner + at_rank, out, mask=(rank[None, :] < MORE) & is_more)
     if BIAS:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
     if GATED:
@@ -244,6 +258,17 @@ def add_partials(
         at = (tokens * split + token) * n + i
         out += tl.load(partials + at, mask=i < n, other=0.0)
     _write(y + token * y_stride + i, out, i < n, ADD)
+
+
+@triton.jit
+def _row_of_adapter(more, rank):
+    """Where a rank's row of the first factor begins; of one beyond the adapter's, its last."""
+    slot = tl.load(more.t_adapter)
+    own = tl.load(more.ranks + tl.maximum(slot - 1, 0))
+    part, rank = rank // more.width, tl.minimum(rank % more.width, tl.maximum(own - 1, 0))
+    part = tl.minimum(part, more.parts - 1)
+    start = more.down + tl.maximum(slot - 1, 0).to(tl.int64) * more.slot_stride
+    return start + (part * more.part_stride + rank * more.rank_stride)[None, :, None]
 
 
 @triton.jit

@@ -52,6 +52,8 @@ class LoraConfig:
     by_root: bool
     #: Whether biases of the base may be replaced.
     biases: bool
+    #: Whether it may bring whole modules.
+    saves: bool = False
 
     def scale(self, module: str, rank: int) -> float:
         """What a module's product of that rank is multiplied with."""
@@ -65,14 +67,19 @@ class LoraConfig:
         return alpha / (rank**0.5 if self.by_root else rank)
 
 
-def read_lora(fields: Fields, *, whole: bool = False) -> LoraConfig:
+def read_lora(fields: Fields, *, whole: bool = False, heads: bool = False) -> LoraConfig:
     """What a LoRA adapter's config says. Raises ModelError for fields that are not understood.
 
-    `whole`: it is fused into its base, so what changes whole weights is understood too.
+    `whole`: it is fused into its base, so what changes whole weights is understood too. `heads`:
+    there is room for an embedding and a head of its own.
     """
     fields.only("bias", "none", "all", "lora_only")
     fields.only("init_lora_weights", *_INITIAL)
-    _refuse_others(fields, _WHOLE if whole else frozenset())
+    saves = bool(fields.values.get("modules_to_save"))
+    if saves and not whole:
+        fields.only("ensure_weight_tying", False)
+    room = frozenset({"modules_to_save"}) if heads else frozenset()
+    _refuse_others(fields, _WHOLE if whole else room)
     patterns = _numbers(fields, "alpha_pattern")
     return LoraConfig(
         source=fields.source,
@@ -82,6 +89,7 @@ def read_lora(fields: Fields, *, whole: bool = False) -> LoraConfig:
         alphas=tuple((_pattern(fields, key), value) for key, value in patterns.items()),
         by_root=fields.flag("use_rslora", False),
         biases=fields.text("bias", "none") != "none",
+        saves=saves,
     )
 
 
@@ -93,8 +101,9 @@ def _refuse_others(fields: Fields, also: frozenset[str]) -> None:
         shown = repr(value)[:80]
         if name == "modules_to_save":
             raise ModelError(
-                f"{fields.source}: modules_to_save is {shown}: whole modules of an adapter are not"
-                " served beside others (--lora-fuse serves one that is fused into its base)"
+                f"{fields.source}: modules_to_save is {shown}: there is no room for whole modules"
+                " (--max-adapter-heads takes it for an embedding and a head; --lora-fuse serves an"
+                " adapter that is fused into its base)"
             )
         raise ModelError(f"{fields.source}: {name} is {shown}, which is not supported")
 

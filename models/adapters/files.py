@@ -55,6 +55,8 @@ class HostAdapter:
     #: SHA-256 of its files, in hexadecimal digits.
     digest: str
     products: dict[str, Factors] = field(default_factory=dict)
+    #: This rank's part of an embedding and a head of its own, [rows, width] by our names.
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Base:
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
     #: What virtual tokens must fit; None: they are not taken.
     virtual: VirtualBase | None = None
+    #: Whether there is room for an embedding and a head of an adapter's own.
+    heads: bool = False
 
 
 def read_adapter(folder: Path, base: Base) -> HostAdapter | Virtual:
@@ -96,7 +100,7 @@ def read_adapter(folder: Path, base: Base) -> HostAdapter | Virtual:
     file = TensorFile(folder / WEIGHTS)
     try:
         if kind is AdapterKind.LORA:
-            return _Reader(file, read_lora(fields), base).read(digest)
+            return _Reader(file, read_lora(fields, heads=base.heads), base).read(digest)
         assert base.virtual is not None, "whoever makes a store says what virtual tokens must fit"
         return read_virtual(file, fields, digest, base.virtual)
     finally:
@@ -118,15 +122,38 @@ class _Reader:
         if self._config.biases:
             for name in [name for name in self._left if name.endswith(".bias")]:
                 self._read_bias(name.removesuffix(".bias"), biases)
+        copies = self._copies() if self._config.saves else {}
         if self._left:
             raise self._foreign(sorted(self._left)[0])
-        if not parts and not biases:
+        if not parts and not biases and not copies:
             raise ModelError(f"{self._file.name}: it has no tensor of an adapter")
         made = {
             name: self._factors(self._base.products[name], parts.get(name, {}), biases.get(name))
             for name in {**parts, **biases}
         }
-        return HostAdapter(max(self._rank, 1), digest, made)
+        return HostAdapter(max(self._rank, 1), digest, made, copies)
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of whole tables; those beyond the vocabulary are zeros."""
+        found = {}
+        for module, weight in self._base.targets.copied.items():
+            name = self._left.pop(f"{module}.weight", None)
+            if name is None:
+                continue
+            source, shard = weight.sources[0], self._base.shard
+            whole, stored = tuple(axis.length for axis in source.axes), self._file.entries[name]
+            if stored.shape != whole:
+                found_shape, shape = list(stored.shape), list(whole)
+                raise ModelError(
+                    f"{self._file.name}: {name} is {found_shape}; the base's is {shape}"
+                )
+            if stored.kind not in ("F32", "F16", "BF16"):
+                raise ModelError(f"{self._file.name}: {name} holds {stored.kind} numbers")
+            rows = shard.part(source.axes[0])
+            table = torch.zeros(shard.shape(source), dtype=self._base.dtype)
+            self._file.read(table[: len(rows)], name, rows.start, whole[1:])
+            found[weight.name] = table
+        return found
 
     def _foreign(self, name: str) -> ModelError:
         """What is wrong with a tensor that was not read."""
@@ -241,4 +268,5 @@ class _Reader:
 
 def _module_name(name: str) -> str:
     """The base's name for a tensor of an adapter."""
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    own = name.removeprefix(_PREFIX)
+    return own.replace(".base_layer.", ".").replace(".modules_to_save.", ".")

@@ -6,23 +6,31 @@ scheduler decides which adapter is in which slot; what it decides comes with a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tokenpod.core.adapters import AdapterKind
-from tokenpod.kernels.adapter_ops import AdapterWeights
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.adapters.copies import Copies
 from tokenpod.models.adapters.files import Base, read_adapter
-from tokenpod.models.adapters.targets import Targets, aligned, products_of, slot_shape
+from tokenpod.models.adapters.targets import (
+    Targets,
+    aligned,
+    copied_shapes,
+    products_of,
+    slot_shape,
+)
 from tokenpod.models.adapters.virtual import Virtual, VirtualBase
-from tokenpod.models.linear import Read, Weights
+from tokenpod.models.linear import Weights
 from tokenpod.models.weights import Weight
 
 Ints = npt.NDArray[np.int32]
@@ -39,6 +47,8 @@ class Space:
     slots: int
     #: Largest rank of any module.
     rank: int
+    #: How many of the slots have room for an embedding and a head, too.
+    heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +62,14 @@ class Packed:
     pieces: tuple[torch.Tensor, ...]
     kind: AdapterKind = AdapterKind.LORA
     virtual_tokens: int = 0
+    #: An embedding and a head of its own, in pieces too.
+    copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
-        return sum(piece.nbytes for piece in self.pieces)
+        pieces = [*self.pieces, *(piece for own in self.copies.values() for piece in own)]
+        return sum(piece.nbytes for piece in pieces)
 
 
 class AdapterStore:
@@ -70,9 +83,17 @@ class AdapterStore:
         space: how many slots, of which rank.
         ops: the model's.
         device: of the slots.
+        tables: shapes of this rank's embedding and head, where there is room for adapters' own.
     """
 
-    def __init__(self, base: Base, space: Space, ops: Operations, device: torch.device) -> None:
+    def __init__(
+        self,
+        base: Base,
+        space: Space,
+        ops: Operations,
+        device: torch.device,
+        tables: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         self._base, self._ops, self._device = base, ops, device
         self._ranks = torch.zeros(space.slots, dtype=torch.int32, device=device)
         shape = (space.slots, *slot_shape(base.products.values(), space.rank))
@@ -83,11 +104,13 @@ class AdapterStore:
         self._read: dict[int, Packed | Virtual] = {}
         #: How many there are.
         self.slots = space.slots
+        #: None: adapters bring no embeddings and heads.
+        self.copies = Copies(tables, space.heads, base.dtype, device) if space.heads else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self._slots.nbytes
+        return self._slots.nbytes + (self.copies.nbytes if self.copies else 0)
 
     def _views(self, slots: torch.Tensor) -> dict[str, AdapterWeights]:
         """Each product's part of slots [S, rows, numbers]."""
@@ -123,7 +146,9 @@ class AdapterStore:
             weights.up[0, :rank] = factors.up.t()
             if weights.bias is not None and factors.bias is not None:
                 weights.bias[0] = factors.bias
-        return Packed(adapter.rank, adapter.digest, self._pieces(numbers.view(-1)))
+        copies = {name: self._pieces(own.view(-1)) for name, own in adapter.copies.items()}
+        pieces = self._pieces(numbers.view(-1))
+        return Packed(adapter.rank, adapter.digest, pieces, copies=copies)
 
     def _pieces(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of a GPU's adapter pinned ones, so that their copies need not wait for the host.
@@ -155,6 +180,8 @@ class AdapterStore:
             room[start : start + len(piece)].copy_(piece, non_blocking=True)
             start += len(piece)
         self._ranks[at : at + 1].fill_(adapter.rank)
+        if self.copies is not None:
+            self.copies.put(slot, adapter.copies)
 
     # -- virtual tokens ------------------------------------------------------------------------
 
@@ -185,12 +212,12 @@ class AdapterStore:
             return batch
         return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
 
-    def delta(self, name: str, x: Read, step: ForwardBatch | None) -> torch.Tensor | None:
-        """What is added to a product's sum; see `models.linear.Delta`."""
+    def delta(self, name: str, step: ForwardBatch | None) -> Added | None:
+        """What is added to a product; see `models.linear.Delta`."""
         if step is None or step.adapters is None:
             return None
         weights = self._weights.get(name)
-        return None if weights is None else self._ops.adapt(x(), weights, step.adapters)
+        return None if weights is None else Added(weights, step.adapters, self._ops.adapt)
 
 
 def _places(numbers: Ints) -> list[tuple[int, npt.NDArray[np.int64]]]:
@@ -224,5 +251,6 @@ def store_of(
         name: bias.float().cpu() for name, bias in named.items() if isinstance(bias, torch.Tensor)
     }
     max_rank = space.rank if space.slots else 0
-    base = Base(targets, products, shard, table.dtype, max_rank, biases, virtual)
-    return AdapterStore(base, space, ops, table.device)
+    heads = bool(space.heads)
+    base = Base(targets, products, shard, table.dtype, max_rank, biases, virtual, heads)
+    return AdapterStore(base, space, ops, table.device, copied_shapes(weights, shard))

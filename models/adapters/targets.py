@@ -6,18 +6,20 @@ An adapter names the same modules, fused or apart, with or without the prefix: a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tokenpod.models.families.family import Family
-from tokenpod.models.names import weights_of
+from tokenpod.models.names import head_name, weights_of
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import Source, Weight
+from tokenpod.models.weights import HEAD, Source, Weight
 
 _ALIGNMENT = 16
+_EMBEDDING = "embedding"
 
 _EXPERTS = "experts are adapted only if an adapter is fused into the base at load (--lora-fuse)"
 
@@ -60,6 +62,8 @@ class Targets:
     architecture: str
     #: By the base's name of a module.
     places: dict[str, list[Place]] = field(default_factory=dict)
+    #: The embedding and the head, of which an adapter may bring its own; by the base's names.
+    copied: dict[str, Weight] = field(default_factory=dict)
     #: Why a module can't be adapted.
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -70,6 +74,8 @@ def targets_of(family: Family, spec: ModelSpec) -> Targets:
     for names in family.names_of(spec):
         for prefix in family.prefixes:
             weights = weights_of(spec, names, prefix)
+            for module, weight in _copied(spec, weights, head_name(names, prefix)).items():
+                found.copied.setdefault(module, weight)
             own = _places(weights)
             for module, places in own.items():
                 found.places.setdefault(module, places)
@@ -81,6 +87,33 @@ def targets_of(family: Family, spec: ModelSpec) -> Targets:
     for module in found.places:
         found.refused.pop(module, None)
     return found
+
+
+def copied_shapes(weights: Iterable[Weight], shard: Shard) -> dict[str, tuple[int, ...]]:
+    """Of a rank's embedding and head, by our names; a head that is the embedding has its shape."""
+    found = {weight.name: weight for weight in weights if weight.name in (_EMBEDDING, HEAD)}
+    embedding = found[_EMBEDDING]
+    return {name: shard.shape(found.get(name, embedding).sources[0]) for name in (_EMBEDDING, HEAD)}
+
+
+def copied_numbers(weights: Iterable[Weight], shard: Shard) -> int:
+    """Numbers of one adapter's embedding and head, on one rank of the model."""
+    return sum(math.prod(shape) for shape in copied_shapes(weights, shard).values())
+
+
+def _copied(spec: ModelSpec, weights: Iterable[Weight], head: str) -> dict[str, Weight]:
+    """Modules of which an adapter may bring its own: tables as they are stored, without biases."""
+    by_name = {weight.name: weight for weight in weights}
+    embedding = by_name[_EMBEDDING]
+    found = {embedding.sources[0].name.removesuffix(".weight"): embedding}
+    own = replace(by_name.get(HEAD, embedding), name=HEAD)
+    if not spec.head.bias:
+        found[head] = own
+    return {
+        module: weight
+        for module, weight in found.items()
+        if weight.sources[0].function is None and not weight.sources[0].transposed
+    }
 
 
 def products_of(weights: Iterable[Weight], shard: Shard) -> list[Product]:

@@ -177,6 +177,11 @@ def test_slots_for_adapters_are_counted(big: Path):
     assert "adapters" not in plain["reserve_bytes"]
     assert found["reserve_bytes"]["adapters"] == 8 * 64 * 32 * 81_920 * 2
     assert found["kv_slots"] < plain["kv_slots"]
+    heads = answer(
+        *("--model-id", big, "--gpu", "h200", "--max-adapters", 8, "--max-adapter-heads", 2)
+    )
+    tables = heads["reserve_bytes"]["adapter_embeddings_and_heads"]
+    assert tables == 2 * 2 * 128_256 * 4096 * 2
 
 
 def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):

@@ -41,7 +41,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("adapters")
     modules = {f"model.layers.0.{part}": 4 for part in PARTS}
-    return [write_lora(folder / str(n), base, modules, seed=n).folder for n in range(3)]
+    wholes = (("model.embed_tokens", "lm_head"), (), ())
+    return [
+        write_lora(folder / str(n), base, modules, seed=n, whole=whole).folder
+        for n, whole in enumerate(wholes)
+    ]
 
 
 def executor_of(kind: str, base: Path, adapters: list[Path]):
@@ -53,7 +57,7 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
             device=CPU,
             progress=lambda done, total: None,
             max_total_tokens=ROOM,
-            adapters=Space(slots=2, rank=4),
+            adapters=Space(slots=2, rank=4, heads=2),
         )
     store = model.adapters
     for number, folder in enumerate(adapters, start=1):

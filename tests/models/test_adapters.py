@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tokenpod.models.adapters import store
 from tokenpod.models.adapters.store import Space
-from tokenpod.models.adapters.targets import slot_numbers
+from tokenpod.models.adapters.targets import copied_numbers, slot_numbers
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_layout
 from tokenpod.models.shard import WHOLE, Shard
@@ -78,7 +78,11 @@ class Adapted:
 
     def forward(self, batch, pool):
         column = [s for row, s in enumerate(self._slots) for _ in range(*self._tokens(batch, row))]
-        return self._model.forward(replace(batch, t_adapter=torch.tensor(column)), pool)
+        self._batch = replace(batch, t_adapter=torch.tensor(column))
+        return self._model.forward(self._batch, pool)
+
+    def logits(self, hidden, step=None):
+        return self._model.logits(hidden, replace(self._batch, logit_index=None))
 
     def _tokens(self, batch, row):
         return batch.b_start[row], batch.b_start[row + 1]
@@ -120,11 +124,73 @@ def test_rows_have_what_merging_their_adapter_gives(family, golden, schedule, te
         torch.testing.assert_close(torch.cat([first, second]), expected, rtol=0, atol=TOLERANCE)
 
 
+#: By golden family: its embedding, and its head.
+TABLES = {
+    "llama": ("model.embed_tokens", "lm_head"),
+    "llama-grouped-tied": ("model.embed_tokens", "lm_head"),
+    "gemma2": ("model.embed_tokens", "lm_head"),
+}
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_rows_have_the_embedding_and_head_of_their_adapter(
+    family, golden, schedule, text, tmp_path
+):
+    """Both of one, the head alone of another, an adapter without, and none, in one step."""
+    base, (embedding, head) = golden(family).folder, TABLES[family]
+    names = modules_of(family if family in FAMILIES else "llama")
+    wholes = ((embedding, head), (head,), ())
+    adapters = [
+        write_lora(tmp_path / f"a{n}", base, names, seed=n, whole=whole, rank_pattern={"x": 3})
+        for n, whole in enumerate(wholes)
+    ]
+    model = load(base, Space(slots=3, rank=4, heads=2))
+    for number, adapter in enumerate(adapters, start=1):
+        model.adapters.keep(number, model.adapters.read(adapter.folder))
+        model.adapters.put(number, number)
+    texts = [text(5, seed=n) for n in range(4)]
+    mixed = schedule(Adapted(model, [2, 0, 1, 3]))
+    found = mixed.step([(mixed.sequence(tokens), len(tokens)) for tokens in texts])
+    for tokens, slot, own in zip(texts, [2, 0, 1, 3], found, strict=True):
+        folder = merge(base, adapters[slot - 1], tmp_path / f"m{slot}") if slot else base
+        alone = schedule(load(folder))
+        (expected,) = alone.step([(alone.sequence(tokens), len(tokens))])
+        torch.testing.assert_close(own, expected, rtol=0, atol=TOLERANCE)
+    # Who comes next into a slot finds nothing there.
+    model.adapters.put(1, 3)
+    found, expected = (logprobs(model, schedule, texts[0], slot) for slot in (1, 3))
+    assert torch.equal(found, expected)
+
+
+def test_heads_are_refused_by_what_is_wrong_with_them(golden, tmp_path):
+    base = golden("llama").folder
+    model = load(base, Space(1, 4, heads=1))
+    lora = write_lora(
+        tmp_path / "a", base, modules_of("llama"), whole=("lm_head",), rank_pattern={"x": 3}
+    )
+    with pytest.raises(ModelError, match=r"modules_to_save is .*no room.*--max-adapter-heads"):
+        load(base, Space(1, 4)).adapters.read(lora.folder)
+    tensors = load_file(lora.folder / "adapter_model.safetensors")
+    whole = tensors["base_model.model.lm_head.weight"]
+
+    def changed(**more):
+        kept = {name: each for name, each in tensors.items() if each is not whole}
+        save_file(kept | more, lora.folder / "adapter_model.safetensors")
+        return model.adapters.read(lora.folder)
+
+    with pytest.raises(ModelError, match=r"lm_head.weight is \[3, .*; the base's is"):
+        changed(**{"base_model.model.lm_head.weight": whole[:3].clone()})
+    with pytest.raises(ModelError, match=r"model.norm.weight: no product"):
+        changed(**{"base_model.model.model.norm.weight": torch.ones(3)})
+
+
 def test_slots_take_what_is_counted_beforehand(golden):
     base = golden("gpt-neox").folder
-    model = load(base, Space(slots=3, rank=8))
+    model = load(base, Space(slots=3, rank=8, heads=2))
     layout = read_layout(base, None, MAX_POSITIONS)
-    assert model.adapters.nbytes == 3 * 4 * slot_numbers(layout.weights, WHOLE, 8)
+    numbers = 3 * slot_numbers(layout.weights, WHOLE, 8)
+    numbers += 2 * copied_numbers(layout.weights, WHOLE)
+    assert model.adapters.nbytes == 4 * numbers
 
 
 def logprobs(model, schedule, tokens, slot):

@@ -7,7 +7,7 @@ from scheduler_driver import Driver, request
 from tokenpod.core.outputs import FailureCode
 
 
-def driver(slots: int = 2, known: int = 3) -> Driver:
+def driver(slots: int = 2, known: int = 3, **more) -> Driver:
     return Driver(
         slots=200,
         max_rows=8,
@@ -15,6 +15,7 @@ def driver(slots: int = 2, known: int = 3) -> Driver:
         prefill_tokens=40,
         adapter_slots=slots,
         adapters=frozenset(range(1, known + 1)),
+        **more,
     )
 
 
@@ -59,6 +60,32 @@ def test_the_slot_that_was_idle_longest_is_taken():
     turn(d)
     assert slots.take_puts() == []
     assert 1 in d.executor.adapters.values()
+    d.drain()
+
+
+def test_adapters_with_heads_are_in_the_first_slots_alone():
+    """Others are there only while there are no other slots, and are waited for."""
+    d = driver(3, 5, adapter_heads=1, whole_adapters=frozenset({4, 5}))
+    for number, adapter in enumerate((1, 2, 4), start=1):
+        ask(d, number, adapter, max_new_tokens=12 if adapter == 4 else 4)
+    turn(d, 2)
+    slots = d.scheduler.adapters
+    assert running(d) == {1, 2, 3}
+    assert slots._slots[4] == 1
+    ask(d, 4, 5, max_new_tokens=3)
+    ask(d, 5, 3, max_new_tokens=20)
+    turn(d, 6)
+    assert running(d) == {3}  # the other head waits, and who came behind it
+    turn(d, 8)
+    assert slots._slots[5] == 1
+    turn(d, 4)
+    for number, adapter in enumerate((1, 2), start=6):
+        ask(d, number, adapter, max_new_tokens=20)
+    turn(d, 2)
+    assert sorted(slots._slots[each] for each in (1, 2, 3)) == [1, 2, 3]
+    ask(d, 8, 4, max_new_tokens=2)
+    turn(d, 2)
+    assert 8 not in running(d)
     d.drain()
 
 

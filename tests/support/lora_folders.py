@@ -27,6 +27,8 @@ class Lora:
     factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
     #: By module: the whole bias.
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: By module: the whole weight.
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def write_lora(
@@ -38,6 +40,7 @@ def write_lora(
     transposed: bool = False,
     scales: dict[str, float] | None = None,
     biases: tuple[str, ...] = (),
+    whole: tuple[str, ...] = (),
     **config: Any,
 ) -> Lora:
     """An adapter with random factors.
@@ -50,11 +53,14 @@ def write_lora(
         transposed: the base's weights are [in, out].
         scales: by the last part of a module's name; others have alpha / r of the config.
         biases: modules whose bias it replaces.
+        whole: modules that it brings itself (`modules_to_save`).
         config: more fields of its config.
     """
     generator = torch.Generator().manual_seed(seed)
     stored = _tensors(base)
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
+    if whole:
+        settings["modules_to_save"] = [name.rpartition(".")[2] for name in whole]
     made, tensors = Lora(folder), {}
     for module, rank in modules.items():
         shape = stored[f"{module}.weight"].shape
@@ -69,6 +75,11 @@ def write_lora(
         bias = torch.randn(stored[f"{module}.bias"].shape, generator=generator) * 0.3
         made.biases[module] = bias
         tensors[f"{BASE}{module}.base_layer.bias"] = bias
+    for module in whole:
+        # A head that is the embedding has no tensor of its own in the base.
+        like = stored.get(f"{module}.weight", stored.get("model.embed_tokens.weight"))
+        weight = torch.randn(like.shape, generator=generator) * like.float().std()
+        made.whole[module] = tensors[f"{BASE}{module}.weight"] = weight
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -89,8 +100,17 @@ def merge(base: Path, lora: Lora, folder: Path, *, transposed: bool = False) -> 
         for module, bias in lora.biases.items():
             if f"{module}.bias" in tensors:
                 tensors[f"{module}.bias"] = bias.to(tensors[f"{module}.bias"].dtype)
+        for module, weight in lora.whole.items():
+            if f"{module}.weight" not in tensors:  # a head that is no longer the embedding
+                _untie(folder)
+            tensors[f"{module}.weight"] = weight.to(next(iter(tensors.values())).dtype)
         save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"format": "pt"})
     return folder
+
+
+def _untie(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
 
 
 def _tensors(base: Path) -> dict[str, torch.Tensor]:

@@ -86,14 +86,27 @@ def gptq(
     if act_order:
         index = index[source.order(inputs)]
     weight = (numbers - zero[index]) * scale.float()[index]
+    tensors = gptq_tensors(numbers, zero, scale, index, bits=bits, version=version)
+    return Module(tensors, weight.t().contiguous())
+
+
+def gptq_tensors(
+    numbers: torch.Tensor,
+    zero: torch.Tensor,
+    scale: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    bits: int,
+    version: int = 1,
+) -> Tensors:
+    """Of numbers [in, out], zeros and scales [groups, out], and the group of each input [in]."""
     stored = (zero - 1) % (1 << bits) if version == 1 else zero
-    tensors = {
+    return {
         ".qweight": in_words(numbers, bits),
         ".qzeros": in_words(stored.t(), bits).t().contiguous(),
         ".scales": scale,
         ".g_idx": index.to(torch.int32),
     }
-    return Module(tensors, weight.t().contiguous())
 
 
 def awq(source: Source, outputs: int, inputs: int, *, group: int = 128) -> Module:
@@ -102,17 +115,21 @@ def awq(source: Source, outputs: int, inputs: int, *, group: int = 128) -> Modul
     numbers, zero = source.whole(15, inputs, outputs), source.whole(15, groups, outputs)
     scale = source.scale(groups, outputs, dtype=torch.float16)
     index = torch.arange(inputs) // size
+    weight = (numbers - zero[index]) * scale.float()[index]
+    return Module(awq_tensors(numbers, zero, scale), weight.t().contiguous())
+
+
+def awq_tensors(numbers: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> Tensors:
+    """Of numbers [in, out] of 4 bits, zeros and scales [groups, out]."""
 
     def packed(values: torch.Tensor) -> torch.Tensor:
-        words = torch.zeros((len(values), outputs // 8), dtype=torch.int64)
-        for column in range(outputs // 8):
+        words = torch.zeros((len(values), values.shape[1] // 8), dtype=torch.int64)
+        for column in range(words.shape[1]):
             for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
                 words[:, column] |= values[:, 8 * column + output] << 4 * place
         return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
-    tensors = {".qweight": packed(numbers), ".qzeros": packed(zero), ".scales": scale}
-    weight = (numbers - zero[index]) * scale.float()[index]
-    return Module(tensors, weight.t().contiguous())
+    return {".qweight": packed(numbers), ".qzeros": packed(zero), ".scales": scale}
 
 
 def packed(

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
-from tokenpod.kernels.adapter_ops import AdapterWeights
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.fp8 import Fp8Weight
@@ -300,7 +300,22 @@ def adapted() -> None:
         )
         for tokens in (1, 64, 400):
             plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks)
-            adapters.adapt(draw(tokens, HIDDEN), weights, plan)
+            x = draw(tokens, HIDDEN)
+            adapters.adapt(x, weights, plan)
+            weight, own = draw(outputs, HIDDEN), Added(weights, plan, adapters.adapt)
+            norm = RowNorm(draw(HIDDEN), 1e-5)
+            assert OPERATIONS.adapted is not None
+            OPERATIONS.adapted.norm_linear(weight, None, norm, None)(x, own)
+            OPERATIONS.adapted.add_linear(weight, None)(x, draw(tokens, outputs), own)
+            if len(rows) == 1:
+                halves = AdapterWeights(
+                    draw(4, 2, 16, HIDDEN), weights.up, weights.bias, (HIDDEN // 2, HIDDEN // 2)
+                )
+                own = Added(halves, plan, adapters.adapt)
+                OPERATIONS.adapted.norm_linear(weight, None, norm, Activation.SILU)(x, own)
+    OPERATIONS.own_linear(
+        draw(3, HIDDEN), draw(2, 300, HIDDEN), torch.ones(3, dtype=torch.int64), torch.ones(2).int()
+    )
 
 
 def others() -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenpod.kernels.adapter_ops import AdapterWeights
+from tokenpod.kernels import reference as plain
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference import adapters as reference
+from tokenpod.kernels.triton import adapted, adapter_heads, adapters
 from tokenpod.kernels.triton.adapters import Tiles, adapt, plan_adapters
+from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
+from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
 
 SLOTS = 3
 SMALL, LARGE = Tiles(16, 32, 3, 32, 4), Tiles(32, 16, 1, 16, 4)
@@ -60,8 +65,8 @@ def test_what_a_plan_says_follows_from_its_tensors_alone():
     weights = weights_of((24,), 40, 16, torch.float32)
     x = torch.randn(6, 40)
     shapes = set()
-    for adapters in ([0] * 6, [1, 2, 3, 1, 2, 3], [2] * 6):
-        plan = plan_adapters(torch.tensor(adapters), torch.tensor([16, 16, 16]), SMALL)
+    for slots in ([0] * 6, [1, 2, 3, 1, 2, 3], [2] * 6):
+        plan = plan_adapters(torch.tensor(slots), torch.tensor([16, 16, 16]), SMALL)
         assert plan.tiles[:, 2].sum() == 6
         shapes.add((plan.order.shape, plan.tiles.shape))
         assert adapt(x, weights, plan).shape == (6, 24)
@@ -78,3 +83,85 @@ def test_each_token_is_in_one_tile_of_its_adapter(tokens):
         assert all(t_adapter[token] == slot for token in own)
         seen += own
     assert sorted(seen) == list(range(tokens))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_few_tokens_are_planned_as_many_are(tokens, monkeypatch):
+    t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=torch.Generator().manual_seed(3))
+    ranks = torch.tensor([20, 0, 16], dtype=torch.int32)
+    found = plan_adapters(t_adapter, ranks, SMALL)
+    monkeypatch.setattr(adapters, "MOST_PLANNED", 0)
+    expected = plan_adapters(t_adapter, ranks, SMALL)
+    assert torch.equal(found.order, expected.order)
+    used = expected.tiles[:, 2] > 0
+    assert torch.equal(found.tiles[found.tiles[:, 2] > 0], expected.tiles[used])
+    assert not found.tiles[len(used[used]) :, 2].any()
+
+
+FEW = Tile(Kind.MULTIPLY_ADD, block_n=8, block_k=32)
+ON_MATRIX = Tile(Kind.MATRIX, block_n=16, block_k=32)
+PRODUCTS = {
+    "one token": ([2], FEW),
+    "one token without": ([0], FEW),
+    "the matrix unit": ([2, 0, 1, 3, 3, 1, 0], ON_MATRIX),
+    "splits": ([1, 0, 2], Tile(Kind.MATRIX, block_n=16, block_k=32, splits=2)),
+    "the library": ([1, 0, 2], LIBRARY),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_add_what_adapters_add_where_they_end(case, dtype):
+    """Plain, normed and gated, and into the stream; with adapters' biases and without."""
+    t_adapter, tile = PRODUCTS[case]
+    tiles = ProductTiles({}, [(64, tile)])
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype) * 0.3
+
+    rows, inputs, rank = (48, 16, 16), 64, 24
+    x, stream = draw(len(t_adapter), inputs), draw(len(t_adapter), 80)
+    weight, bias, norm = draw(80, inputs), draw(80), RowNorm(draw(inputs), 1e-5)
+    ranks = torch.tensor([rank, 5, 17], dtype=torch.int32)
+    slots = torch.tensor(t_adapter)
+    plan = plan_adapters(slots, ranks, SMALL)
+    seen = plain.plan_adapters(slots, ranks)
+    close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}
+
+    def added(rows, x, *, bias=False):
+        weights = weights_of(rows, inputs, rank, dtype, bias=bias)
+        for each in (weights.down, weights.up):
+            each *= 0.3
+        return Added(weights, plan, adapt), plain.adapt(x, weights, seen)
+
+    for biases in (False, True):
+        own, delta = added(rows, x, bias=biases)
+        found = adapted.linear(weight, bias, tiles)(x, own)
+        expected = plain.OPERATIONS.prepare_linear(weight, bias)(x, delta)
+        torch.testing.assert_close(found, expected, **close)
+        own, delta = added((80,), x, bias=biases)
+        found, expected = stream.clone(), stream.clone()
+        adapted.add_linear(weight, bias, tiles)(x, found, own)
+        plain.OPERATIONS.prepare_add_linear(weight, bias)(x, expected, delta)
+        torch.testing.assert_close(found, expected, **close)
+        normed = plain.OPERATIONS.rms_norm(x, norm.weight, norm.epsilon)
+        for activation, parts in ((Activation.SILU, (40, 40)), (None, rows)):
+            own, delta = added(parts, normed, bias=biases)
+            found = adapted.norm_linear(weight, bias, norm, activation, tiles)(x, own)
+            product = plain.OPERATIONS.prepare_norm_linear(weight, bias, norm, activation)
+            torch.testing.assert_close(found, product(x, delta), **close)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_products_with_a_weight_of_their_adapter_are_those_of_the_reference(tokens):
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(SLOTS, 100, 40, generator=generator)
+    x = torch.randn(tokens, 40, generator=generator)
+    t_adapter, has = torch.arange(tokens) % 5, torch.tensor([1, 0, 1], dtype=torch.int32)
+    own = (t_adapter == 1) | (t_adapter == 3)  # slot 2 has none, and there is no fourth
+    found = adapter_heads.own_linear(x, weights, t_adapter, has)[own]
+    expected = reference.own_linear(x, weights, t_adapter, has)[own]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for at, row in zip(own.nonzero().flatten().tolist(), expected, strict=True):
+        torch.testing.assert_close(row, weights[t_adapter[at] - 1] @ x[at])

@@ -16,15 +16,14 @@ from tokenpod.kernels.triton.launch import await_inputs, capability, launch_opti
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product import PARTIALS_BLOCK
 from tokenpod.kernels.triton.product_kernels import add_partials
+from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
 from tokenpod.kernels.triton.quantised.tiles import LaneTile
-from tokenpod.kernels.triton.quantised.widening import factor_of, lane_planes, plus_zero
+from tokenpod.kernels.triton.quantised.widening import factor_of
 
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
-#: Rows that a program of `widen_lanes` widens.
-ROWS = 16
 
 
 def multiply_lanes(
@@ -92,25 +91,6 @@ def multiply_lanes(
         )
 
 
-def widen_lanes(weight: Lanes, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, inputs] as `dtype`, for products that are bound by arithmetic."""
-    row_lanes = weight.numbers.shape[1]
-    out = torch.empty((weight.rows, weight.inputs), dtype=dtype, device=weight.numbers.device)
-    _widen_lanes[(triton.cdiv(weight.rows, ROWS), row_lanes // weight.width)](
-        *(weight.numbers, weight.scale, weight.zero, out),
-        *(weight.rows, weight.inputs, row_lanes, len(weight.scale)),
-        KIND=weight.kind,
-        TABLE=weight.table,
-        PLANES=weight.planes,
-        WIDTH=weight.width,
-        PER_GROUP=weight.group // weight.width,
-        ASSEMBLY=capability(out.device) is not None,
-        BLOCK_N=ROWS,
-        **launch_options(out.device),
-    )
-    return out
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def lane_product(
     x,
@@ -166,13 +146,13 @@ def lane_product(
     at_x = x + token.to(tl.int64) * x_stride
     rows = GATES * n
     # Scales are asked for one step ahead: they are too short to be copied beside the loop.
-    next_s = _scales(scale, own, first_step, rows, groups, PLANES, PER_GROUP)
+    next_s = step_scales(scale, own, first_step, rows, groups, PLANES, PER_GROUP)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
     for step in tl.range(0, share, num_stages=STAGES):
         s = next_s
         ahead = first_step + tl.minimum(step + 1, share - 1)
-        next_s = _scales(scale, own, ahead, rows, groups, PLANES, PER_GROUP)
+        next_s = step_scales(scale, own, ahead, rows, groups, PLANES, PER_GROUP)
         # Steps beyond the last one have inputs of zero, and the last one's weight.
         its_step = first_step + step
         if not EVEN:
@@ -180,7 +160,7 @@ def lane_product(
         i = first + step * (PLANES * WIDTH)
         v = _inputs(at_x, i, k, is_x, PLANES, WIDTH, EVEN)
         w = lane_planes(at_w + its_step * WIDTH, WIDTH, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
-        z = _zeros(zero, own, its_step, rows, PLANES, PER_GROUP)
+        z = step_zeros(zero, own, its_step, rows, PLANES, PER_GROUP)
         sums = _add_planes(sums, w, v, s, z, zero, KIND, PLANES, PER_GROUP, ASSEMBLY)
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
     _finish(out, bias, y, y_stride, tokens, n, GATES, ACTIVATION, ADD, SPLITS, BLOCK_T, BLOCK_N)
@@ -206,7 +186,7 @@ def _plane(at_x, i, k, is_x, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _scales(scale, row, step, rows, groups, PLANES: tl.constexpr, PER_GROUP: tl.constexpr):
+def step_scales(scale, row, step, rows, groups, PLANES: tl.constexpr, PER_GROUP: tl.constexpr):
     """Scales of a step's planes, as stored; planes of one group have the same."""
     plane = step * PLANES
     s0 = _scale(scale, row, plane // PER_GROUP, rows, groups)
@@ -228,7 +208,7 @@ def _scale(scale, row, group, rows, groups):
 
 
 @triton.jit
-def _zeros(zero, row, step, rows, PLANES: tl.constexpr, PER_GROUP: tl.constexpr):
+def step_zeros(zero, row, step, rows, PLANES: tl.constexpr, PER_GROUP: tl.constexpr):
     """What is added to a step's planes; see `Lanes.zero`. Loaded with the tile they are for."""
     if zero is None:
         return 0, 0, 0, 0
@@ -334,40 +314,3 @@ def _finish(
         if ADD:
             out = out.to(tl.float32) + tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
         tl.store(at_y, out.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _widen_lanes(
-    weight,
-    scale,
-    zero,
-    out,
-    rows,
-    k,
-    row_lanes,
-    groups,
-    KIND: tl.constexpr,
-    TABLE: tl.constexpr,
-    PLANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(row, rows - 1)
-    step = tl.program_id(1)
-    lane = tl.arange(0, WIDTH)
-    at_w = weight + own.to(tl.int64) * row_lanes
-    dtype: tl.constexpr = out.dtype.element_ty
-    w = lane_planes(at_w + step * WIDTH, WIDTH, KIND, TABLE, dtype, ASSEMBLY)
-    s = _scales(scale, own, step, rows, groups, PLANES, PER_GROUP)
-    z = _zeros(zero, own, step, rows, PLANES, PER_GROUP)
-    await_inputs(OVERLAP)
-    for plane in tl.static_range(PLANES):
-        i = (step * PLANES + plane) * WIDTH + lane
-        made = plus_zero(w[plane], z[plane], zero, dtype, ASSEMBLY).to(tl.float32)
-        made *= factor_of(s[plane], KIND)[:, None]
-        at = out + row.to(tl.int64)[:, None] * k + i[None, :]
-        tl.store(at, made.to(dtype), mask=(row < rows)[:, None] & (i < k)[None, :])

@@ -14,9 +14,10 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.triton.launch import capability
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
 from tokenpod.kernels.triton.quantised.around import Around, Product, start_from
-from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes, widen_lanes
+from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.widen import widen_lanes
 
 
 def prepare_lanes(

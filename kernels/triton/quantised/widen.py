@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.triton.quantised.lane_products import step_scales, step_zeros
+from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
+from tokenpod.kernels.triton.quantised.lanes import Lanes
+from tokenpod.kernels.triton.quantised.widening import factor_of
 
 #: That a program widens.
 BYTES = 4096
+ROWS = 16
 
 
 def widen_bytes(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
@@ -23,6 +28,25 @@ def widen_bytes(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def widen_lanes(weight: Lanes, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, inputs] as `dtype`, for products that are bound by arithmetic."""
+    row_lanes = weight.numbers.shape[1]
+    out = torch.empty((weight.rows, weight.inputs), dtype=dtype, device=weight.numbers.device)
+    _widen_lanes[(triton.cdiv(weight.rows, ROWS), row_lanes // weight.width)](
+        *(weight.numbers, weight.scale, weight.zero, out),
+        *(weight.rows, weight.inputs, row_lanes, len(weight.scale)),
+        KIND=weight.kind,
+        TABLE=weight.table,
+        PLANES=weight.planes,
+        WIDTH=weight.width,
+        PER_GROUP=weight.group // weight.width,
+        ASSEMBLY=capability(out.device) is not None,
+        BLOCK_N=ROWS,
+        **launch_options(out.device),
+    )
+    return out
+
+
 @triton.jit
 def _widen_bytes(numbers, scale, out, k, BYTES: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -31,3 +55,40 @@ def _widen_bytes(numbers, scale, out, k, BYTES: tl.constexpr, OVERLAP: tl.conste
     w *= tl.load(scale + row)
     await_inputs(OVERLAP)
     tl.store(out + row * k + i, w.to(out.dtype.element_ty), mask=i < k)
+
+
+@triton.jit
+def _widen_lanes(
+    weight,
+    scale,
+    zero,
+    out,
+    rows,
+    k,
+    row_lanes,
+    groups,
+    KIND: tl.constexpr,
+    TABLE: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.minimum(row, rows - 1)
+    step = tl.program_id(1)
+    lane = tl.arange(0, WIDTH)
+    at_w = weight + own.to(tl.int64) * row_lanes
+    dtype: tl.constexpr = out.dtype.element_ty
+    w = lane_planes(at_w + step * WIDTH, WIDTH, KIND, TABLE, dtype, ASSEMBLY)
+    s = step_scales(scale, own, step, rows, groups, PLANES, PER_GROUP)
+    z = step_zeros(zero, own, step, rows, PLANES, PER_GROUP)
+    await_inputs(OVERLAP)
+    for plane in tl.static_range(PLANES):
+        i = (step * PLANES + plane) * WIDTH + lane
+        made = plus_zero(w[plane], z[plane], zero, dtype, ASSEMBLY).to(tl.float32)
+        made *= factor_of(s[plane], KIND)[:, None]
+        at = out + row.to(tl.int64)[:, None] * k + i[None, :]
+        tl.store(at, made.to(dtype), mask=(row < rows)[:, None] & (i < k)[None, :])

@@ -89,7 +89,15 @@ def compile_launches(capability: tuple[int, int]) -> None:
         print(self.fn.__name__, flush=True)
 
     JITFunction.run = run
-    choosing = (launch, product, experts, expert_token_stored, quantised_products, lane_products)
+    choosing = (
+        launch,
+        product,
+        experts,
+        expert_token_stored,
+        quantised_products,
+        lane_products,
+        widen,
+    )
     for module in choosing:
         module.capability = lambda device: capability
     attention.INTERPRETED = attention.Device(processors=132, capability=capability)

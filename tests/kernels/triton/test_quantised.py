@@ -20,12 +20,12 @@ from tokenpod.kernels.triton.quantised import (
     prepare_norm_linear,
     products,
 )
-from tokenpod.kernels.triton.quantised.lane_products import widen_lanes
 from tokenpod.kernels.triton.quantised.laned import kind_of_lanes
 from tokenpod.kernels.triton.quantised.lanes import lanes_of
 from tokenpod.kernels.triton.quantised.products import kind_of
 from tokenpod.kernels.triton.quantised.rounding import round_inputs
 from tokenpod.kernels.triton.quantised.tiles import AddTile, LaneTile, MatrixTile, Tiles
+from tokenpod.kernels.triton.quantised.widen import widen_lanes
 from tokenpod.models.mxfp4 import VALUES
 
 BF16 = torch.bfloat16

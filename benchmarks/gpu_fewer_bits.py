@@ -1,13 +1,11 @@
-"""Weights in fewer bits on a GPU, in some two minutes: experts, and kernels that compete.
+"""Weights in fewer bits on a GPU, in some two minutes: experts, and products in every format.
 
-    python -P benchmarks/gpu_fewer_bits.py [--seconds 150] [--into TABLE]
+    python -P benchmarks/gpu_fewer_bits.py [--seconds 150]
 
 Experts' blocks (router, sort and products) of Qwen3-30B-A3B and gpt-oss-20b with 1 and 64 tokens,
-in every format beside bfloat16; products of an 8B Llama with 1 and 64 tokens in every format, with
-the table's tile and with those that `variants` offers beside it. Each is checked against the
-reference. Prints microseconds, the ratio to bfloat16 and the share of the read bandwidth of the
-weights' own bytes; of experts those that are chosen. `--into kernels/triton/quantised/tiles.json`
-writes tiles that were faster into the table.
+in every format beside bfloat16; products of an 8B Llama with 1 and 64 tokens in every format. Each
+is checked against the reference. Prints microseconds, the ratio to bfloat16 and the share of the
+read bandwidth of the weights' own bytes; of experts those that are chosen.
 
 Kernels are compiled by several processes first. What is left when the time is over is not timed,
 and that is said.
@@ -16,14 +14,13 @@ and that is said.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +40,6 @@ from tokenpod.kernels.triton.expert_stacks import stack_of as stack_of_kernels
 from tokenpod.kernels.triton.expert_tiles import STORED_TILES
 from tokenpod.kernels.triton.experts import add_for_many, prepare_experts
 from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.quantised.tiles import AddTile, StoredTile, Tile, Tiles
 from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.mxfp4 import VALUES
 
@@ -52,8 +48,6 @@ TOKENS = (1, 64)
 ROTATED_BYTES = 200 << 20
 REPLAYS = 10
 WORKERS = 12
-#: Programs that fill the device.
-PROGRAMS = 132
 
 
 def coded(weight: torch.Tensor, group: int, table: torch.Tensor | None) -> GroupedWeight:
@@ -211,29 +205,6 @@ def experts(
     return taken, size * chosen, error
 
 
-def variants(case: Case, tokens: int) -> list[Tile]:
-    """Beside the table's: tiles of 128 and 256 rows widened in registers, and scales in sums."""
-    n, _, around = SHAPES[case.shape]
-    if case.kind not in ("int4", "int8"):
-        return []
-
-    def stored(block_n: int, **more: Any) -> StoredTile:
-        rows = n // 2 if around == "gate" else n
-        block_n = block_n // 2 if around == "gate" else block_n
-        splits = 1
-        while around != "gate" and rows // block_n * splits < PROGRAMS and splits < 8:
-            splits *= 2
-        return StoredTile(block_n, 128, splits=splits, **more)
-
-    if tokens == 1:
-        return [stored(64, block_t=16, stages=5), stored(128, block_t=16, stages=4)]
-    return [
-        stored(128, warps=4),
-        stored(256, warps=8, stages=3),
-        stored(128, warps=4, in_sums=True),
-    ]
-
-
 def weights_of(case: Case) -> list[Any]:
     n, k, _ = SHAPES[case.shape]
     torch.manual_seed(2)
@@ -244,13 +215,12 @@ def weights_of(case: Case) -> list[Any]:
 
 
 def product(
-    case: Case, weights: list[Any], tokens: int, tile: Tile | None, exact: Exact | None
+    case: Case, weights: list[Any], tokens: int, exact: Exact | None
 ) -> tuple[float, float]:
-    """Seconds of a product with a tile (None: the table's), and its error; 0 without `exact`."""
+    """Seconds of a product, and its error; 0 without `exact`."""
     around = SHAPES[case.shape][2]
-    table = None if tile is None else Tiles({case.kind: [(1 << 30, tile)]}, {})
     x = inputs_of(tokens, weights[0].shape[1])
-    runs = [made(weight, around, table) for weight in (weights if exact else weights[:1])]
+    runs = [made(weight, around, None) for weight in (weights if exact else weights[:1])]
     got = runs[0](x).clone()
     torch.cuda.synchronize()
     if exact is None:
@@ -272,8 +242,7 @@ def run_once(case: Case) -> str | None:
                     if tokens == 1 and case.kind != "bf16":
                         experts(case, tokens, False, True)
                     continue
-                for tile in (None, *variants(case, tokens)):
-                    product(case, weights, tokens, tile, None)
+                product(case, weights, tokens, None)
     except Exception as error:
         return f"{case.name} {case.kind}: {type(error).__name__} {str(error)[:200]}"
     return None
@@ -292,7 +261,7 @@ def check(name: str, error: float) -> None:
         print(f"WRONG {name}: error {error:.1e}", flush=True)
 
 
-def time_case(case: Case, bf16: dict[tuple[str, int], float], best: list[dict[str, Any]]) -> None:
+def time_case(case: Case, bf16: dict[tuple[str, int], float]) -> None:
     weights, exact = None if case.layer else weights_of(case), Exact()
     for tokens in TOKENS:
         if weights is None:
@@ -303,47 +272,15 @@ def time_case(case: Case, bf16: dict[tuple[str, int], float], best: list[dict[st
                 report(case.name, name, tokens, taken, size, bf16[case.name, tokens])
                 check(f"{case.name} {name}", error)
             continue
-        fastest: tuple[float, Tile | None] = (float("inf"), None)
-        for tile in (None, *variants(case, tokens)):
-            taken, error = product(case, weights, tokens, tile, exact)
-            bf16.setdefault((case.name, tokens), taken)
-            size = weights[0].nbytes
-            report(case.name, case.kind, tokens, taken, size, bf16[case.name, tokens])
-            if tile is not None:
-                print(f"{'':20s}{tile}", flush=True)
-            check(f"{case.name} {case.kind} {tile}", error)
-            if error < TOLERANCE:
-                fastest = min(fastest, (taken, tile), key=lambda pair: pair[0])
-        if fastest[1] is not None:
-            n, k, _ = SHAPES[case.shape]
-            entry = {
-                "tokens": tokens,
-                "add": isinstance(fastest[1], AddTile),
-                "stored": isinstance(fastest[1], StoredTile),
-                **asdict(fastest[1]),
-            }
-            best.append({"kind": case.kind, "n": n, "k": k, "tiles": [entry]})
-
-
-def merge(path: Path, best: list[dict[str, Any]]) -> None:
-    """Put the tiles that were faster than the table's into it, at their numbers of tokens."""
-    table = json.loads(path.read_text())
-    for found in best:
-        key = {name: found[name] for name in ("kind", "n", "k")}
-        shape = next((s for s in table["shapes"] if key.items() <= s.items()), None)
-        if shape is None:
-            shape = {**key, "tiles": list(table["kinds"][found["kind"]])}
-            table["shapes"].append(shape)
-        for entry in found["tiles"]:
-            others = [tile for tile in shape["tiles"] if tile["tokens"] != entry["tokens"]]
-            shape["tiles"] = sorted([*others, entry], key=lambda tile: tile["tokens"])
-    path.write_text(json.dumps(table, indent=1) + "\n")
+        taken, error = product(case, weights, tokens, exact)
+        bf16.setdefault((case.name, tokens), taken)
+        report(case.name, case.kind, tokens, taken, weights[0].nbytes, bf16[case.name, tokens])
+        check(f"{case.name} {case.kind}", error)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=150, help="all of it, at most")
-    parser.add_argument("--into", type=Path, help="the table that gets faster tiles")
     options = parser.parse_args()
     began = time.monotonic()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
@@ -353,7 +290,6 @@ def main() -> None:
         problems = dict(zip(every, pool.map(run_once, every), strict=True))
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     bf16: dict[tuple[str, int], float] = {}
-    best: list[dict[str, Any]] = []
     with torch.inference_mode():
         for done, case in enumerate(every):
             if time.monotonic() - began > options.seconds - 5:
@@ -362,10 +298,7 @@ def main() -> None:
             if problems[case]:
                 print(f"FAILED {problems[case]}", flush=True)
                 continue
-            time_case(case, bf16, best)
-    if options.into and best:
-        merge(options.into, best)
-        print(f"{len(best)} tiles written into {options.into}")
+            time_case(case, bf16)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,18 @@
-"""Products with weights of 8 and 4 bits on a GPU, beside products of 16 bits; finds their tiles.
+"""Products with weights of 8 and 4 bits on a GPU, beside products of 16 bits.
 
-    python -P benchmarks/gpu_quantised.py [--compile PART/PARTS] [--search] [--tiles FILE]
+    python -P benchmarks/gpu_quantised.py
 
 Checks each kernel against float64 at the sizes that are timed, then prints for each kind of weight,
 shape of an 8B Llama and number of tokens: microseconds and the share of the read bandwidth (of the
 weight's own bytes), and the ratio to our product of 16 bits; for 8,192 tokens operations a second.
-`--search` tries many tiles, prints the best and writes them as tiles.json has them. A first run of
-each part with `--compile` fills Triton's cache, several processes side by side.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +23,7 @@ from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.formats.rounding import Number, Rounding
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton import product, quantised
-from tokenpod.kernels.triton.quantised.products import kind_of
-from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tile, Tiles
+from tokenpod.kernels.triton.quantised.tiles import Tiles
 
 #: Bytes a second that an H200 reads, as benchmarks/gpu.py measured them.
 READ_RATE = 4.617e12
@@ -144,70 +138,7 @@ def check(name: str, weight: Any, around: str, tokens: int, tiles: Tiles | None)
         raise SystemExit(f"{name}, {tokens} tokens: error {error:.1e}")
 
 
-def candidates(kind: str, around: str, tokens: int) -> Iterator[Tile]:
-    if tokens == 1 and kind in ("int4", "int8"):
-        if kind == "int4":
-            for warps, block_n, each in itertools.product((4, 8, 16), (2, 4, 8), (1, 2, 4)):
-                yield AddTile(block_n, 1, warps, 132 * each)
-        else:
-            for warps, block_n in itertools.product((2, 4), (4, 8)):
-                yield AddTile(block_n, 1024, warps)
-    if tokens > 64:
-        for n, k, t, warps, stages in (
-            (128, 128, 128, 8, 3),
-            (128, 128, 256, 8, 3),
-            (256, 128, 128, 8, 3),
-            (128, 128, 128, 4, 3),
-        ):
-            yield MatrixTile(n, k, t, warps, stages)
-        return
-    splits = (1,) if around in ("gate", "plain") else (1, 2, 4)
-    wide = ((64, 4), (128, 4), (128, 8), (256, 8)) if tokens > 16 else ((64, 4),)
-    sizes = (128,) if kind in ("int4", "fp8-blocks") else (128, 256)
-    for (n, warps), k, split, ahead in itertools.product(wide, sizes, splits, (0, 1024, 4096)):
-        if ahead != 4096 or tokens == 1:
-            yield MatrixTile(n, k, 64, warps, 4, split, ahead)
-
-
-@dataclass
-class Case:
-    kind: str
-    shape: str
-    tokens: int
-
-    def table(self, tile: Tile) -> Tiles:
-        return Tiles({self.kind: [(1 << 30, tile)]}, {})
-
-
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    for kind, shape, tokens in itertools.product(options.kinds, options.shapes, options.tokens):
-        if tokens <= TOKENS[-1] or ("-" in kind and shape != "head"):
-            yield Case(kind, shape, tokens)
-
-
-def compile_part(options: argparse.Namespace) -> None:
-    part, parts = map(int, options.compile.split("/"))
-    every = [(case, tile) for case in cases(options) for tile in candidates(*_key(case))]
-    weights: dict[tuple[str, str], Any] = {}
-    for case, tile in every[part::parts]:
-        n, k, around = SHAPES[case.shape]
-        if (case.kind, case.shape) not in weights:
-            weights.clear()
-            weights[case.kind, case.shape] = MAKE[case.kind](torch.randn(n, k, device="cuda"))
-        x = torch.randn(case.tokens, k, device="cuda", dtype=torch.bfloat16)
-        try:
-            made(weights[case.kind, case.shape], around, case.table(tile))(x)
-        except Exception as error:
-            if "out of resource" not in str(error):
-                print(f"{case} {tile}: {str(error)[:80]}")
-
-
-def _key(case: Case) -> tuple[str, str, int]:
-    return case.kind, SHAPES[case.shape][2], case.tokens
-
-
 def run(options: argparse.Namespace) -> None:
-    best: dict[str, Any] = {"capability": list(torch.cuda.get_device_capability()), "shapes": []}
     torch.manual_seed(0)
     for shape in options.shapes:
         n, k, around = SHAPES[shape]
@@ -228,7 +159,6 @@ def run(options: argparse.Namespace) -> None:
             first = MAKE[kind](drawn)
             count = max(ROTATED_BYTES // first.nbytes, 2)
             weights = [first, *(MAKE[kind](drawn.roll(i, 0)) for i in range(1, count))]
-            entries: list[dict[str, Any]] = []
             for tokens, x in inputs.items():
                 if tokens not in wide:
                     continue
@@ -241,49 +171,17 @@ def run(options: argparse.Namespace) -> None:
                 else:
                     told += f" {2e-12 * n * k * tokens / taken:5.0f} TFLOP/s"
                 print(f"{shape:8s} {kind:12s} {tokens:4d} tokens  {told}", flush=True)
-                if options.search and (tokens < 99 or "-" in kind):
-                    tile, least = best_tile(Case(kind, shape, tokens), some, around, x)
-                    note = f"{least * 1e6:8.1f} us {wide[tokens] / least:5.2f} x"
-                    print(f"{'':32s} best {note} {tile}", flush=True)
-                    entries.append(
-                        {"tokens": tokens, "add": isinstance(tile, AddTile), **asdict(tile)}
-                    )
-            if entries:
-                best["shapes"].append({"kind": kind, "n": n, "k": k, "tiles": entries})
-                if options.tiles:
-                    options.tiles.write_text(json.dumps(best, indent=1))
-
-
-def best_tile(case: Case, weights: list[Any], around: str, x: torch.Tensor) -> tuple[Tile, float]:
-    timed: list[tuple[float, Tile]] = []
-    for tile in candidates(*_key(case)):
-        try:
-            check(f"{case} {tile}", weights[0], around, min(case.tokens, 300), case.table(tile))
-            timed.append((seconds([made(w, around, case.table(tile)) for w in weights], x), tile))
-        except Exception as error:  # a tile that asks for more than the device has
-            if "out of resource" not in str(error):
-                print(f"    {tile}: {str(error)[:80]}")
-    least, tile = min(timed, key=lambda pair: pair[0])
-    return tile, least
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--search", action="store_true", help="try many tiles")
-    parser.add_argument("--compile", help="PART/PARTS: only compile")
-    parser.add_argument("--tiles", type=Path, help="file for the best")
     parser.add_argument("--kinds", nargs="*", default=["int4", "int8", "fp8"])
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=[*TOKENS, MANY])
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for kind in options.kinds:
-        assert kind_of(MAKE[kind](torch.zeros(128, 128, device="cuda"))) == kind
     with torch.inference_mode():
-        if options.compile:
-            compile_part(options)
-        else:
-            run(options)
+        run(options)
 
 
 if __name__ == "__main__":

@@ -125,11 +125,9 @@ def product(
                 BLOCK_K,
                 PER_GROUP,
                 PER_THEIR,
-                False,
                 EVEN,
                 ASSEMBLY,
                 STAGES,
-                1,
                 BLOCK_N,
                 BLOCK_T,
             )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tokenpod.kernels.expert_ops import Stack
+from tokenpod.kernels.triton import launch
 from tokenpod.kernels.triton.quantised.rounding import round_inputs
 from tokenpod.kernels.triton.quantised.walked import Walked, walked
 
@@ -90,12 +91,17 @@ def stored_arguments(
     x_scale, their_columns, per_their = x, 1, 0
     if rows.rounding is not None:
         rounded = round_inputs(x, rows.rounding)
-        x, x_scale, their_columns = rounded.numbers.view(torch.int8), *_columns(rounded.scale)
+        x, x_scale, their_columns = rounded.numbers, *_columns(rounded.scale)
         per_their = 0 if rows.rounding.group is None else rows.rounding.group // width
+    numbers = rows.numbers
+    if launch.capability(x.device) is None:
+        x = x.view(torch.int8) if rows.rounding is not None else x
+    elif rows.kind == "fp8":
+        numbers = numbers.view(torch.float8_e4m3fn)
     return StoredArguments(
         x,
         x_scale,
-        rows.numbers,
+        numbers,
         rows.scale,
         rows.zero,
         rows.table,

@@ -29,91 +29,47 @@ INT8_MOST: tl.constexpr = tl.constexpr(127.0)
 class Rounded(NamedTuple):
     """Inputs [T, in] as numbers of 8 bits; digits are two tensors below each other."""
 
-    #: [T, in] float8_e4m3fn or int8; [2T, in] int8 where they are digits, the high ones first. `in`
-    #: is a multiple of the block where inputs are in the order of a block's nibbles.
+    #: [T, in] float8_e4m3fn or int8; [2T, in] int8 where they are digits, the high ones first.
     numbers: torch.Tensor
     #: [T, groups] float32
     scale: torch.Tensor
-    #: [T, blocks] float32: the sum of a block's whole numbers; None where nobody asked.
-    sums: torch.Tensor | None
 
 
 def round_inputs(
-    x: torch.Tensor,
-    rounding: Rounding | None,
-    *,
-    norm: RowNorm | None = None,
-    run: int | None = None,
-    order: torch.Tensor | None = None,
+    x: torch.Tensor, rounding: Rounding | None, *, norm: RowNorm | None = None
 ) -> Rounded:
-    """X [T, in], rows contiguous, after its norm.
+    """X [T, in] of 16 bits, rows contiguous, after its norm, if there is one.
 
-    Args:
-        x: inputs of 16 bits.
-        rounding: of the format; None: as two digits.
-        norm: of the stream that x is then.
-        run: of a weight of 4 bits: inputs are put in the order of the nibbles of its blocks, and
-            summed block by block.
-        order: [in] int64, which input each one is to be; before `run`.
+    `rounding` of the format; None: as two digits.
     """
-    kind = "digits" if rounding is None else rounding.number.value
-    return _arranged(x, rounding, kind, norm, run, order)
-
-
-def arrange_inputs(
-    x: torch.Tensor, norm: RowNorm | None, run: int, order: torch.Tensor | None
-) -> torch.Tensor:
-    """X [T, in] after its norm, in the order of nibbles, as `round_inputs` has them, as it is."""
-    return _arranged(x, None, "plain", norm, run, order).numbers
-
-
-def _arranged(
-    x: torch.Tensor,
-    rounding: Rounding | None,
-    kind: str,
-    norm: RowNorm | None,
-    run: int | None,
-    order: torch.Tensor | None,
-) -> Rounded:
     tokens, k = x.shape
-    block = 8 * run if run else (rounding.group if rounding and rounding.group else None)
-    groups = -(-k // block) if block else 1
-    width = groups * block if run and block else k
-    digits = kind == "digits"
-    dtype = x.dtype if kind == "plain" else torch.int8
-    if rounding is not None:
-        dtype = rounding.number.dtype
-    numbers = torch.empty((2 * tokens if digits else tokens, width), dtype=dtype, device=x.device)
-    grouped = rounding is not None and rounding.group is not None
-    scale = torch.empty((tokens, groups if grouped else 1), dtype=torch.float32, device=x.device)
-    sums = None
-    if run and digits:
-        sums = torch.empty((tokens, groups), dtype=torch.float32, device=x.device)
-    in_group = triton.next_power_of_2(k if block is None else block)
+    block = k if rounding is None or rounding.group is None else rounding.group
+    groups = -(-k // block)
+    digits = rounding is None
+    dtype = torch.int8 if rounding is None else rounding.number.dtype
+    numbers = torch.empty((2 * tokens if digits else tokens, k), dtype=dtype, device=x.device)
+    scale = torch.empty((tokens, groups), dtype=torch.float32, device=x.device)
+    in_group = triton.next_power_of_2(block)
     _round_inputs[(tokens,)](
         x,
         numbers,
         scale,
-        sums,
         None if norm is None else norm.weight,
         None if rounding is None else rounding.static,
-        order,
         x.stride(0),
         tokens,
         k,
-        width,
         0.0 if norm is None else norm.epsilon,
         groups,
-        k if block is None else block,
-        KIND=kind,
-        GROUPED=grouped,
-        RUN=run or 0,
+        block,
+        KIND="digits" if rounding is None else rounding.number.value,
+        GROUPED=rounding is not None and rounding.group is not None,
         GROUPS=triton.next_power_of_2(groups),
         IN_GROUP=in_group,
         num_warps=min(16, max(1, triton.next_power_of_2(groups) * in_group // 512)),
         **launch_options(x.device),
     )
-    return Rounded(numbers, scale, sums)
+    return Rounded(numbers, scale)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -121,20 +77,16 @@ def _round_inputs(
     x,
     numbers,
     scale,
-    sums,
     norm_weight,
     static,
-    order,
     x_stride,
     tokens,
     k,
-    width,
     epsilon,
     groups,
     in_group,
     KIND: tl.constexpr,
     GROUPED: tl.constexpr,
-    RUN: tl.constexpr,
     GROUPS: tl.constexpr,
     IN_GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -142,21 +94,12 @@ def _round_inputs(
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = tl.arange(0, IN_GROUP)
-    to = group[:, None] * in_group + place[None, :]
-    inside = (place < in_group)[None, :] & (to < width)
-    source = to
-    if RUN > 0:
-        # The byte of a nibble, and which half of it: see `Int4Weight.packed`.
-        half = place // (4 * RUN)
-        byte = place % (4 * RUN)
-        source = group[:, None] * in_group + ((2 * (byte % 4) + half) * RUN + byte // 4)[None, :]
-    there = inside & (source < k)
-    if order is not None:
-        source = tl.load(order + source, mask=there, other=0)
+    i = group[:, None] * in_group + place[None, :]
+    inside = (place < in_group)[None, :] & (i < k)
     if norm_weight is not None:
-        factor = tl.load(norm_weight + source, mask=there, other=0.0)
+        factor = tl.load(norm_weight + i, mask=inside, other=0.0)
     await_inputs(OVERLAP)
-    loaded = tl.load(x + token * x_stride + source, mask=there, other=0.0)
+    loaded = tl.load(x + token * x_stride + i, mask=inside, other=0.0)
     v = loaded.to(tl.float32)
     if norm_weight is not None:
         # Rounded where the norm by itself would be.
@@ -164,26 +107,8 @@ def _round_inputs(
         if factor.dtype == loaded.dtype:
             v = v.to(loaded.dtype).to(tl.float32)
         v = (v * factor.to(tl.float32)).to(loaded.dtype).to(tl.float32)
-    at = numbers + token * width + to
-    if KIND == "plain":
-        tl.store(at, v.to(numbers.dtype.element_ty), mask=inside)
-    else:
-        _store_rounded(
-            v,
-            at,
-            scale,
-            sums,
-            static,
-            inside,
-            token,
-            tokens,
-            group,
-            groups,
-            width,
-            KIND,
-            GROUPED,
-            RUN,
-        )
+    at = numbers + token * k + i
+    _store_rounded(v, at, scale, static, inside, token, tokens, group, groups, k, KIND, GROUPED)
 
 
 @triton.jit
@@ -191,17 +116,15 @@ def _store_rounded(
     v,
     at,
     scale,
-    sums,
     static,
     inside,
     token,
     tokens,
     group,
     groups,
-    width,
+    k,
     KIND: tl.constexpr,
     GROUPED: tl.constexpr,
-    RUN: tl.constexpr,
 ):
     MOST: tl.constexpr = (
         DIGITS_MOST if KIND == "digits" else (FP8_MOST if KIND == "fp8" else INT8_MOST)
@@ -229,10 +152,8 @@ def _store_rounded(
             high = tl.floor(q * 0.0078125 + 0.5)
             tl.store(at, high.to(tl.int8), mask=inside)
             low = q - 128.0 * high
-            tl.store(at + tokens.to(tl.int64) * width, low.to(tl.int8), mask=inside)
+            tl.store(at + tokens.to(tl.int64) * k, low.to(tl.int8), mask=inside)
     if GROUPED:
         tl.store(scale + token * groups + group, step, mask=group < groups)
     else:
         tl.store(scale + token, tl.max(step, axis=0) + tl.sum(lost, axis=0))
-    if RUN > 0:
-        tl.store(sums + token * groups + group, tl.sum(q, axis=1), mask=group < groups)

@@ -17,6 +17,7 @@ from tokenpod.kernels.triton.quantised.widening import (
     TIMES,
     factor_of,
     in_pairs,
+    numbers_of,
     split,
 )
 
@@ -46,11 +47,9 @@ def walk_stored(
     WIDTH: tl.constexpr,
     PER_GROUP: tl.constexpr,
     PER_THEIR: tl.constexpr,
-    IN_SUMS: tl.constexpr,
     EVEN: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -75,7 +74,6 @@ def walk_stored(
         ROUNDED: inputs are of the weight's kind: bytes are multiplied as they are.
         PER_GROUP: runs that share a scale; 0: a row has one scale, which is for the caller.
         PER_THEIR: the same of tokens' scales.
-        IN_SUMS: multiply a run's sums by its scales, not the run's numbers: they stay exact.
     """
     GROUPED: tl.constexpr = PER_GROUP > 0 or PER_THEIR > 0
     SUM: tl.constexpr = tl.int32 if ROUNDED and KIND == "int8" and not GROUPED else tl.float32
@@ -95,7 +93,7 @@ def walk_stored(
             plane += 1
             next_up_s1, next_up_z1 = _scales(scale, zero, up_at, plane, columns, PER_GROUP, BLOCK_N)
     next_theirs = _theirs(at_their, is_x, step, their_columns, PER_THEIR, BLOCK_T)
-    for step in tl.range(first, last, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for step in tl.range(first, last, num_stages=STAGES):
         s, z, s1, z1, theirs = next_s, next_z, next_s1, next_z1, next_theirs
         up_s, up_z, up_s1, up_z1 = next_up_s, next_up_z, next_up_s1, next_up_z1
         ahead = tl.minimum(step + 1, last - 1)
@@ -124,12 +122,10 @@ def walk_stored(
                 made = _add_rounded(made, packed, v, own_s, theirs, KIND, GROUPED, PER_GROUP, SUM)
             else:
                 w, w1 = split(packed, table, KIND, DTYPE, ASSEMBLY)
-                made = _add(made, w, v, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, IN_SUMS, ASSEMBLY)
+                made = _add(made, w, v, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, ASSEMBLY)
                 if PLANES == 2:
                     own_s, own_z = (up_s1, up_z1) if part else (s1, z1)
-                    made = _add(
-                        made, w1, v1, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, IN_SUMS, ASSEMBLY
-                    )
+                    made = _add(made, w1, v1, own_s, own_z, KIND, DTYPE, PER_GROUP > 0, ASSEMBLY)
             if part:
                 up_sums = made
             else:
@@ -178,7 +174,7 @@ def _bytes(at_row, byte, k, EVEN: tl.constexpr):
     if EVEN:
         packed = tl.load(at, eviction_policy="evict_first")
     else:
-        packed = tl.load(at, mask=(byte < k)[None, :], other=0, eviction_policy="evict_first")
+        packed = tl.load(at, mask=(byte < k)[None, :], other=0.0, eviction_policy="evict_first")
     return packed
 
 
@@ -186,7 +182,7 @@ def _bytes(at_row, byte, k, EVEN: tl.constexpr):
 def _inputs(at_x, i, k, is_x, EVEN: tl.constexpr):
     """Inputs i of tokens, as a right factor [inputs, tokens]."""
     inside = is_x[None, :] if EVEN else is_x[None, :] & (i < k)[:, None]
-    return tl.load(at_x[None, :] + i[:, None], mask=inside, other=0)
+    return tl.load(at_x[None, :] + i[:, None], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -201,9 +197,9 @@ def _add_rounded(
     PER_GROUP: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Sums plus bytes times bytes."""
-    w = packed.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else packed
-    v = v.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else v
+    """Sums plus numbers of 8 bits times such."""
+    w = numbers_of(packed, KIND)
+    v = numbers_of(v, KIND)
     if GROUPED:
         kind = tl.float32 if KIND == "fp8" else tl.int32
         dot = tl.dot(w, v, out_dtype=kind).to(tl.float32) * theirs[None, :]
@@ -225,7 +221,6 @@ def _add(
     KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
-    IN_SUMS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """Sums plus a tile of the weight, as `split` left it, times inputs."""
@@ -239,14 +234,9 @@ def _add(
             w = in_pairs(w, -offset, PLUS)
         else:
             w -= offset[:, None]
-    if GROUPED and not IN_SUMS:
+    if GROUPED:
         if FAST:
             w = in_pairs(w, factor, TIMES)
         else:
             w *= factor[:, None]
-    if GROUPED and IN_SUMS:
-        dot = tl.dot(w.to(DTYPE), v, input_precision="ieee")
-        sums += dot * factor[:, None]
-    else:
-        sums = tl.dot(w.to(DTYPE), v, sums, input_precision="ieee")
-    return sums
+    return tl.dot(w.to(DTYPE), v, sums, input_precision="ieee")

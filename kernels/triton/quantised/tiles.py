@@ -15,11 +15,9 @@ class AddTile:
 
     #: Rows of the weight that it owns: half of them gates where there are gates.
     block_n: int
-    #: Inputs that it reads at a time; all of a row where a weight has 4 bits.
+    #: Inputs that it reads at a time.
     block_k: int
     warps: int = 4
-    #: At most so many programs, which walk over rows where a weight has 4 bits.
-    programs: int = 132 * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,42 +25,38 @@ class MatrixTile:
     """How one program of `matrix` works."""
 
     block_n: int
-    #: A block of its own where a weight has 4 bits.
     block_k: int
     #: Tokens, at most.
     block_t: int = 64
     warps: int = 4
     stages: int = 3
+    #: Of each row's inputs, which are rows of the tile, too.
+    parts: int = 1
     #: Programs that share a row along k; a gated product has rows enough, and takes it for 1.
     splits: int = 1
-    #: Bytes of each row that are asked for before the input is there.
-    ahead: int = 0
-    #: Blocks of inputs in one turn of the loop, each of which has loads of its own in flight.
-    unroll: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.
     panel: int = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTile:
-    """How one program of `stored_products` works, which widens the weight in registers."""
+class LaneTile:
+    """How one program of `lane_products` works."""
 
+    #: Rows of the weight: half of them gates where there are gates.
     block_n: int
-    #: Inputs of a byte each that are read at a time, at most; of 4 bits the format's own.
-    block_k: int
-    #: Tokens, at most.
-    block_t: int = 64
+    #: Of each row's inputs, which are rows of the tile, too.
+    parts: int = 1
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
     #: Programs that share a row along k; a gated product takes it for 1.
     splits: int = 1
-    #: Runs of inputs in one turn of the loop.
-    unroll: int = 1
-    #: Whether a group's sums get its scale, not its numbers.
-    in_sums: bool = False
 
 
-Tile = AddTile | MatrixTile | StoredTile
+Tile = AddTile | MatrixTile | LaneTile
+
+
+#: By the name that tiles.json has for them.
+WAYS: dict[str, type[Tile]] = {"add": AddTile, "matrix": MatrixTile, "lanes": LaneTile}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +77,36 @@ class Tiles:
 def measured(capability: tuple[int, int] | None) -> Tiles:
     """The table in tiles.json, a file of this package; shapes of the generation measured only."""
     table = json.loads(files(__package__).joinpath("tiles.json").read_text())
-    shapes = table["shapes"] if capability == tuple(table["capability"]) else []
+    return parse(table if capability == tuple(table["capability"]) else {**table, "shapes": []})
+
+
+def parse(table: dict[str, Any]) -> Tiles:
+    """The table of tiles.json."""
     return Tiles(
         {kind: _ascending(entries) for kind, entries in table["kinds"].items()},
-        {(s["kind"], s["n"], s["k"]): _ascending(s["tiles"]) for s in shapes},
+        {(s["kind"], s["n"], s["k"]): _ascending(s["tiles"]) for s in table["shapes"]},
     )
+
+
+def text_of(table: dict[str, Any]) -> str:
+    """The same as text, a tile per line."""
+    lines = ["{", f' "capability": {json.dumps(table["capability"])},', ' "kinds": {']
+    kinds = [f'  "{kind}": [\n{_lines(tiles)}\n  ]' for kind, tiles in table["kinds"].items()]
+    lines += [",\n".join(kinds), " },", ' "shapes": [']
+    shapes = []
+    for shape in table["shapes"]:
+        key = json.dumps({name: shape[name] for name in ("kind", "n", "k")})
+        shapes.append(f'  {key[:-1]}, "tiles": [\n{_lines(shape["tiles"])}\n  ]}}')
+    return "\n".join([*lines, ",\n".join(shapes), " ]", "}", ""])
+
+
+def _lines(tiles: list[dict[str, Any]]) -> str:
+    return ",\n".join(f"   {json.dumps(tile)}" for tile in tiles)
 
 
 def _ascending(entries: list[dict[str, Any]]) -> list[tuple[int, Tile]]:
     parsed: list[tuple[int, Tile]] = []
-    kind: type[AddTile | MatrixTile | StoredTile]
     for entry in entries:
-        named = ("tokens", "add", "stored")
-        fields = {name: value for name, value in entry.items() if name not in named}
-        kind = StoredTile if entry.get("stored") else AddTile if entry["add"] else MatrixTile
-        parsed.append((int(entry["tokens"]), kind(**fields)))
+        fields = {name: value for name, value in entry.items() if name not in ("tokens", "way")}
+        parsed.append((int(entry["tokens"]), WAYS[entry["way"]](**fields)))
     return sorted(parsed, key=lambda pair: pair[0])

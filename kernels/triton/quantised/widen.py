@@ -6,13 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.formats.int4 import Int4Weight, block_of
 from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.triton.quantised.lane_products import step_scales, step_zeros
+from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
+from tokenpod.kernels.triton.quantised.lanes import Lanes
+from tokenpod.kernels.triton.quantised.widening import factor_of
 
-#: Words, or bytes, that a program widens.
-WORDS = 512
+#: That a program widens.
 BYTES = 4096
+ROWS = 16
 
 
 def widen_bytes(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
@@ -25,17 +28,20 @@ def widen_bytes(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def widen_words(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """[out, in] as `dtype`, inputs as they are stored; groups are regular."""
-    n, k = weight.shape
-    run = block_of(weight.group) // 8
-    words = weight.packed.shape[1]
-    out = torch.empty((n, k), dtype=dtype, device=weight.packed.device)
-    _widen_words[(n, triton.cdiv(words, WORDS))](
-        *(weight.packed, weight.scale, weight.zero, out, words, k),
-        *(weight.scale.shape[1], weight.group // (8 * run)),
-        RUN=run,
-        WORDS=WORDS,
+def widen_lanes(weight: Lanes, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, inputs] as `dtype`, for products that are bound by arithmetic."""
+    row_lanes = weight.numbers.shape[1]
+    out = torch.empty((weight.rows, weight.inputs), dtype=dtype, device=weight.numbers.device)
+    _widen_lanes[(triton.cdiv(weight.rows, ROWS), row_lanes // weight.width)](
+        *(weight.numbers, weight.scale, weight.zero, out),
+        *(weight.rows, weight.inputs, row_lanes, len(weight.scale)),
+        KIND=weight.kind,
+        TABLE=weight.table,
+        PLANES=weight.planes,
+        WIDTH=weight.width,
+        PER_GROUP=weight.group // weight.width,
+        ASSEMBLY=capability(out.device) is not None,
+        BLOCK_N=ROWS,
         **launch_options(out.device),
     )
     return out
@@ -52,31 +58,37 @@ def _widen_bytes(numbers, scale, out, k, BYTES: tl.constexpr, OVERLAP: tl.conste
 
 
 @triton.jit
-def _widen_words(
-    packed,
+def _widen_lanes(
+    weight,
     scale,
     zero,
     out,
-    words,
+    rows,
     k,
+    row_lanes,
     groups,
-    blocks_in_group,
-    RUN: tl.constexpr,
-    WORDS: tl.constexpr,
+    KIND: tl.constexpr,
+    TABLE: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    block = word // RUN
-    w = tl.load(packed + row * words + word, mask=word < words, other=0)
-    at_scale = row * groups + block // blocks_in_group
-    s = tl.load(scale + at_scale, mask=word < words, other=0.0).to(tl.float32)
-    z = tl.full((WORDS,), 8.0, tl.float32)
-    if zero is not None:
-        z = tl.load(zero + at_scale, mask=word < words, other=0).to(tl.float32)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.minimum(row, rows - 1)
+    step = tl.program_id(1)
+    lane = tl.arange(0, WIDTH)
+    at_w = weight + own.to(tl.int64) * row_lanes
+    dtype: tl.constexpr = out.dtype.element_ty
+    w = lane_planes(at_w + step * WIDTH, WIDTH, KIND, TABLE, dtype, ASSEMBLY)
+    s = step_scales(scale, own, step, rows, groups, PLANES, PER_GROUP)
+    z = step_zeros(zero, own, step, rows, PLANES, PER_GROUP)
     await_inputs(OVERLAP)
-    for place in tl.static_range(8):
-        column = block * (8 * RUN) + place * RUN + word % RUN
-        number = ((w >> (4 * place)) & 15).to(tl.float32)
-        made = (number - z) * s
-        tl.store(out + row * k + column, made.to(out.dtype.element_ty), mask=column < k)
+    for plane in tl.static_range(PLANES):
+        i = (step * PLANES + plane) * WIDTH + lane
+        made = plus_zero(w[plane], z[plane], zero, dtype, ASSEMBLY).to(tl.float32)
+        made *= factor_of(s[plane], KIND)[:, None]
+        at = out + row.to(tl.int64)[:, None] * k + i[None, :]
+        tl.store(at, made.to(dtype), mask=(row < rows)[:, None] & (i < k)[None, :])

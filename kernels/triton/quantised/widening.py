@@ -22,6 +22,17 @@ TIMES: tl.constexpr = tl.constexpr(
 
 
 @triton.jit
+def numbers_of(loaded, KIND: tl.constexpr):
+    """Numbers of 8 bits; the interpreter reads e4m3 as bytes.
+
+    A compiler that sees bytes turned into e4m3 takes both factors through registers.
+    """
+    if KIND == "fp8" and loaded.dtype == tl.int8:
+        loaded = loaded.to(tl.float8e4nv, bitcast=True)
+    return loaded
+
+
+@triton.jit
 def in_pairs(w, by_row, INSTRUCTION: tl.constexpr):
     """An instruction on two numbers of a tile at a time, and what its row has, in bfloat16."""
     of_row = tl.broadcast_to(by_row.to(tl.bfloat16)[:, None], w.shape)
@@ -38,7 +49,7 @@ def split(packed, table, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.c
     else in float32.
     """
     if KIND == "int8" or KIND == "fp8":
-        w = packed.to(tl.float8e4nv, bitcast=True) if KIND == "fp8" else packed
+        w = numbers_of(packed, KIND)
         if ASSEMBLY and tl.bfloat16 == DTYPE:
             w = w.to(tl.bfloat16)
         else:
@@ -55,11 +66,11 @@ def split(packed, table, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.c
     elif KIND == "int4":
         return (packed & 15).to(tl.float32), ((packed >> 4) & 15).to(tl.float32)
     else:
-        return _of_e2m1(packed & 15), _of_e2m1((packed >> 4) & 15)
+        return of_e2m1(packed & 15), of_e2m1((packed >> 4) & 15)
 
 
 @triton.jit
-def _of_e2m1(code):
+def of_e2m1(code):
     """What 4 bits of e2m1 stand for, as float32."""
     code = code.to(tl.int32)
     bits = ((code & 8) << 28) | ((code & 7) << 22)

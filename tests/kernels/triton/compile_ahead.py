@@ -47,8 +47,8 @@ from tokenpod.kernels.triton import (
     slots,
     steps,
 )
+from tokenpod.kernels.triton.quantised import lane_products, widen
 from tokenpod.kernels.triton.quantised import products as quantised_products
-from tokenpod.kernels.triton.quantised import stored_products, widen
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.tiles import Kind, measured
 from tokenpod.kernels.weight import StackedWeight
@@ -89,7 +89,15 @@ def compile_launches(capability: tuple[int, int]) -> None:
         print(self.fn.__name__, flush=True)
 
     JITFunction.run = run
-    choosing = (launch, product, experts, expert_token_stored, quantised_products, stored_products)
+    choosing = (
+        launch,
+        product,
+        experts,
+        expert_token_stored,
+        quantised_products,
+        lane_products,
+        widen,
+    )
     for module in choosing:
         module.capability = lambda device: capability
     attention.INTERPRETED = attention.Device(processors=132, capability=capability)
@@ -179,6 +187,9 @@ def multiply_quantised(every: bool = False) -> None:
     """Of every format, with rounded inputs and without, in a kernel for one row and another."""
     dense = torch.ones((2 * HIDDEN, HIDDEN))
     blocks = (torch.zeros((2 * HIDDEN, HIDDEN), dtype=torch.float8_e4m3fn), torch.ones((8, 4)))
+    codes = torch.zeros((2 * HIDDEN, HIDDEN // 2), dtype=torch.uint8)
+    exponents = torch.full((2 * HIDDEN, HIDDEN // 32), 120, dtype=torch.uint8)
+    scales, index = exponents.float(), (torch.arange(HIDDEN) // 32).to(torch.int32)
     weights = {
         "int8": Int8Weight.made_of(dense),
         "int8-rounded": replace(Int8Weight.made_of(dense), rounding=Rounding(Number.INT8)),
@@ -186,13 +197,11 @@ def multiply_quantised(every: bool = False) -> None:
         "fp8-blocks": Fp8Weight(*blocks, 128, 128, Rounding(Number.FP8, 128)),
         "int4": Int4Weight.made_of(dense),
         "groups8": GroupedWeight.made_of(dense),
-        "codes4": GroupedWeight(
-            torch.zeros((2 * HIDDEN, HIDDEN // 2), dtype=torch.uint8),
-            torch.full((2 * HIDDEN, HIDDEN // 32), 120, dtype=torch.uint8),
-            (torch.arange(HIDDEN) // 32).to(torch.int32),
-            table=mxfp4.VALUES,
-        ),
+        "mxfp4": GroupedWeight(codes, exponents, index, table=mxfp4.VALUES),
+        "table4": GroupedWeight(codes, scales, index, table=torch.linspace(-1, 1, 16)),
     }
+    zeros = torch.full_like(weights["int4"].scale, 7, dtype=torch.uint8)
+    shifted = replace(weights["int4"], zero=zeros)
     table = quantised_tiles.measured(launch.capability(CPU))
     norm, bias = RowNorm(draw(HIDDEN), 1e-6), draw(2 * HIDDEN)
     for kind, weight in weights.items():
@@ -201,14 +210,9 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
-    tile = quantised_tiles.StoredTile(128, 128, 64, 8, splits=2, in_sums=True)
-    for kind in ("int8", "int4") if every else ():
-        some = quantised_tiles.Tiles({kind: [(64, tile)]}, {})
-        x = draw(64, HIDDEN)
-        quantised.prepare_norm_linear(weights[kind], None, norm, Activation.SILU, some)(x)
-        quantised.prepare_add_linear(weights[kind], bias, some)(x, draw(64, 2 * HIDDEN))
-    quantised.prepare_linear(weights["codes4"], None)(draw(100, HIDDEN))
-    widen.widen_words(weights["int4"], BF16)
+    quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
+    for weight in (shifted, weights["table4"]):
+        quantised.prepare_linear(weight, None)(draw(100, HIDDEN))
     widen.widen_bytes(weights["int8"], BF16)
 
 

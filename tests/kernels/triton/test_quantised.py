@@ -20,9 +20,12 @@ from tokenpod.kernels.triton.quantised import (
     prepare_norm_linear,
     products,
 )
+from tokenpod.kernels.triton.quantised.laned import kind_of_lanes
+from tokenpod.kernels.triton.quantised.lanes import lanes_of
 from tokenpod.kernels.triton.quantised.products import kind_of
 from tokenpod.kernels.triton.quantised.rounding import round_inputs
-from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, StoredTile, Tiles
+from tokenpod.kernels.triton.quantised.tiles import AddTile, LaneTile, MatrixTile, Tiles
+from tokenpod.kernels.triton.quantised.widen import widen_lanes
 from tokenpod.models.mxfp4 import VALUES
 
 BF16 = torch.bfloat16
@@ -30,7 +33,7 @@ FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)
 #: (most tokens that each takes, tile)
 ADD = AddTile(block_n=4, block_k=64, warps=2)
 MATRIX = MatrixTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2, panel=2)
-STORED = StoredTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2)
+LANES = LaneTile(block_n=32, parts=4, warps=2, stages=2)
 
 
 @pytest.fixture(autouse=True)
@@ -120,10 +123,27 @@ def exact_product(x, weight):
     return rounded @ weight.dequantised(torch.float64).t()
 
 
+#: Those that are put into lanes.
+IN_LANES = [name for name in KINDS if name.startswith(("int4", "groups8", "nf4", "mxfp4"))]
+IN_BYTES = [name for name in KINDS if name not in IN_LANES]
+#: What makes products of each kind.
+WAYS = {
+    **{f"{name}-add": (name, ADD) for name in IN_BYTES},
+    **{f"{name}-matrix": (name, MATRIX) for name in IN_BYTES},
+    **{f"{name}-splits": (name, replace(MATRIX, splits=2)) for name in IN_BYTES},
+    **{f"{name}-parts": (name, replace(MATRIX, block_n=16, parts=4)) for name in IN_BYTES},
+    **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
+    **{f"{name}-splits": (name, replace(LANES, parts=1, splits=2)) for name in IN_LANES},
+}
+each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
+
+
 def tiles(weight, *entries):
-    if isinstance(weight, GroupedWeight):
-        return Tiles({kind: list(entries) for kind in ("groups8", "codes4")}, {})
-    return Tiles({kind_of(weight): list(entries)}, {})
+    """A table for a weight."""
+    if not isinstance(weight, (Int4Weight, GroupedWeight)):
+        return Tiles({kind_of(weight): list(entries)}, {})
+    made = lanes_of(weight)
+    return Tiles({} if made is None else {kind_of_lanes(made): list(entries)}, {})
 
 
 #: Of a result: bfloat16's own, and what digits of a token's largest number or an input that rounds
@@ -132,12 +152,7 @@ BOUND = 2 * torch.finfo(BF16).eps
 
 
 @pytest.mark.sampled(13, "gpu")
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    "tile",
-    [ADD, MATRIX, replace(MATRIX, splits=2), STORED, replace(STORED, splits=2, in_sums=True)],
-    ids=["add", "matrix", "splits", "stored", "stored-in-sums"],
-)
+@each_way
 @pytest.mark.parametrize(("n", "k"), [(48, 192), (50, 320)])
 @pytest.mark.parametrize("tokens", [1, 3, 18])
 def test_products(name, tile, n, k, tokens, draw, device):
@@ -163,11 +178,11 @@ def test_products(name, tile, n, k, tokens, draw, device):
 
 
 @pytest.mark.sampled(9, "gpu")
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("tile", [ADD, MATRIX, STORED], ids=["add", "matrix", "stored"])
+@each_way
 @pytest.mark.parametrize("activation", [None, Activation.SILU])
-def test_normed_and_gated(name, tile, activation, draw, device):
-    n, k, tokens = 64, 192, 3
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_normed_and_gated(name, tile, activation, tokens, draw, device):
+    n, k = 64, 192
     x, norm_weight = 3 * draw(tokens, k, dtype=BF16).to(device), draw(k, dtype=BF16).to(device)
     weight = KINDS[name](draw(2 * n, k).to(device) / 10)
     bias, delta = draw(2 * n, dtype=BF16).to(device), draw(tokens, 2 * n, dtype=BF16).to(device)
@@ -200,8 +215,7 @@ def test_float32_is_not_rounded(draw, device):
     assert error(prepare_linear(weight, None)(x), exact_product(x, weight)) < 1e-6
 
 
-@pytest.mark.parametrize("tile", [ADD, MATRIX], ids=["add", "matrix"])
-@pytest.mark.parametrize("name", ["int8", "fp8", "fp8-static", "fp8-blocks", "int4-128"])
+@each_way
 def test_what_is_no_number_stays_in_its_token(name, tile, draw, device):
     x = draw(3, 128, dtype=BF16).to(device)
     x[1, 4] = float("nan")
@@ -229,11 +243,22 @@ def test_inputs_are_rounded_as_the_format_says(rounding, draw, device):
 def test_a_token_of_zeros_yields_its_bias(draw, device):
     bias = draw(32, dtype=BF16).to(device)
     x = torch.zeros(1, 128, dtype=BF16, device=device)
-    for make in KINDS.values():
-        weight = make(draw(32, 128).to(device))
-        for tile in (ADD, MATRIX):
-            got = prepare_linear(weight, bias, tiles(weight, (100, tile)))(x)
-            torch.testing.assert_close(got[0], bias)
+    for name, tile in WAYS.values():
+        weight = KINDS[name](draw(32, 128).to(device))
+        got = prepare_linear(weight, bias, tiles(weight, (100, tile)))(x)
+        torch.testing.assert_close(got[0], bias)
+
+
+@pytest.mark.parametrize("name", IN_LANES)
+@pytest.mark.parametrize(("n", "k"), [(48, 192), (50, 320)])
+def test_lanes_hold_the_same_numbers(name, n, k, draw, device):
+    weight = KINDS[name](draw(n, k).to(device) / 10)
+    made = lanes_of(weight)
+    dense = weight.dequantised(torch.float64)
+    if made.order is not None:
+        dense = dense[:, made.order]
+    assert error(widen_lanes(made, torch.float16), dense) < BOUND
+    assert error(widen_lanes(made, BF16), dense) < BOUND
 
 
 def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):

@@ -1,0 +1,349 @@
+"""Find tiles of products with weights of 8 and 4 bits on a GPU, and time steps with them.
+
+    python -P benchmarks/gpu_product_tiles.py [--seconds 100] [--kinds int4 fp8 ...] [--into TABLE]
+
+Of each kind of weight, shape of an 8B Llama and 1, 16 and 64 tokens: microseconds and the share of
+4.8 TB/s (of the weight's own bytes) of the table's tile and of the best of many, each of which is
+checked against the reference first; then whole steps of the 8B shape in each format, head included,
+beside bfloat16's, with the table as it is and with what was found. Prints the new table's entries;
+`--into kernels/triton/quantised/tiles.json` writes them.
+
+Kernels are compiled by several processes first. What is left when the time is over is not timed,
+and that is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import gpu_decode_step
+from gpu_fewer_bits import KINDS, ROTATED_BYTES, error_of, timed
+from gpu_quantised import SHAPES, TOLERANCE, Exact, inputs_of, made
+
+from tokenpod.kernels.triton import OPERATIONS, quantised
+from tokenpod.kernels.triton.quantised import laned, products
+from tokenpod.kernels.triton.quantised.tiles import (
+    WAYS,
+    LaneTile,
+    MatrixTile,
+    Tile,
+    Tiles,
+    measured,
+    parse,
+    text_of,
+)
+from tokenpod.kernels.weight import LinearWeight
+from tokenpod.models.decoder import Decoder
+
+#: Bytes a second that an H200's memory has by its data sheet.
+MEMORY_RATE = 4.8e12
+TOKENS = (1, 16, 64)
+#: (rows, context) of steps.
+STEPS = ((1, 256), (16, 1024), (64, 1024))
+#: By the name that the table has for it.
+NAMES = {
+    "int4": "int4",
+    "fp8": "fp8",
+    "int8": "int8",
+    "groups8": "groups8",
+    "mxfp4": "mxfp4",
+    "table4": "nf4",
+    "fp8-blocks": "fp8-blocks",
+    "int8-rounded": "int8-rounded",
+}
+LANED = ("int4", "groups8", "mxfp4", "table4")
+#: Numbers of tokens whose tiles are searched, where not all are.
+SOME_TOKENS = {"int8": (1, 16), "groups8": (1, 64), "mxfp4": (1, 64), "table4": (1, 64)}
+#: Shapes that are searched; others' tiles follow from these.
+SEARCHED = {
+    "int4": tuple(SHAPES),
+    "fp8": tuple(SHAPES),
+    "int8": tuple(SHAPES),
+    "groups8": ("gate_up", "down"),
+    "mxfp4": ("gate_up", "down"),
+    "table4": ("gate_up", "down"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    shape: str
+
+
+def tokens_of(case: Case) -> tuple[int, ...]:
+    return SOME_TOKENS.get(case.kind, TOKENS)
+
+
+def splits_of(rows: int, gated: bool, of_program: int) -> tuple[int, ...]:
+    """Numbers of programs for a row that make neither far too few programs nor far too many."""
+    programs = -(-rows // of_program)
+    if gated:
+        return (1,)
+    return tuple(s for s in (1, 2, 4, 8) if s == 1 or 90 <= programs * s <= 600)
+
+
+def candidates(case: Case, tokens: int) -> Iterator[Tile]:
+    """Tiles to try."""
+    n, _, around = SHAPES[case.shape]
+    gated, laned_kind = around == "gate", case.kind in LANED
+    if tokens == 1:
+        shapes = ((16, 8, 8), (16, 4, 4), (32, 4, 8), (32, 8, 8), (16, 16, 8), (8, 8, 4))
+        rare = case.kind in ("groups8", "mxfp4", "table4")
+        for (block_n, parts, warps), stages in itertools.product(shapes[:4], (2, 3)):
+            if laned_kind and (stages == 3 or not rare):
+                yield LaneTile(block_n, parts, warps, stages)
+        for block_n, parts, warps in shapes[4:]:
+            if laned_kind and not rare:
+                yield LaneTile(block_n, parts, warps, 2)
+        for (block_n, parts, warps), block_k in itertools.product(shapes, (128, 256)):
+            if not laned_kind:
+                yield MatrixTile(block_n, block_k, 64, warps, 3, parts)
+        return
+    if tokens == 16:
+        shapes = ((64, 1, 4), (128, 1, 8), (32, 2, 4), (64, 2, 8), (32, 4, 8), (16, 4, 4))
+    else:
+        shapes = ((64, 1, 4), (128, 1, 8), (256, 1, 8), (128, 1, 4))
+    for block_n, parts, warps in shapes:
+        rows = n // 2 if gated else n
+        for splits in splits_of(rows, gated, block_n // 2 if gated else block_n):
+            if laned_kind:
+                for stages in (2, 3) if case.kind == "int4" else (3,):
+                    yield LaneTile(block_n, parts, warps, stages, splits)
+            elif parts == 1 or tokens == 16:
+                of_each = block_n // 2 if gated else block_n
+                for block_k, stages in ((128, 4), (256, 3)):
+                    yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits)
+
+
+def weights_of(case: Case, count: int | None = None) -> list[Any]:
+    n, k, _ = SHAPES[case.shape]
+    torch.manual_seed(2)
+    drawn = torch.randn(n, k, device="cuda") * k**-0.5
+    make = KINDS[NAMES.get(case.kind, case.kind)]
+    first = make(drawn)
+    count = count or max(ROTATED_BYTES // first.nbytes, 2)
+    return [first, *(make(drawn.roll(i, 0)) for i in range(1, count))]
+
+
+def table_of(case: Case, tile: Tile) -> Tiles:
+    return Tiles({case.kind: [(1 << 30, tile)]}, {})
+
+
+class Prepared:
+    """Products with the same weights, whose tiles can be changed without repacking those."""
+
+    def __init__(self, case: Case, weights: list[Any]) -> None:
+        self._tiles = Tiles({}, {})
+        around = SHAPES[case.shape][2]
+        self._residual: torch.Tensor | None = None
+        if around != "add":
+            self._products = [made(weight, around, self) for weight in weights]
+            return
+        added = [quantised.prepare_add_linear(weight, None, self) for weight in weights]  # type: ignore[arg-type]
+        residual = torch.zeros(
+            (TOKENS[-1], SHAPES[case.shape][0]), device="cuda", dtype=torch.bfloat16
+        )
+        self._residual = residual
+
+        def product(add: Any, x: torch.Tensor) -> torch.Tensor:
+            add(x, residual[: len(x)])
+            return residual[: len(x)]
+
+        self._products = [partial(product, add) for add in added]
+
+    def choose(self, *which: Any) -> Tile | None:
+        return self._tiles.choose(*which)
+
+    def time(self, tiles: Tiles, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        self._tiles = tiles
+        if self._residual is not None:
+            self._residual.zero_()
+        got = self._products[0](x).clone()
+        return got, timed([lambda run=run: run(x) for run in self._products])  # type: ignore[misc]
+
+    def run(self, tiles: Tiles, x: torch.Tensor) -> None:
+        self._tiles = tiles
+        self._products[0](x)
+
+
+def compile_case(job: tuple[Case, int, int, int]) -> list[str]:
+    """A part of a case's kernels, into Triton's cache; what went wrong."""
+    case, tokens, part, parts = job
+    wrong = []
+    with torch.inference_mode():
+        prepared = Prepared(case, weights_of(case, 1))
+        x = inputs_of(tokens, SHAPES[case.shape][1])
+        tables = [measured((9, 0)), *(table_of(case, tile) for tile in candidates(case, tokens))]
+        for tiles in tables[part::parts]:
+            try:
+                prepared.run(tiles, x)
+                torch.cuda.synchronize()
+            except Exception as error:
+                if "out of resource" not in str(error):
+                    wrong.append(f"{case} {tokens} {tiles.by_kind}: {str(error)[:150]}")
+    return wrong
+
+
+def search(case: Case, found: list[dict[str, Any]]) -> None:
+    """Time a case's tiles; the best into `found`."""
+    n, k, around = SHAPES[case.shape]
+    weights, exact = weights_of(case), Exact()
+    prepared = Prepared(case, weights)
+    entries = []
+    for tokens in tokens_of(case):
+        x = inputs_of(tokens, k)
+        expected = exact.of(weights[0], around, tokens)
+        _, now = prepared.time(measured((9, 0)), x)
+        ranked: list[tuple[float, Tile]] = []
+        for tile in candidates(case, tokens):
+            try:
+                got, taken = prepared.time(table_of(case, tile), x)
+            except Exception as error:
+                if "out of resource" not in str(error):
+                    print(f"FAILED {case} {tokens} {tile}: {str(error)[:150]}", flush=True)
+                continue
+            error = error_of(got, expected)
+            # The matrix unit sums products of e4m3 in fewer bits; a gate multiplies two sums.
+            if not error < TOLERANCE * (1.5 if case.kind == "fp8" and around == "gate" else 1):
+                print(f"WRONG {case} {tokens} {tile}: error {error:.1e}", flush=True)
+                continue
+            ranked.append((taken, tile))
+        if not ranked:
+            continue
+        ranked.sort(key=lambda pair: pair[0])
+        best, tile = ranked[0]
+        share = weights[0].nbytes / MEMORY_RATE
+        print(
+            f"{case.kind:8s} {case.shape:8s} {tokens:3d} table {now * 1e6:6.1f} us "
+            f"{share / now:4.0%}  best {best * 1e6:6.1f} us {share / best:4.0%}",
+            flush=True,
+        )
+        for taken, each in ranked[:3]:
+            print(f"{'':10s}{taken * 1e6:6.1f} {each}", flush=True)
+        way = next(name for name, kind in WAYS.items() if isinstance(tile, kind))
+        entries.append({"tokens": tokens, "way": way, **asdict(tile)})
+    found.append({"kind": case.kind, "n": n, "k": k, "tiles": entries})
+
+
+def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The table of tiles.json with what was found."""
+    path = Path(quantised.__file__).with_name("tiles.json")
+    table = json.loads(path.read_text())
+    for entry in found:
+        key = {name: entry[name] for name in ("kind", "n", "k")}
+        table["shapes"] = [s for s in table["shapes"] if not key.items() <= s.items()]
+        table["shapes"].append(entry)
+    return table
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `gpu_decode_step.time_step` asks for a decoder."""
+
+    made: Decoder
+    pool: Any
+
+    def decoder(self, choice: Any) -> Decoder:
+        del choice
+        return self.made
+
+
+def time_steps(kinds: list[str], tables: dict[str, Tiles]) -> None:
+    """Whole steps, head included, sampling left out."""
+    stage = gpu_decode_step.make_stage()
+    dense = stage.weights
+    for kind in ["bf16", *kinds]:
+        weights: dict[str, Any] = dict(dense)
+        if kind != "bf16":
+            make = KINDS[NAMES[kind]]
+            for name, weight in dense.items():
+                if weight.dim() == 2 and name != "embedding":
+                    weights[name] = LinearWeight((make(weight.float()),))
+        chosen = Prepared.__new__(Prepared)
+        for module in (products, laned):
+            module.measured = lambda capability: chosen  # noqa: B023
+        decoder = Decoder(gpu_decode_step.config(), dict(weights), OPERATIONS)
+        step = Step(decoder, stage.pool)
+        for rows, context in STEPS:
+            batch = gpu_decode_step.make_batch(rows, context)
+            for name, tiles in tables.items():
+                if kind == "bf16" and name != next(iter(tables)):
+                    continue
+                chosen._tiles = tiles
+                taken = gpu_decode_step.time_step(step, batch, {})  # type: ignore[arg-type]
+                steady = "" if taken.steady else "  NOT STEADY"
+                print(
+                    f"step {rows:3d} x {context:5d} {kind:8s} {name:6s} "
+                    f"{taken.seconds * 1e3:7.3f} ms{steady}",
+                    flush=True,
+                )
+        del decoder, step
+        del weights
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=100, help="searching ends then")
+    parser.add_argument("--kinds", nargs="*", default=list(SEARCHED), choices=NAMES)
+    parser.add_argument("--steps", nargs="*", default=["int4", "fp8", "int8"], choices=NAMES)
+    parser.add_argument("--no-search", action="store_true", help="only the steps")
+    parser.add_argument("--into", type=Path, help="the table that gets what was found")
+    options = parser.parse_args()
+    began = time.monotonic()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    cases = [Case(kind, shape) for kind in options.kinds for shape in SEARCHED[kind]]
+    cases = [] if options.no_search else cases
+    jobs = [
+        (case, tokens, part, 2) for case in cases for tokens in tokens_of(case) for part in range(2)
+    ]
+    workers = max(1, min(15, (os.cpu_count() or 2) - 1))
+    if jobs:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            for problems in pool.map(compile_case, jobs):
+                for problem in problems:
+                    print("FAILED", problem, flush=True)
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    found: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for done, case in enumerate(cases):
+            if time.monotonic() - began > options.seconds:
+                print(f"the time is over: {cases[done:]} are not timed")
+                break
+            try:
+                search(case, found)
+            except Exception as error:
+                print(f"FAILED {case}: {type(error).__name__} {str(error)[:300]}", flush=True)
+            torch.cuda.empty_cache()
+        table = merged(found)
+        print("TABLE", json.dumps(found), flush=True)
+        if options.into:
+            options.into.write_text(text_of(table))
+        tables = {"table": measured((9, 0))}
+        if found:
+            tables["found"] = parse(table)
+        if options.steps:
+            time_steps(options.steps, tables)
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Products with weights of 4 bits, or of 8 in groups: which kernel makes them, for how many tokens.
+
+Weights are put into lanes once and held so alone. Few tokens: `lane_products`; more, bound by
+arithmetic: the library's product with a float copy of the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tokenpod.kernels.formats.grouped import GroupedWeight
+from tokenpod.kernels.formats.int4 import Int4Weight
+from tokenpod.kernels.triton.launch import capability
+from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
+from tokenpod.kernels.triton.quantised.around import Around, Product, start_from
+from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
+from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
+from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.widen import widen_lanes
+
+
+def prepare_lanes(
+    weight: Int4Weight | GroupedWeight,
+    bias: torch.Tensor | None,
+    around: Around,
+    tiles: Tiles | None,
+) -> Product | None:
+    """The product with a weight; None: its groups are not regular, or too short for the kernels."""
+    made = lanes_of(weight)
+    if made is None:
+        return None
+    kind = kind_of_lanes(made)
+    chosen = tiles or measured(capability(made.numbers.device))
+
+    def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
+        tile = None if x.itemsize > 2 else chosen.choose(kind, made.rows, made.inputs, len(x))
+        if around.norm is not None:
+            x = rms_norm(x, around.norm.weight, around.norm.epsilon)
+        if made.order is not None:
+            x = x.index_select(1, made.order)
+        if isinstance(tile, LaneTile):
+            start_from(
+                delta,
+                y,
+                around,
+                lambda out, gate, add: multiply_lanes(x, made, bias, out, gate, add, tile),
+            )
+            return
+        out = functional.linear(x, widen_lanes(made, x.dtype), bias)
+        if delta is not None:
+            out += delta
+        if around.activation is not None:
+            out = act_mul(out, around.activation)
+        if around.add:
+            y += out
+        else:
+            y.copy_(out)
+
+    return product
+
+
+def kind_of_lanes(weight: Lanes) -> str:
+    """The name under which its tiles are."""
+    return "groups8" if weight.kind == "int8" else weight.kind

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tokenpod.kernels import reference
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.models.decoder import Decoder
 
 
@@ -16,19 +17,23 @@ def test_a_delta_on_one_row_changes_that_row_alone(name, golden, load_folder, sc
     folder = golden(name).folder
     seen: set[str] = set()
 
-    def on_first_row(weight, x, step):
+    def on_first_row(weight, step):
         seen.add(weight)
         if step is None or weight == "head":
             return None
-        out = sizes[weight]
-        delta = torch.zeros(len(x()), out)
-        delta[step.b_start[0] : step.b_start[1]] = 0.5
-        return delta
+        outputs, inputs = shapes[weight]
+        down, up = torch.zeros(1, 1, 1, inputs), torch.zeros(1, 1, outputs)
+        t_adapter = torch.zeros(step.b_start[-1], dtype=torch.int64)
+        t_adapter[step.b_start[0] : step.b_start[1]] = 1
+        plan = reference.plan_adapters(t_adapter, torch.zeros(1, dtype=torch.int32))
+        bias = torch.full((1, outputs), 0.5)
+        weights = AdapterWeights(down, up, bias, rows=(outputs,))
+        return Added(weights, plan, reference.adapt)
 
     plain = load_folder(folder)
-    sizes = {}
+    shapes = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokenpod.models.load.Decoder", recording(sizes, on_first_row))
+        patch.setattr("tokenpod.models.load.Decoder", recording(shapes, on_first_row))
         adapted = load_folder(folder)
     first, second = text(9), text(7, seed=1)
     results = []
@@ -42,11 +47,11 @@ def test_a_delta_on_one_row_changes_that_row_alone(name, golden, load_folder, sc
     assert {"0.qkv", "2.output", "1.up", "0.down", "head"} <= seen
 
 
-def recording(sizes, delta):
-    """A decoder with this delta, that notes how long each weight's outputs are."""
+def recording(shapes, delta):
+    """A decoder with this delta, that notes the shape of each weight."""
 
     def make(config, weights, ops, **more):
-        sizes.update({name: len(w) for name, w in weights.items() if w.ndim == 2})
+        shapes.update({name: w.shape for name, w in weights.items() if w.ndim == 2})
         return Decoder(config, weights, ops, delta=delta, **more)
 
     return make

@@ -11,7 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from tokenpod.engine.draft import SmallModel, draft_of
 from tokenpod.engine.executor import Executor, Words
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.join import join_group
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
@@ -241,26 +242,37 @@ class Adapters:
     """Adds a constant to what products of tokens with an adapter make, before anything else."""
 
     def __init__(self) -> None:
-        #: Outputs of each product on this rank.
-        self.sizes: dict[str, int] = {}
-
-    def __call__(
-        self, name: str, read: Callable[[], torch.Tensor], step: ForwardBatch | None
-    ) -> torch.Tensor | None:
-        # Of products whose inputs ranks divide, each rank would add the whole constant.
-        if step is None or step.t_adapter is None or name.endswith(("output", "down")):
-            return None
-        # To every other output: which they are is the same on each rank.
-        x = read()
-        others = torch.arange(self.sizes[name], device=x.device) % 2
-        assert len(step.t_adapter) == len(x)
-        return torch.outer(step.t_adapter == 1, others).to(x.dtype) * 0.5
+        #: Of each product on this rank: what is added, by the operations of adapters.
+        self._weights: dict[str, AdapterWeights] = {}
 
     def decoder(self, config: ModelSpec, weights: Weights, ops: Operations, **more: Any) -> Decoder:
         """A decoder whose products ask."""
-        self.sizes |= {name: len(weight) for name, weight in weights.items() if weight.ndim == 2}
-        self.sizes["head"] = len(weights.get("head", weights["embedding"]))
-        return Decoder(config, weights, ops, delta=self, **more)
+        products = {name: weight for name, weight in weights.items() if weight.ndim == 2}
+        products["head"] = weights.get("head", weights["embedding"])
+        self._weights |= {
+            # Gate and up are two parts of one product.
+            name: _bias_alone(weight, parts=2 if name.endswith("up") else 1)
+            for name, weight in products.items()
+        }
+
+        def delta(name: str, step: ForwardBatch | None) -> Added | None:
+            # Of products whose inputs ranks divide, each rank would add the whole constant.
+            if step is None or step.t_adapter is None or name.endswith(("output", "down")):
+                return None
+            ranks = torch.ones(1, dtype=torch.int32, device=step.t_adapter.device)
+            plan = ops.plan_adapters(step.t_adapter, ranks)
+            return Added(self._weights[name], plan, ops.adapt)
+
+        return Decoder(config, weights, ops, delta=delta, **more)
+
+
+def _bias_alone(weight: torch.Tensor, parts: int) -> AdapterWeights:
+    """What adds 0.5 to every other output: which they are is the same on each rank."""
+    outputs, inputs = weight.shape
+    down = weight.new_zeros((1, parts, 1, inputs))
+    up = weight.new_zeros((1, 1, outputs))
+    bias = (torch.arange(outputs, device=weight.device) % 2 * 0.5).to(weight.dtype)
+    return AdapterWeights(down, up, bias[None], rows=(outputs // parts,) * parts)
 
 
 def save_model(folder: Path, layers: int = 1) -> Path:

@@ -363,8 +363,8 @@ def timed(bench: Bench) -> TurnTimes:
     times.part(Mailbox, "send", "results to the host")
     receive = Mailbox.receive
 
-    def noted(mailbox: Mailbox, posted: Posted) -> StepResult:
-        result = receive(mailbox, posted)
+    def noted(mailbox: Mailbox, posted: Posted, *, urgent: bool = False) -> StepResult:
+        result = receive(mailbox, posted, urgent=urgent)
         times.note("(device: forward)", result.forward_ns / 1e6)
         times.note("(device: then, with waiting)", result.sample_ns / 1e6)
         return result

@@ -41,10 +41,10 @@ class _Entry:
 class CompileCache:
     """Compiled constraints, up to so many bytes. Its methods may be called by several threads.
 
-    Copies of a matcher share what the library has found out of its grammar, and it can't be found
-    out by several threads at once. With one that 64 texts shared, a mask took 201 us on average on
-    an H200's host, with one for each text 30 us. So a few texts begin from each compiled
-    constraint, and for more it is compiled again, unless that takes long.
+    Copies of a matcher share what the library has found out of its grammar. With one that 64 texts
+    shared a mask took 201 us on average on an H200's host, with one for every four texts 30 us. So
+    a few texts begin from each compiled constraint, and for more it is compiled again, unless that
+    takes long.
     """
 
     def __init__(self, most_bytes: int) -> None:

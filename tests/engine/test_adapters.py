@@ -131,6 +131,7 @@ def device(base: Path, adapters: list[Path]):
     return executor_of("device", base, adapters)
 
 
+@pytest.mark.slow
 def test_a_device_says_what_the_host_says(device, base: Path, adapters: list[Path]) -> None:
     expected = said(executor_of("host", base, adapters))
     assert said(device) == expected

@@ -109,6 +109,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_add_what_adapters_add_where_they_end(case, dtype):

@@ -130,7 +130,7 @@ BOUND = 3 * torch.finfo(BF16).eps
 FP8_BOUND = 7 * torch.finfo(BF16).eps
 
 
-@pytest.mark.sampled(3, "gpu")
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_format(tokens, name, draw, device):

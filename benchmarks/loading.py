@@ -120,7 +120,7 @@ def by_readinto(folder: Path, device: str) -> dict:
 def by_reading(folder: Path, device: str) -> dict:
     """As a server does, after imports: header and config, checks, weights."""
     from tokenpod.models.checkpoint import Checkpoint
-    from tokenpod.models.load import read_layout
+    from tokenpod.models.folder import read_layout
     from tokenpod.models.reading import read_weights
 
     torch.set_num_threads(1)

@@ -42,6 +42,7 @@ from tokenpod.models import load as loading  # noqa: E402
 from tokenpod.models import mxfp4 as microscaling  # noqa: E402
 from tokenpod.models.checkpoint import Checkpoint  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
+from tokenpod.models.folder import read_layout  # noqa: E402
 from tokenpod.models.quantise.calibrate import Calibration, tokens_of  # noqa: E402
 from tokenpod.models.quantise.job import Job, quantise  # noqa: E402
 from tokenpod.models.quantise.rounding import least_change  # noqa: E402
@@ -74,7 +75,7 @@ def load(folder: Path, quantize: str | None = None) -> Decoder:
 def with_weights(make: Callable[[torch.Tensor], QuantisedWeight | torch.Tensor]) -> Decoder:
     """The demo model, its products' weights made so of the dense ones."""
     with Checkpoint(DEMO) as checkpoint:
-        layout = loading.read_layout(DEMO, checkpoint)
+        layout = read_layout(DEMO, checkpoint)
         weights = read_weights(
             checkpoint,
             layout.weights,
@@ -138,7 +139,7 @@ def mxfp4(weight: torch.Tensor) -> QuantisedWeight:
 def published(at: Path, text: Path, tokens: int) -> Iterator[tuple[str, Path]]:
     """Checkpoints of other projects' layouts: GPTQ's and AWQ's."""
     with Checkpoint(DEMO) as checkpoint:
-        layout = loading.read_layout(DEMO, checkpoint)
+        layout = read_layout(DEMO, checkpoint)
         run = Calibration(checkpoint, layout, tokens_of(DEMO, text, tokens), CPU)
         products = {w.name: w for w in layout.weights if w.multiplied}
         sums: dict[str, torch.Tensor] = {}

@@ -32,7 +32,8 @@ from tokenpod.models.decoder import Decoder
 from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
 from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import LoadedModel, ModelFacts
-from tokenpod.models.load import load_model, read_config
+from tokenpod.models.folder import read_config
+from tokenpod.models.load import load_model
 from tokenpod.models.mtp import MtpHead, load_mtp
 
 #: Tokens by which vocabularies of one tokenizer may differ, for the sake of even shapes.

@@ -31,7 +31,8 @@ from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.eagle import is_eagle
-from tokenpod.models.load import load_model, read_config
+from tokenpod.models.folder import read_config
+from tokenpod.models.load import load_model
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
 from tokenpod.scheduler.kv import KV

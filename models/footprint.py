@@ -19,7 +19,10 @@ from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.adapters.targets import copied_numbers, slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
-from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
+from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import is_native, read_layout, tier_of
+from tokenpod.models.layout import Layout
+from tokenpod.models.load import check_alone
 from tokenpod.models.mtp import MtpSpec, mtp_layout
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.errors import NotServed

@@ -30,11 +30,11 @@ from tokenpod.models.checkpoint import Checkpoint, tensors_of
 from tokenpod.models.decoder import Decoder, rotations_of, step_of, tiles_of
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
+from tokenpod.models.folder import read_layout
 from tokenpod.models.layer import make_layer, make_norm
 from tokenpod.models.layer_spec import Norm
 from tokenpod.models.layout import Layout
 from tokenpod.models.linear import Products, Weights
-from tokenpod.models.load import read_layout
 from tokenpod.models.reading import read_weights
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified

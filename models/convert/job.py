@@ -24,7 +24,7 @@ from tokenpod.models.convert.source import Safetensors, Source
 from tokenpod.models.convert.writer import Planned, Progress, write_tensors
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
-from tokenpod.models.load import read_config, read_layout
+from tokenpod.models.folder import read_config, read_layout
 
 #: Room for the largest tensors that there are, twice, and what libraries need.
 _MEMORY = 8 << 30

@@ -19,7 +19,7 @@ from tokenpod.kernels.pool import KVPool
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
-from tokenpod.models.load import Layout
+from tokenpod.models.layout import Layout
 from tokenpod.models.reading import read_weights
 
 #: Tokens of a piece of text, if the model can address as many.

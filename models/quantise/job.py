@@ -18,7 +18,8 @@ from tokenpod.models.convert.source import copy_small_files
 from tokenpod.models.convert.writer import Planned, Progress, write_tensors
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
-from tokenpod.models.load import Layout, is_native, read_layout
+from tokenpod.models.folder import is_native, read_layout
+from tokenpod.models.layout import Layout
 from tokenpod.models.quantise.calibrate import Calibration, tokens_of
 from tokenpod.models.quantise.rounding import least_change, nearest
 from tokenpod.models.quantise.targets import Target, target_of

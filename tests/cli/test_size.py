@@ -23,9 +23,9 @@ from tokenpod.core.capacity import GIB, Footprint
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.formats import bytes_needed
-from tokenpod.models.load import read_layout
 from tokenpod.models.shard import Shard
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod_client.cli.app import main

@@ -15,7 +15,8 @@ from tokenpod.models.adapters import store
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.adapters.targets import copied_numbers, slot_numbers
 from tokenpod.models.errors import ModelError
-from tokenpod.models.load import load_model, read_layout
+from tokenpod.models.folder import read_layout
+from tokenpod.models.load import load_model
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.weights import Division
 
@@ -323,9 +324,9 @@ def _store(base, shard, lora):
     from tokenpod.models.adapters.store import store_of
     from tokenpod.models.adapters.targets import targets_of
     from tokenpod.models.adapters.virtual import VirtualBase
-    from tokenpod.models.load import _read_config
+    from tokenpod.models.folder import describe
 
-    read = _read_config(base, MAX_POSITIONS, None)
+    read = describe(base, MAX_POSITIONS, None)
     family, spec = read.family, read.spec
     layout = read_layout(base, None, MAX_POSITIONS)
     tensors = {"embedding": torch.zeros(1)}

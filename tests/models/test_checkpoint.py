@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.load import read_layout
+from tokenpod.models.folder import read_layout
 from tokenpod.models.reading import read_source, read_weights
 from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Axis, Division, Segment, Source

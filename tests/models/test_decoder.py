@@ -13,7 +13,8 @@ from walks import TOLERANCE, walk
 from tokenpod.kernels import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
-from tokenpod.models.load import load_model, read_config
+from tokenpod.models.folder import read_config
+from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 
 

@@ -18,12 +18,11 @@ from golden import golden_config
 from golden_kinds import KINDS
 from safetensors.torch import load_file, save_file
 
-from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields
-from tokenpod.models.load import read_config, read_layout
+from tokenpod.models.folder import read_config, read_layout
 from tokenpod.models.reading import read_weights
 from tokenpod.models.spec import ModelSpec
 
@@ -343,4 +342,4 @@ def test_another_text_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(whole))
     message = r"text_config: model_type 'mixtral' is not supported \(supported: mistral, ministral3"
     with pytest.raises(ModelError, match=message):
-        loading.read_config(tmp_path)
+        read_config(tmp_path)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.load import read_layout
 from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec

@@ -13,7 +13,7 @@ from tokenpod.models.adapters.config import read_lora
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.fields import read_fields
-from tokenpod.models.load import read_layout, tier_of
+from tokenpod.models.folder import read_layout, tier_of
 from tokenpod.models.tier.bounds import check_bounds
 from tokenpod.models.tier.errors import NotServed
 

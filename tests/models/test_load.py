@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_config, read_layout
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.layer_spec import Experts
-from tokenpod.models.load import ModelError, load_model, read_config, read_layout
+from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 
 CPU = torch.device("cpu")

@@ -19,9 +19,10 @@ from tokenpod.kernels.formats import MADE_AT_LOAD
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint, Quantised
+from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.formats import bytes_needed
-from tokenpod.models.load import load_model, read_layout
+from tokenpod.models.load import load_model
 from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.weights import StoredTensor

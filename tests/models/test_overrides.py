@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from tokenpod.models.load import ModelError, read_config
+from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -28,6 +28,7 @@ from tokenpod.engine.room import room_for
 from tokenpod.kernels.triton import OPERATIONS
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.padded import Abilities, Together
@@ -210,7 +211,7 @@ def test_keys_and_values_of_8_bits_are_refused(golden, monkeypatch, checkpoint, 
 
 def test_what_needs_ranks_or_weights_of_ours_is_refused(golden, tmp_path):
     folder = golden("mamba2").folder
-    config = loading.read_config(folder, POSITIONS)
+    config = read_config(folder, POSITIONS)
     with pytest.raises(ModelError, match="runs on 1 rank, and there are 2"):
         loading.check_alone(config, Shard(0, 2), None)
     with pytest.raises(ModelError, match="quantize is int8: Mamba2ForCausalLM is computed by"):
@@ -219,8 +220,8 @@ def test_what_needs_ranks_or_weights_of_ours_is_refused(golden, tmp_path):
     del fields["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match="no max_position_embeddings; set --max-total-tokens"):
-        loading.read_config(tmp_path)
-    assert loading.read_config(tmp_path, POSITIONS).max_positions == POSITIONS
+        read_config(tmp_path)
+    assert read_config(tmp_path, POSITIONS).max_positions == POSITIONS
 
 
 def test_steps_of_a_device_are_launched_ahead(golden, text, monkeypatch):

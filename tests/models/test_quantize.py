@@ -13,8 +13,9 @@ from tokenpod.kernels.weight import LinearWeight, StackedWeight
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.load import load_model, read_layout
+from tokenpod.models.load import load_model
 from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import Shard
 

@@ -9,8 +9,9 @@ import torch
 
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_config
 from tokenpod.models.layer_spec import Alibi
-from tokenpod.models.load import load_model, read_config
+from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Axis, Division

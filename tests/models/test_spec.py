@@ -8,8 +8,8 @@ import pytest
 
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
+from tokenpod.models.folder import read_config
 from tokenpod.models.layer_spec import SAME, Alibi, Norm, NormOver, Rope
-from tokenpod.models.load import read_config
 from tokenpod.models.rope import head_order, pair_frequencies
 from tokenpod.models.spec import Head
 

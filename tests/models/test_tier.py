@@ -19,7 +19,8 @@ from tokenpod.kernels import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
-from tokenpod.models.load import load_model, read_config
+from tokenpod.models.folder import read_config
+from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 from tokenpod.models.tier.dispatch import Recorder
 from tokenpod.models.tier.errors import NotServed

@@ -17,7 +17,7 @@ from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.virtual import VirtualBase, read_virtual
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
-from tokenpod.models.load import read_config
+from tokenpod.models.folder import read_config
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tensor_file import TensorFile
 

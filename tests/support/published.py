@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from tokenpod.kernels.weight import LinearWeight, StackedWeight
 from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.folder import read_layout
 from tokenpod.models.formats import bytes_needed
 from tokenpod.models.linear import Weights
-from tokenpod.models.load import read_layout
 from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import Shard
 

@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tokenpod.models.convert.gguf_config import Metadata, _llama3
 from tokenpod.models.convert.gguf_source import Gguf
 from tokenpod.models.errors import ModelError
-from tokenpod.models.load import read_config
+from tokenpod.models.folder import read_config
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "tokenizer.json"
 #: By GGUF's name of the architecture: the golden checkpoint.

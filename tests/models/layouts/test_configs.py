@@ -17,8 +17,10 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.formats.rounding import Number
 from tokenpod.kernels.weight import StackedWeight
+from tokenpod.models.errors import ModelError
+from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.load import ModelError, load_model, read_layout
+from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}

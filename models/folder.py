@@ -1,0 +1,195 @@
+"""What a model's folder holds, by its config.json and the names of its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenpod.models.checkpoint import Checkpoint, check
+from tokenpod.models.errors import ModelError
+from tokenpod.models.facts import ModelFacts, ends_within
+from tokenpod.models.families import FAMILIES, Family
+from tokenpod.models.families.family import dtype_of
+from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.formats import reader_for
+from tokenpod.models.kv_scales import scale_names
+from tokenpod.models.layout import Layout, stored_table, with_head
+from tokenpod.models.layouts import layout_of
+from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
+from tokenpod.models.layouts.reader import PublishedReader
+from tokenpod.models.names import beyond_names, head_name, weights_of
+from tokenpod.models.overrides import Overridden
+from tokenpod.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from tokenpod.models.tier.choose import Loader
+
+
+class Described(NamedTuple):
+    """What config.json says."""
+
+    family: Family
+    spec: ModelSpec
+    #: How its weights are quantised; None: they are not, or as the family has them.
+    published: PublishedLayout | None
+
+
+def read_config(
+    folder: Path,
+    max_total_tokens: int | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> ModelFacts:
+    """What config.json (and generation_config.json, for the end-of-text tokens) say.
+
+    `max_total_tokens` is the longest sequence that will be served; None: what the model can.
+    `override` replaces fields of config.json. Raises ModelError if a file or field is missing or
+    wrong, or the architecture is unknown.
+    """
+    if is_native(folder):
+        return describe(folder, max_total_tokens, override).spec
+    return tier_of(folder, max_total_tokens, override).spec
+
+
+def is_native(folder: Path) -> bool:
+    """Whether one of our families has the model. Raises ModelError without a config.json."""
+    return _family(read_fields(folder / "config.json")) is not None
+
+
+def tier_of(
+    folder: Path,
+    max_total_tokens: int | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> Loader:
+    """The model of another family: transformers computes it, if it can.
+
+    Raises ModelError with the reason if it can't.
+    """
+    # Not above: transformers takes its time to load, and our families do without.
+    from tokenpod.models.tier.choose import loader_of
+    from tokenpod.models.tier.errors import NotServed
+
+    fields = read_fields(folder / "config.json")
+    names = fields.texts("architectures")
+    name = names[0] if names else "none"
+    layout = layout_of(folder, fields)
+    if layout is not None:
+        raise ModelError(
+            f"{name} is computed by transformers, with dense weights: its quantization_config says "
+            f"{layout.name}"
+        )
+    if override:
+        raise ModelError(
+            f"config_override names {', '.join(override)}: {name} is computed by transformers, "
+            "with its config.json as it is"
+        )
+    try:
+        return loader_of(
+            name,
+            fields,
+            dtype=dtype_of(fields),
+            eos_token_ids=_end_tokens(folder, fields.token_ids("eos_token_id")),
+            served=max_total_tokens,
+        )
+    except NotServed as reason:
+        raise unsupported(fields, reason) from None
+
+
+def read_layout(
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    max_total_tokens: int | None = None,
+    quantize: str | None = None,
+    *,
+    quantize_head: bool = False,
+    override: Mapping[str, Any] | None = None,
+) -> Layout:
+    """The model in `folder`, and its weights, checked against `checkpoint` if there is one.
+
+    `quantize` is the format that products' weights are made into, with `quantize_head` the head's
+    too; the others are as `read_config` has them. Raises ModelError as that does, and where
+    config.json and tensors don't go together.
+    """
+    family, spec, published = describe(folder, max_total_tokens, override)
+    reader = reader_for(spec, quantize, published, checkpoint, head=quantize_head)
+    names = family.names_of(spec)
+    there = (
+        p for p in family.prefixes if checkpoint and f"{p}{names[0].embedding}.weight" in checkpoint
+    )
+    prefix = next(there, family.prefixes[0])
+    layouts = [dataclasses.replace(x, head=head_name(x, prefix)) for x in names]
+    head = f"{layouts[0].head}."
+    if checkpoint is not None and not any(name.startswith(head) for name in checkpoint.names):
+        spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
+    tables = [(x, weights_of(spec, x, prefix)) for x in layouts]
+    packed = published is not None and published.name in family.quantised
+    chosen, weights = stored_table(checkpoint, tables, reader, packed=packed)
+    if reader is None and any(weight.packed for weight in weights):
+        # The files say so, though config.json does not.
+        reader = PublishedReader(FamilyLayout(family.quantised[0]), checkpoint)
+    stored = checkpoint.names if checkpoint else set()
+    parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
+    unused = {part.rstrip("."): count for part, count in parts.items() if count}
+    if quantize_head and spec.head.tied:
+        weights = with_head(weights)
+    layout = Layout(spec, weights, scale_names(spec, chosen, prefix, stored), reader, unused)
+    if checkpoint is not None:
+        optional = [name for layers in layout.scales for name in layers]
+        if spec.head.tied:
+            optional.append(f"{head}weight")
+        if isinstance(reader, PublishedReader):
+            optional += reader.idle_biases(weights, spec.architecture)
+        check(
+            checkpoint,
+            layout.weights,
+            spec.architecture,
+            reader=reader,
+            optional=optional,
+            surplus=chosen.surplus,
+            beyond=(*family.unused, *beyond_names(spec, chosen, prefix)),
+        )
+    return layout
+
+
+def describe(
+    folder: Path, max_total_tokens: int | None, override: Mapping[str, Any] | None
+) -> Described:
+    """Family and spec of the model in `folder`. Raises ModelError, also for no family of ours."""
+    fields = read_fields(folder / "config.json")
+    family = _family(fields)
+    if family is None:
+        raise unsupported(fields, None)
+    published = layout_of(folder, fields, family.quantised)
+    if override:
+        fields = Overridden(fields, override)
+    spec = family.spec(fields, max_total_tokens)
+    if isinstance(fields, Overridden):
+        fields.check_all_read(spec.architecture)
+    eos = ends_within(_end_tokens(folder, spec.eos_token_ids), spec.vocab_size)
+    return Described(family, dataclasses.replace(spec, eos_token_ids=eos), published)
+
+
+def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
+    """Tokens that end a text: those of generation_config.json, otherwise of config.json."""
+    if not (folder / "generation_config.json").is_file():
+        return by_config
+    generation = read_fields(folder / "generation_config.json")
+    return generation.token_ids("eos_token_id") or by_config
+
+
+def _family(fields: Fields) -> Family | None:
+    """None: we don't have the model; transformers may."""
+    names = fields.texts("architectures")
+    return next((f for f in FAMILIES if names and names[0] in f.architectures), None)
+
+
+def unsupported(fields: Fields, reason: Exception | None) -> ModelError:
+    """That a model is not served, for this reason, and which are."""
+    names = ", ".join(fields.texts("architectures")) or "none"
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    why = f": {reason}" if reason else ""
+    return ModelError(
+        f"{fields.source}: architecture {names} is not supported{why} (supported: {known}; and "
+        "what `tokenpod models` says transformers computes)"
+    )

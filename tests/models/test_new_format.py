@@ -17,8 +17,9 @@ from tokenpod.kernels.compose import linear_of
 from tokenpod.kernels.cpu import OPERATIONS
 from tokenpod.kernels.formats import MADE_AT_LOAD
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
-from tokenpod.models import load as loading
+from tokenpod.models import folder as describing
 from tokenpod.models.checkpoint import Checkpoint, Quantised
+from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.formats import bytes_needed
@@ -142,7 +143,7 @@ def shuffled(weight: torch.Tensor, order: torch.Tensor) -> GroupedWeight:
 def published(golden, tmp_path, monkeypatch):
     """(a checkpoint of the layout, one of what its numbers stand for)."""
     monkeypatch.setattr(
-        loading, "reader_for", lambda spec, asked, *more, **flags: asked and Published()
+        describing, "reader_for", lambda spec, asked, *more, **flags: asked and Published()
     )
 
     def make(name):
@@ -244,5 +245,5 @@ def test_tensors_of_another_kind_are_refused(published):
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.endswith("group"))
     save_file(tensors | {name: tensors[name].to(torch.int32)}, folder / "model.safetensors")
-    with pytest.raises(loading.ModelError, match=f"{name} holds I32 numbers"):
+    with pytest.raises(ModelError, match=f"{name} holds I32 numbers"):
         load(folder, quantize="groups")

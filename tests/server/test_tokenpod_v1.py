@@ -170,7 +170,7 @@ def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
     plain = stream(api, ask(output={"return_text_offsets": True}))
     said, written = finished_of(plain)[0].text, 0
     for run in tokens_of(plain):
-        assert list(run.text_offsets) == [written]
+        assert run.text_offsets[0] == written  # tokens that came together are one event
         assert said[written:].startswith(run.text)
         written += len(run.text)
 

@@ -81,9 +81,9 @@ class EngineLoop:
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
     _sent_at: int = 0
-    #: The load that was last sent, and whether nothing has changed since.
+    #: The load that was last sent, and whether it was in this turn.
     _sent_load: Load | None = None
-    _told: bool = False
+    _load_sent: bool = False
     #: An `Ask` waits for its answer.
     _asked: bool = False
     _flying: _InFlight | None = None
@@ -109,7 +109,7 @@ class EngineLoop:
             self.adapters.settle()
         if self.masked is not None:
             self.masked.look(self.scheduler)
-        self._told = False
+        self._load_sent = False
         previous, self._flying = self._flying, None
         # What waits for the step in flight to settle (rows with drafts) can run after that.
         self._stuck = not self._launch() and previous is None
@@ -219,7 +219,7 @@ class EngineLoop:
             arrived=result.arrived,
         )
         self._settled = flying.step.plan.step
-        satisfied = self.masked.settled(settled) if self.masked is not None else {}
+        satisfied = self._satisfied(settled)
         if self.overlap and self._flying is None:
             # All that runs has waited for these tokens: the device must not wait for messages, too.
             self._launch()
@@ -238,10 +238,10 @@ class EngineLoop:
         events = self.scheduler.drain_events()
         waits = self._stuck and self.scheduler.busy
         silent = waits and self.clock() - self._sent_at > _PULSE_NS
-        stale = self._flying is None and not self._told
+        stale = self._flying is None and not self._load_sent
         stale = self._asked or (stale and self.scheduler.load() != self._sent_load)
         if events.sequence_ids or events.failures or events.advanced or silent or stale:
-            self._publish(events)
+            self._publish(events, satisfied=self._satisfied(events))
         if (changes := self.scheduler.cache_events()) is not None:
             self.link.send(changes)
 
@@ -256,9 +256,8 @@ class EngineLoop:
         now = self._sent_at = self.clock()
         self._asked = False
         load = self._sent_load = self.scheduler.load()
-        self._told = True
+        self._load_sent = True
         if self.masked is not None:
-            satisfied = self.masked.settled(settled) if satisfied is None else satisfied
             load = msgspec.structs.replace(load, masks=self.masked.counts)
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
@@ -290,6 +289,10 @@ class EngineLoop:
         )
         if self._scored:
             self._forget_scores(settled)
+
+    def _satisfied(self, settled: Settled) -> dict[int, bool]:
+        """Of sequences that end: whether they conform to their constraints."""
+        return self.masked.settled(settled) if self.masked is not None else {}
 
     def _forget_scores(self, settled: Settled) -> None:
         """A prompt that was being scored may have failed, or run out of time, half-way."""

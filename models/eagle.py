@@ -23,19 +23,19 @@ import torch
 from tokenpod.kernels.attention_ops import Heads, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVLayout, KVPool
+from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families.family import gated_decoder
 from tokenpod.models.fields import read_fields
+from tokenpod.models.head_spec import HeadSpec
 from tokenpod.models.layer import Branch, Step, make_norm, mlp_branch, plain_write, read_attention
 from tokenpod.models.layer_spec import Attention, Mlp, Norm
 from tokenpod.models.linear import Products, Weights
 from tokenpod.models.reading import read_weights
 from tokenpod.models.rope import pair_frequencies
-from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified
 from tokenpod.models.weights import Axis, Source, Weight
 
@@ -48,40 +48,13 @@ _LAYERS = ("midlayer.", "layers.0.", "model.layers.0.")
 
 
 @dataclass(frozen=True)
-class EagleSpec:
+class EagleSpec(HeadSpec):
     """A head, by its config.json."""
 
-    decoder: ModelSpec
     #: Tokens that it can guess.
     guesses: int
     #: Features of the served model's stream.
     served_width: int
-
-    @property
-    def architecture(self) -> str:
-        """As config.json names it."""
-        return self.decoder.architecture
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the served model."""
-        return self.decoder.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """Positions that it can address."""
-        return self.decoder.max_positions
-
-    @property
-    def runs_on(self) -> str:
-        """Whose code computes it."""
-        return "tokenpod"
-
-    @property
-    def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """Keys and values of an entry, and, in the place of a layer's keys, its feature."""
-        width = self.decoder.hidden_size
-        return (*self.decoder.kv_layouts, KVLayout(1, width, 1, shared=True))
 
 
 def is_eagle(folder: Path) -> bool:

@@ -21,9 +21,10 @@ from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import is_native, read_layout, tier_of
+from tokenpod.models.head_spec import HeadSpec
 from tokenpod.models.layout import Layout
 from tokenpod.models.load import check_alone
-from tokenpod.models.mtp import MtpSpec, mtp_layout
+from tokenpod.models.mtp import mtp_layout
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.errors import NotServed
 
@@ -107,7 +108,7 @@ def _of_mtp(folder: Path, model: Layout) -> Footprint:
     """Of a layer that predicts further tokens, which each rank has all of."""
     layout = mtp_layout(folder, model)
     portion = Portion(
-        WHOLE.numbers(layout.weights), sum(kv.numbers for kv in MtpSpec(layout.spec).kv_layouts)
+        WHOLE.numbers(layout.weights), sum(kv.numbers for kv in HeadSpec(layout.spec).kv_layouts)
     )
     portions = {1: _with_quantised(portion, layout, 1)}
     return msgspec.structs.replace(_footprint(model, tensors=False), portions=portions, repeated=0)

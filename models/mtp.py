@@ -15,7 +15,7 @@ model's: copies of them that a checkpoint has in this layer are not read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,19 @@ import torch
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVLayout, KVPool
+from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint, tensors_of
 from tokenpod.models.decoder import Decoder, rotations_of, step_of, tiles_of
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.folder import read_layout
+from tokenpod.models.head_spec import HeadSpec
 from tokenpod.models.layer import make_layer, make_norm
 from tokenpod.models.layer_spec import Norm
 from tokenpod.models.layout import Layout
 from tokenpod.models.linear import Products, Weights
 from tokenpod.models.reading import read_weights
-from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified
 from tokenpod.models.weights import Axis, Source, Weight
 
@@ -45,40 +45,6 @@ FIELD = "num_nextn_predict_layers"
 #: Our name of each weight that other layers have not, its tensor, and how often it is as wide.
 _OWN = (("enorm", "enorm", 0), ("hnorm", "hnorm", 0), ("join", "eh_proj", 2))
 _OWN_NORM = "shared_head.norm"
-
-
-@dataclass(frozen=True)
-class MtpSpec:
-    """The first of such layers, by the model's config.json."""
-
-    #: Of the model, with this layer in the place of all others.
-    decoder: ModelSpec
-
-    @property
-    def architecture(self) -> str:
-        """As config.json names it."""
-        return self.decoder.architecture
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the served model."""
-        return self.decoder.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """Positions that it can address."""
-        return self.decoder.max_positions
-
-    @property
-    def runs_on(self) -> str:
-        """Whose code computes it."""
-        return "tokenpod"
-
-    @property
-    def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """What the layer keeps of an entry, and, in the place of a layer's keys, its feature."""
-        width = self.decoder.hidden_size
-        return (*self.decoder.kv_layouts, KVLayout(1, width, 1, shared=True))
 
 
 def mtp_layout(folder: Path, model: Layout) -> Layout:
@@ -150,7 +116,7 @@ def load_mtp(
             progress=lambda done, total: None,
             reader=layout.reader,
         )
-    return MtpHead(MtpSpec(layout.spec), weights, operations_for(device, served.dtype), served)
+    return MtpHead(HeadSpec(layout.spec), weights, operations_for(device, served.dtype), served)
 
 
 class MtpHead:
@@ -167,7 +133,7 @@ class MtpHead:
     #: It reads what the served model's head reads.
     taps: tuple[int, ...] = ()
 
-    def __init__(self, spec: MtpSpec, weights: Weights, ops: Operations, served: Decoder) -> None:
+    def __init__(self, spec: HeadSpec, weights: Weights, ops: Operations, served: Decoder) -> None:
         self.config = spec
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self._ops, self._served, self._dtype = ops, served, served.dtype

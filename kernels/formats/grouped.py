@@ -17,6 +17,8 @@ from tokenpod.kernels.weight import QuantisedWeight
 
 #: Inputs that share a scale where weights are made of dense ones.
 GROUP = 128
+#: What the first 8 codes of e2m1 stand for; the others are their negatives.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: The code that stands for zero where there are neither zeros nor a table.
 MIDDLE = 128
 
@@ -88,6 +90,14 @@ class GroupedWeight(QuantisedWeight):
             scale=self.scale[rows].contiguous(),
             zero=None if self.zero is None else self.zero[rows].contiguous(),
         )
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether codes are e2m1 and scales exponents of two."""
+        if self.table is None or self.scale.dtype != torch.uint8:
+            return False
+        positive = torch.tensor(E2M1, device=self.table.device)
+        return torch.equal(self.table, torch.cat((positive, -positive)))
 
     @property
     def group(self) -> int | None:

@@ -252,20 +252,23 @@ def multiply(
             **common,
         )
         if splits > 1:
-            add_partials[(tokens, triton.cdiv(n, PARTIALS_BLOCK))](
-                target,
-                biases,
-                y,
-                y.stride(0),
-                tokens,
-                n,
-                BIAS=bias is not None,
-                ADD=add,
-                SPLITS=splits,
-                BLOCK=PARTIALS_BLOCK,
-                num_warps=2,
-                **launch_options(x.device),
-            )
+            add_up(target, bias, y, add=add)
+
+
+def add_up(
+    partials: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, *, add: bool
+) -> None:
+    """Y [T, n] = (or += with `add`) what programs have summed, [splits, T, n] float32, + bias."""
+    splits, tokens, n = partials.shape
+    add_partials[(tokens, triton.cdiv(n, PARTIALS_BLOCK))](
+        *(partials, y if bias is None else bias, y, y.stride(0), tokens, n),
+        BIAS=bias is not None,
+        ADD=add,
+        SPLITS=splits,
+        BLOCK=PARTIALS_BLOCK,
+        num_warps=2,
+        **launch_options(y.device),
+    )
 
 
 def _allows_bulk(weight: torch.Tensor, block_k: int) -> bool:

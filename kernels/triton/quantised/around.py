@@ -42,3 +42,13 @@ def start_from(delta: torch.Tensor | None, y: torch.Tensor, around: Around, laun
     if delta is not None:
         y += delta
     launch(y, around.activation, around.add)
+
+
+def put(made: torch.Tensor, y: torch.Tensor, around: Around) -> None:
+    """Gate what a product has made without its surroundings, and write it to y or add it."""
+    if around.activation is not None:
+        made = act_mul(made, around.activation)
+    if around.add:
+        y += made
+    else:
+        y.copy_(made)

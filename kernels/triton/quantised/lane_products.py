@@ -14,8 +14,7 @@ import triton.language as tl
 from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product import PARTIALS_BLOCK
-from tokenpod.kernels.triton.product_kernels import add_partials
+from tokenpod.kernels.triton.product import add_up
 from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
@@ -80,15 +79,7 @@ def multiply_lanes(
         **options,
     )
     if splits > 1:
-        add_partials[(tokens, triton.cdiv(n, PARTIALS_BLOCK))](
-            *(target, y if bias is None else bias, y, y.stride(0), tokens, n),
-            BIAS=bias is not None,
-            ADD=add,
-            SPLITS=splits,
-            BLOCK=PARTIALS_BLOCK,
-            num_warps=2,
-            **options,
-        )
+        add_up(target, bias, y, add=add)
 
 
 @triton.jit(do_not_specialize=["tokens"])

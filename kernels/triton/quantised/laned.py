@@ -12,8 +12,8 @@ from torch.nn import functional
 from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.triton.launch import capability
-from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.quantised.around import Around, Product, start_from
+from tokenpod.kernels.triton.pointwise import rms_norm
+from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, measured
@@ -50,12 +50,7 @@ def prepare_lanes(
         out = functional.linear(x, widen_lanes(made, x.dtype), bias)
         if delta is not None:
             out += delta
-        if around.activation is not None:
-            out = act_mul(out, around.activation)
-        if around.add:
-            y += out
-        else:
-            y.copy_(out)
+        put(out, y, around)
 
     return product
 

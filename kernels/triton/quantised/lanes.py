@@ -23,8 +23,6 @@ from tokenpod.kernels.weight import QuantisedWeight
 
 #: Lanes of a plane, at most; and at least, which is what the matrix unit multiplies at a time.
 MOST_WIDTH, LEAST_WIDTH = 64, 16
-#: What the first 8 codes of e2m1 stand for; the others are their negatives.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Codes that are repacked at a time.
 _AT_ONCE = 1 << 26
 
@@ -102,10 +100,7 @@ def _of_codes(weight: GroupedWeight) -> Lanes | None:
         if weight.zero is not None:
             zero = _words(128 - weight.zero.float(), numbers.shape[1] // width, 2, group // width)
         return Lanes("int8", numbers, _turned(weight.scale), zero, None, inputs, width, group)
-    positive = torch.tensor(E2M1, device=weight.table.device)
-    if weight.scale.dtype == torch.uint8 and torch.equal(
-        weight.table, torch.cat((positive, -positive))
-    ):
+    if weight.is_mxfp4:
         numbers = _packed(weight, 4, width, paired=False)
         return Lanes("mxfp4", numbers, _turned(weight.scale), None, None, inputs, width, group)
     numbers = _packed(weight, 4, width, paired=True)

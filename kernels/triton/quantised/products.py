@@ -23,10 +23,9 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton.launch import capability, launch_options
-from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.product import PARTIALS_BLOCK
-from tokenpod.kernels.triton.product_kernels import add_partials
-from tokenpod.kernels.triton.quantised.around import Around, Product, start_from
+from tokenpod.kernels.triton.pointwise import rms_norm
+from tokenpod.kernels.triton.product import add_up
+from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.laned import prepare_lanes
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
 from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes
@@ -105,13 +104,7 @@ def _composed(weight: AnyFormat, bias: torch.Tensor | None, around: Around) -> P
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         if around.norm is not None:
             x = rms_norm(x, around.norm.weight, around.norm.epsilon)
-        made = _many(x, weight, bias, delta)
-        if around.activation is not None:
-            made = act_mul(made, around.activation)
-        if around.add:
-            y += made
-        else:
-            y.copy_(made)
+        put(_many(x, weight, bias, delta), y, around)
 
     return product
 
@@ -231,12 +224,4 @@ def multiply(
         **launch_options(y.device),
     )
     if splits > 1:
-        add_partials[(tokens, triton.cdiv(n, PARTIALS_BLOCK))](
-            *(target, y if bias is None else bias, y, y.stride(0), tokens, n),
-            BIAS=bias is not None,
-            ADD=add,
-            SPLITS=splits,
-            BLOCK=PARTIALS_BLOCK,
-            num_warps=2,
-            **launch_options(y.device),
-        )
+        add_up(target, bias, y, add=add)

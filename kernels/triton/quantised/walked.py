@@ -20,8 +20,6 @@ MOST_WIDTH = 256
 LEAST_WIDTH, LEAST_ROUNDED_WIDTH = 16, 32
 #: The same of the runs that two planes of 4 bits are.
 MOST_PLANE = 64
-#: What the 16 codes of e2m1 stand for.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Numbers that are repacked at a time.
 _AT_ONCE = 1 << 26
 
@@ -126,8 +124,7 @@ def _of_codes(weight: GroupedWeight) -> Walked | None:
     if width is None:
         return None
     numbers = _halves(weight, width)
-    positive = torch.tensor(E2M1, device=weight.table.device)
-    if scale.dtype == torch.uint8 and torch.equal(weight.table, torch.cat((positive, -positive))):
+    if weight.is_mxfp4:
         return Walked("mxfp4", numbers, scale, None, None, inputs, width, max(group, width))
     table = weight.table.float().contiguous()
     return Walked(

@@ -130,7 +130,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         logits = draft.logits(
             torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(known), unknown.most
         )
-        for place, scores in enumerate(logits.float().split(len(rows))):
+        for place, scores in enumerate(logits.float().view(unknown.most, len(rows), -1)):
             which = unknown.counts > place
             outputs = plan.r_output[unknown.rows[which]] + place
             scores = scores[torch.from_numpy(which)]

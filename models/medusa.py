@@ -256,8 +256,8 @@ class MedusaHeads:
         if guesses is not None:
             self._guesses = guesses.to(served.device)
             for name, weight in weights.items():
+                assert isinstance(weight, torch.Tensor)
                 if name.endswith("head") and len(weight) > len(guesses):
-                    assert isinstance(weight, torch.Tensor)
                     weights[name] = weight.index_select(0, self._guesses)
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         products = Products(ops, weights)

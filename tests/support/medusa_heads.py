@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import silu
 
 HEADS, BLOCKS = 4, 2
+FILE = "medusa_lm_head.safetensors"
 #: Of the embedded model.
 WIDTH, VOCABULARY = 256, 4096
 
@@ -63,7 +64,7 @@ def as_vllm(made, blocks=BLOCKS):
     return {names[name]: tensor for name, tensor in made.items()}
 
 
-def save(folder, made=None, fields=None, file="medusa_lm_head.safetensors"):
+def save(folder, made=None, fields=None, file=FILE):
     """A folder of heads."""
     folder.mkdir(exist_ok=True)
     save_file(tensors() if made is None else made, folder / file)

@@ -8,7 +8,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from tokenpod.core.plan import GIVEN, LAST, Counts, NewRow, StepPlan
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import GIVEN, LAST, Counts, StepPlan
 from tokenpod.scheduler.given import VIRTUAL, Vectors
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pieces import ChosenToken, Piece

@@ -12,8 +12,9 @@ import torch
 
 import tokenpod.models.demo
 from tokenpod.core.messages import Advance
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import StepOutputs
-from tokenpod.core.plan import NewRow, PlanRow, plan_of
+from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
 from tokenpod.engine.draft import SmallModel

@@ -74,13 +74,13 @@ class KV:
         """
         request, usable = sequence.request, sequence.inputs[:-1]
         if not self._caching or (request.prompt_logprobs and sequence.scored):
-            usable = usable[: _ready(sequence)]
+            usable = usable[: sequence.ready_tokens]
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
         if self.host is not None and sequence.owner is not Owner.PROBE:
             # Virtual tokens that are ready are in the pool by the time it runs.
-            self.host.begin(sequence, max(length, _ready(sequence)))
+            self.host.begin(sequence, max(length, sequence.ready_tokens))
 
     def place_virtual(self, sequence: Sequence) -> Slots:
         """Put virtual tokens whose keys and values are ready into the tree, as far as need be.
@@ -89,7 +89,7 @@ class KV:
 
         Returns [n] the slots of the last n of them, int64: whoever runs the next step fills them.
         """
-        request, node, virtual = sequence.request, sequence.node, _ready(sequence)
+        request, node, virtual = sequence.request, sequence.node, sequence.ready_tokens
         if sequence.shared >= virtual:
             return _NO_SLOTS
         assert node is not None
@@ -113,7 +113,7 @@ class KV:
         if sequence.node is not None:
             return sequence.computed + sequence.hosted.to_fetch
         cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
-        cached = max(cached, _ready(sequence))
+        cached = max(cached, sequence.ready_tokens)
         return cached if self.host is None else self.host.known(sequence, cached)
 
     def follow(self, sibling: Sequence, first: Sequence) -> None:
@@ -200,21 +200,13 @@ class KV:
         n = first.private
         slots = slots_of(first.extents, first.shared, n) if n else _NO_SLOTS
         bound = n + (len(others) + 1) * (first.bound - first.computed)
-        tails = Tails(first.extents, taken=first.shared + n, bound=first.shared + bound)
+        tails = Tails(self._pool, first.extents, taken=first.shared + n, bound=first.shared + bound)
         self._keep(first, [])
         tails.begin([first, *others], slots)
         for other in others:
             self.tree.lock(first.node)
             self._begin_after(other, first.node, first.shared)
             other.computed = first.computed
-
-    def extend_tails(self, tails: Tails, sequences: list[Sequence]) -> Slots:
-        """[n] a slot for the next position of each of these, int64. Raises OutOfSlots."""
-        missing = len(sequences) - len(tails.spare)
-        if missing > 0:
-            room = max(tails.bound - tails.taken - missing, 0)
-            tails.add(self._pool.grow(tails.extents, tails.taken, missing, room))
-        return tails.take(sequences)
 
     def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
         """A slot for the next position of each sequence whose last extent has room for it.
@@ -280,7 +272,8 @@ class KV:
         if self.host is not None:
             self.host.withdraw(sequence)
         if sequence.tails is not None:
-            self._leave_tails(sequence, sequence.tails)
+            sequence.tails.leave(sequence)
+            self._unlock(sequence)
             return
         computed = min(sequence.computed, sequence.length)
         if self._caching and sequence.keep and computed > sequence.shared:
@@ -288,8 +281,7 @@ class KV:
             node, known = self.tree.match(tokens, sequence.request.salt)
             if known < computed and covers(sequence.extents, known):
                 self.tree.append(node, tokens[known:], self._hand_over(sequence, known, computed))
-        for extent in sequence.extents:
-            self._allocator.release(extent)
+        self._pool.release(sequence.extents)
         self._keep(sequence, [])
         self._unlock(sequence)
 
@@ -309,17 +301,14 @@ class KV:
             for extent in extents:
                 owner[extent.first : extent.end] += 1
                 private += extent.used
-        tree = 0
+        self.tree.check()
         for node in self.tree.nodes():
             owner[node.slots] += 1
-            tree += len(node.slots)
         for first, length in self._allocator.free_runs():
             owner[first : first + length] += 1
         assert (owner == 1).all(), f"slots in no or two places: {np.flatnonzero(owner != 1)[:8]}"
-        assert tree == self.tree.tokens, (tree, self.tree.tokens)
-        assert self.free + tree + private == self.total, (self.free, tree, private, self.total)
-        locked = sum(len(node.tokens) for node in self.tree.nodes() if node.locks)
-        assert locked == self.tree.locked_tokens, (locked, self.tree.locked_tokens)
+        parts = self.free, self.tree.tokens, private
+        assert sum(parts) == self.total, (*parts, self.total)
         if self.host is not None:
             self.host.check(sequences)
 
@@ -330,12 +319,6 @@ class KV:
         sequence.shared = sequence.computed = length
         if not sequence.began_at:
             sequence.cached = length
-
-    def _leave_tails(self, sequence: Sequence, tails: Tails) -> None:
-        if tails.leave(sequence):
-            for extent in tails.extents:
-                self._allocator.release(extent)
-        self._unlock(sequence)
 
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None
@@ -363,8 +346,3 @@ class KV:
     def _keep(self, sequence: Sequence, extents: list[Extent]) -> None:
         sequence.extents = extents
         self.table.tail[sequence.place] = extents[-1].at if extents else 0
-
-
-def _ready(sequence: Sequence) -> int:
-    """Virtual tokens before the prompt whose keys and values an adapter has."""
-    return sequence.request.virtual_tokens * sequence.request.virtual_kv

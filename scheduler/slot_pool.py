@@ -61,6 +61,11 @@ class SlotPool:
             extents += self._allocator.grow(last, n, room)
         return slots_of(extents, position, n)
 
+    def release(self, extents: list[Extent]) -> None:
+        """Free all slots of these, and their room."""
+        for extent in extents:
+            self._allocator.release(extent)
+
     def evict(self, n: int) -> None:
         """Free at least `n` slots of the tree, or all that no sequence uses."""
         for slots in self._tree.evict(n):

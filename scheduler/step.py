@@ -136,7 +136,7 @@ class StepBuilder:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
         tails = sequences[0].tails
         assert tails is not None
-        slots = self._kv.extend_tails(tails, sequences)
+        slots = tails.extend(sequences)
         for at, sequence in enumerate(sequences):
             self._pieces.append(ChosenToken(sequence, sequence.computed, slots[at : at + 1]))
             sequence.computed += 1

@@ -64,7 +64,7 @@ class KV:
     @property
     def available(self) -> int:
         """Slots that can be allocated: free ones, and the tree's that no sequence uses."""
-        return self._pool.available
+        return self._allocator.free + self.tree.evictable
 
     def begin(self, sequence: Sequence) -> None:
         """Find and lock the longest cached prefix of the tokens that a sequence needs.

@@ -30,11 +30,6 @@ class SlotPool:
         #: Slots of the tree that the next plan fills with what adapters have.
         self.unfilled: set[int] = set()
 
-    @property
-    def available(self) -> int:
-        """Slots that can be allocated: free ones, and the tree's that no sequence uses."""
-        return self._allocator.free + self._tree.evictable
-
     def take(self, n: int, position: int) -> Slots:
         """[n] slots that belong to no extent, int64."""
         if not n:

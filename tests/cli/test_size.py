@@ -60,10 +60,13 @@ def told_here(
     *,
     head: bool = False,
     max_total_tokens: int | None = None,
+    heads: int | None = None,
 ) -> Footprint:
     """What the command's process would say, which imports torch anew each time."""
     try:
-        return footprint_of(folder, quantize, head=head, max_total_tokens=max_total_tokens)
+        return footprint_of(
+            folder, quantize, head=head, max_total_tokens=max_total_tokens, heads=heads
+        )
     except ModelError as error:
         raise SizeError(str(error)) from None
 

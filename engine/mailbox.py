@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.core.naps import end_naps_on_time
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
@@ -89,12 +90,16 @@ class Mailbox:
         words: most int64 words of integers of a step.
         device: a GPU, or a CPU, for which nothing is pinned and nothing asynchronous.
         drafts: most of a step that the device finds, and words of the integers for that.
+
+    The thread that makes it is the one that waits.
     """
 
     def __init__(
         self, samples: int, words: int, device: torch.device, drafts: tuple[int, int] = (0, 0)
     ) -> None:
         self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            end_naps_on_time()
         #: For what else the step sends to the device.
         self.staging = Staging(device)
         #: The step's integers: the same memory as torch and as numpy see it.

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Ids, Biases = npt.NDArray[np.int32], npt.NDArray[np.float32]
+#: Tokens of one row, and what is added to their scores: [m] each.
+Edits = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 
 def enter_rows(
     rows: Sequence[int],
     words: npt.NDArray[np.int64],
-    edits: Sequence[tuple[Ids, Biases]],
+    edits: Sequence[Edits],
     device_words: torch.Tensor,
     edit_ids: torch.Tensor,
     edit_values: torch.Tensor,
@@ -24,7 +25,7 @@ def enter_rows(
     Args:
         rows: n of them, each once, at least one.
         words: [n, words] theirs.
-        edits: n times [m] tokens, and what is added to their scores.
+        edits: n of them.
         device_words: [rows, words] int64 on the device.
         edit_ids: [rows, most] int32, contiguous, on the device: its rows' first m are written.
         edit_values: float32, likewise.
@@ -36,9 +37,10 @@ def enter_rows(
     pairs = np.stack((ids, values.view(np.int32)), axis=1).view(np.int64)[:, 0]
     numbers = np.concatenate([np.array(rows, np.int64), words.ravel(), *places, pairs])
     n, m = len(rows), len(ids)
-    at, own, edited, told = upload(numbers, device_words.device).split((n, words.size, m, m))
-    device_words.index_copy_(0, at, own.view(words.shape))
+    sent = upload(numbers, device_words.device)
+    device_words.index_copy_(0, sent[:n], sent[n : n + words.size].view(words.shape))
     if m:
+        edited, told = sent[-2 * m : -m], sent[-m:]
         edit_ids.view(-1).index_copy_(0, edited, told.view(torch.int32)[::2])
         edit_values.view(-1).index_copy_(0, edited, told.view(torch.float32)[1::2])
 

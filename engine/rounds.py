@@ -170,7 +170,7 @@ def row_after_row(
         tokens=_kept(drawn.tokens, order, counts, UNSAMPLED),
         logprobs=_kept(drawn.logprobs, order, counts, 0.0),
         ranks=_kept(drawn.ranks, order, counts, 0) if drawn.ranks else [],
-        tops=sorted((place[i], *top) for i, *top in drawn.tops if i in place),
+        tops=sorted((place[i], ids, values) for i, ids, values in drawn.tops if i in place),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
+from tokenpod.engine.branch_rows import runs_to
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Masks, Model
 from tokenpod.engine.host_copies import HostCopies, pools_of
@@ -18,6 +19,7 @@ from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
 from tokenpod.engine.rounds import (
     Drawing,
     Ints,
+    Level,
     Round,
     Unknown,
     allowed,
@@ -27,7 +29,7 @@ from tokenpod.engine.rounds import (
 )
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
-from tokenpod.kernels.batch import ForwardBatch, Run, append_run, append_slots, cut_runs
+from tokenpod.kernels.batch import ForwardBatch, append_run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
@@ -107,37 +109,43 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         """Find drafts, and put them into the plan."""
         del mailbox
-        known = self._resolved(plan.t_token[unknown.firsts], plan.r_row[unknown.rows])
-        for place in range(unknown.most):
-            which = unknown.counts > place
-            at, rows = unknown.firsts[which] + place, plan.r_row[unknown.rows[which]]
-            tokens = known if place == 0 else plan.t_token[at]
-            starts = plan.r_start[unknown.rows[which]] + place
-            batch = self._small_step(rows, tokens, starts, plan.t_slot[at])
-            outputs = plan.r_output[unknown.rows[which]] + place
+        for level in unknown.levels:
+            rows = plan.r_row[level.rows]
+            batch = self._small_step(plan, level, self._resolved(plan.t_token[level.at], rows))
+            outputs = (plan.r_output[level.rows] + level.place).tolist()
             logits = draft.logits(batch).float()
-            drafts = self._sampler.propose(logits, rows.tolist(), outputs.tolist())
-            plan.t_token[at + 1] = drafts.numpy()
+            found = np.empty(level.drafts.shape, np.int64)
+            for rank in range(found.shape[1]):
+                drafts = self._sampler.propose(logits, rows.tolist(), outputs)
+                found[:, rank] = _others(drafts.numpy(), found[:, :rank], logits.shape[1])
+                if rank + 1 < found.shape[1]:
+                    logits = logits.scatter(1, drafts[:, None], -torch.inf)
+            there = level.drafts >= 0
+            plan.t_token[level.drafts[there]] = found[there]
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
         return np.where(tokens == LAST, self._last_token.numpy()[rows], tokens)
 
-    def _small_step(self, rows: Ints, tokens: Ints, starts: Ints, slots: Ints) -> ForwardBatch:
-        """One token of each row, whose slots have been noted, and perhaps those of more tokens."""
-        runs: list[list[Run]] = [[*self._runs[row]] for row in rows.tolist()]
-        contexts = (starts + 1).tolist()
-        for own, context in zip(runs, contexts, strict=True):
-            cut_runs(own, context)
+    def _small_step(self, plan: StepPlan, level: Level, tokens: Ints) -> ForwardBatch:
+        """One token for each of a level's, whose slots have been noted, and those of others."""
+        rows, starts = plan.r_row[level.rows], plan.r_start[level.rows] + level.place
+        runs = [
+            runs_to(self._runs[row], plan, at, token)
+            for row, at, token in zip(
+                rows.tolist(), level.rows.tolist(), level.at.tolist(), strict=True
+            )
+        ]
         t_token, t_position, t_slot = (
-            torch.from_numpy(column.astype(np.int64)) for column in (tokens, starts, slots)
+            torch.from_numpy(column.astype(np.int64))
+            for column in (tokens, starts, plan.t_slot[level.at])
         )
         return ForwardBatch(
             t_token=t_token,
             t_position=t_position,
             t_slot=t_slot,
             b_start=list(range(len(rows) + 1)),
-            b_context=contexts,
+            b_context=(starts + 1).tolist(),
             b_runs=runs,
             b_row=rows.tolist(),
             row_table=self._row_table,
@@ -169,6 +177,15 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         known = tokens.numpy()
         known[:] = self._resolved(known, integers.t_row.numpy())
         return tokens
+
+
+def _others(drafts: Ints, known: Ints, vocab_size: int) -> Ints:
+    """[m] drafts, but where one is known [m, n] already, a token beside it."""
+    found = drafts.copy()
+    for _ in range(known.shape[1]):  # each of them can be met once
+        met = (known == found[:, None]).any(1)
+        found[met] = (found[met] + 1) % vocab_size
+    return found
 
 
 class _HostDrawing(Drawing):

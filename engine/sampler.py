@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.branches import MOST_BRANCHES
-from tokenpod.core.plan import NewRow, StepPlan
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import DRAWS, EDITED, ROW_WORDS, TABLE, SamplingTable
 from tokenpod.engine.bad_words import entries_of
 from tokenpod.kernels.group import Group

@@ -70,4 +70,5 @@ def _branched(r_tokens: Ints, t_parent: Ints, index: Ints) -> npt.NDArray[np.boo
     """[B] whether a row has branches."""
     apart = np.concatenate(([0], (t_parent != index - 1).cumsum()))
     ends = r_tokens.cumsum()
-    return apart[ends] > apart[ends - r_tokens]
+    found: npt.NDArray[np.bool_] = apart[ends] > apart[ends - r_tokens]
+    return found

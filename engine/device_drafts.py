@@ -149,8 +149,9 @@ class Proposals:
         ranks = len(integers.logit_index) // n
         rows, positions = integers.sample_row, integers.sample_position
         if ranks == 1 and n <= most:
-            return self._sampler.propose(logits, rows, positions)[:, None]
-        found = rows.new_empty((n, ranks))
+            likeliest: torch.Tensor = self._sampler.propose(logits, rows, positions)
+            return likeliest[:, None]
+        found: torch.Tensor = rows.new_empty((n, ranks))
         for rank in range(ranks):
             # A sampler has room for as many at a time as there are rows.
             for part in (slice(at, at + most) for at in range(0, n, most)):

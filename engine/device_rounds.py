@@ -139,7 +139,8 @@ class DeviceDrawing(Drawing):
         numbers.append(self.plan.r_row[rows])
         flat = np.concatenate([each.ravel() for each in numbers]).astype(np.int64)
         sizes = [each.size for each in numbers]
-        at, own, before, behind, drafts, row = self._staging.upload(flat).split(sizes)
+        uploaded = torch.split(self._staging.upload(flat), sizes)
+        at, own, before, behind, drafts, row = uploaded
         right = (tokens[before] == self._t_token[behind]) & (tokens[own] >= 0)
         counts = pad(right, (0, 1), value=True)[drafts].view(paths.drafts.shape).all(2)
         order = torch.arange(1, len(counts) + 1, device=tokens.device)[:, None]

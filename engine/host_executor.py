@@ -114,11 +114,11 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             batch = self._small_step(plan, level, self._resolved(plan.t_token[level.at], rows))
             outputs = (plan.r_output[level.rows] + level.place).tolist()
             logits = draft.logits(batch).float()
-            found = np.empty(level.drafts.shape, np.int64)
-            for rank in range(found.shape[1]):
+            found: Ints = np.empty_like(level.drafts)
+            for rank in range(len(found.T)):
                 drafts = self._sampler.propose(logits, rows.tolist(), outputs)
                 found[:, rank] = _others(drafts.numpy(), found[:, :rank], logits.shape[1])
-                if rank + 1 < found.shape[1]:
+                if rank + 1 < len(found.T):
                     logits = logits.scatter(1, drafts[:, None], -torch.inf)
             there = level.drafts >= 0
             plan.t_token[level.drafts[there]] = found[there]
@@ -182,7 +182,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
 def _others(drafts: Ints, known: Ints, vocab_size: int) -> Ints:
     """[m] drafts, but where one is known [m, n] already, a token beside it."""
     found = drafts.copy()
-    for _ in range(known.shape[1]):  # each of them can be met once
+    for _ in range(len(known.T)):  # each of them can be met once
         met = (known == found[:, None]).any(1)
         found[met] = (found[met] + 1) % vocab_size
     return found

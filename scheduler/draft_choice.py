@@ -69,8 +69,8 @@ class Choosing:
         #: Choices since something was drafted, and since a tree was.
         self._idle = self._without_tree = 0
         self._last: Choice | None = None
-        #: Steps with drafts since there was one without.
-        self._streak = 0
+        #: Choices with drafts since there was one without, and with trees.
+        self._streak = self._trees = 0
 
     def choose(self, places: Ints, may: Flags) -> Choice:
         """For the next step of these [n] places, of which those that `may` could have drafts."""
@@ -78,8 +78,9 @@ class Choosing:
         if last is None or not last.holds or not np.array_equal(last.places, places):
             draws, drafts, depth = self._choose(places, may)
             self._streak = self._streak + 1 if draws.any() else 0
-            holds = 1 if 0 < self._streak <= _TRIALS else _CHOICE_HOLDS
-            last = Choice(draws, drafts, depth, places, holds)
+            self._trees = self._trees + 1 if drafts > depth else 0
+            tried = 0 < self._streak <= _TRIALS or 0 < self._trees <= _TRIALS
+            last = Choice(draws, drafts, depth, places, 1 if tried else _CHOICE_HOLDS)
         self._last = Choice(last.draws, last.drafts, last.depth, places, last.holds - 1)
         return last
 
@@ -121,7 +122,9 @@ class Choosing:
         self._without_tree += 1
         if self._without_tree > _TRIED_AGAIN:
             self.tree_odds, self._without_tree = Odds(hopeful=True), 0
-        odds = self.tree_odds.of(places, cautious=False)
+        # One that follows the trunk is right at least as often.
+        chain, tree = (odds.of(places, cautious=False) for odds in (self.odds, self.tree_odds))
+        odds = chain[0], np.maximum(chain[1], tree[1]), np.maximum(chain[2], tree[2])
         for drafts in sorted({self._tree, (self._tree + self._most) // 2}):
             depth = depth_of(tree_of(drafts, self._most))
             rate, draws = self._rate(len(places), may, odds, depth, drafts)

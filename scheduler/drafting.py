@@ -220,7 +220,8 @@ class Drafting:
     def _guess(self, sequence: Sequence, choice: Choice, most: int, branches: int) -> Guess:
         """Up to `most` drafts, and in a tree up to so many; none: there is no guess."""
         depth = min(choice.depth, sequence.request.drafts)
-        if choice.is_tree and not sequence.constrained:
+        # Trees that are less deep are broader: more drafts follow one token than there is room for.
+        if choice.is_tree and depth == choice.depth and not sequence.constrained:
             shape = tree_of(min(choice.drafts, most), depth)
             if len(shape) <= branches and not is_chain(shape):
                 source = cast(TreeSource, self._source)

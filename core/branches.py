@@ -44,9 +44,8 @@ class Branches:
         Raises ValueError where a token follows itself, a later one, or one of another row.
         """
         starts = np.repeat(r_tokens.cumsum() - r_tokens, r_tokens)
-        index = np.arange(len(t_parent)) - starts
-        wrong = (t_parent >= index) | (t_parent < -(index == 0).astype(np.int64))
-        if len(t_parent) != len(index) or wrong.any():
+        index = np.arange(len(starts)) - starts
+        if len(t_parent) != len(index) or not _each_behind_another(t_parent, index):
             raise ValueError("a step's drafts are no trees: a token follows none before it")
         before = starts + np.maximum(t_parent, 0)
         depth = index.copy()
@@ -64,6 +63,12 @@ class Branches:
         while self.t_before[path[-1]] != path[-1]:
             path.append(int(self.t_before[path[-1]]))
         return path[::-1]
+
+
+def _each_behind_another(t_parent: Ints, index: Ints) -> bool:
+    """Whether each token but the first of a row follows one before it."""
+    least = np.where(index == 0, -1, 0)
+    return bool(((least <= t_parent) & (t_parent < index)).all())
 
 
 def _branched(r_tokens: Ints, t_parent: Ints, index: Ints) -> npt.NDArray[np.bool_]:

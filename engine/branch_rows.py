@@ -24,26 +24,26 @@ def with_branches(rows: RaggedRows, plan: StepPlan, *, first_line: int | None) -
         plan: with branches.
         first_line: the line of the first branch of the step; None: rows are known by their runs.
     """
-    branches = plan.branches
-    assert branches is not None
+    assert plan.branches is not None
     b_start, b_context, b_row = [0], list[int](), list[int]()
     b_runs: list[list[Run]] = []
     line = first_line
-    counts = np.bincount(branches.rows, minlength=plan.rows).tolist()
-    for row, n in enumerate(counts):
-        end, context = rows.b_start[row + 1], rows.b_context[row] - n
-        b_start.append(end - n)
+    for row in range(rows.rows):
+        first, tree = plan.branches.trees.get(row, (0, None))
+        branches = [] if tree is None else tree.branches.tolist()
+        end, context = rows.b_start[row + 1], rows.b_context[row] - len(branches)
+        b_start.append(end - len(branches))
         b_context.append(context)
         b_row.append(rows.b_row[row])
         runs = rows.b_runs[row]
-        if n and line is None:
+        if branches and line is None:
             runs = [*runs]
             cut_runs(runs, context)
         b_runs.append(runs)
-        for token in range(end - n, end):
-            depth = int(branches.t_depth[token])
+        for branch in branches:
+            token = first + branch
             b_start.append(token + 1)
-            b_context.append(int(plan.r_start[row]) + depth + 1)
+            b_context.append(int(plan.r_start[row] + plan.branches.t_depth[token]) + 1)
             b_row.append(rows.b_row[row] if line is None else line)
             b_runs.append(runs_to(rows.b_runs[row], plan, row, token) if line is None else [])
             line = None if line is None else line + 1
@@ -52,13 +52,14 @@ def with_branches(rows: RaggedRows, plan: StepPlan, *, first_line: int | None) -
 
 def runs_to(runs: list[Run], plan: StepPlan, row: int, token: int) -> list[Run]:
     """Where the positions up to a token of the step lie, of a plan's row with these runs."""
-    own, start, branches = [*runs], int(plan.r_start[row]), plan.branches
-    if branches is None or token not in branches.tokens:
+    own, start = [*runs], int(plan.r_start[row])
+    tree = plan.branches and plan.branches.trees.get(row)
+    if tree is None:
         first = int(plan.r_tokens[: row + 1].sum() - plan.r_tokens[row])
         cut_runs(own, start + token - first + 1)
         return own
     cut_runs(own, start)
-    append_slots(own, plan.t_slot[branches.path(token)])
+    append_slots(own, plan.t_slot[tree[0] + np.array(tree[1].ways[token - tree[0]])])
     return own
 
 
@@ -67,23 +68,22 @@ def lines_of(plan: StepPlan, first_line: int) -> tuple[np.ndarray, np.ndarray]:
 
     Besides a line for each branch, the row's own: what of a tree is right lies there in the end.
     """
-    branches = plan.branches
-    assert branches is not None
-    lines: list[tuple[int, ...]] = []
-    slots: list[np.ndarray] = []
-    done, ends = 0, plan.r_tokens.cumsum()
-    for row in np.unique(branches.rows).tolist():
-        own = plan.t_slot[ends[row] - plan.r_tokens[row] : ends[row]]
-        number, start = int(plan.r_row[row]), int(plan.r_start[row])
-        parts = [(number, own)]
-        for at in np.flatnonzero(branches.rows == row).tolist():
-            way = branches.path(int(branches.tokens[at]))
-            parts += [(first_line + at, plan.t_slot[way])]
-        for to, part in parts:
-            lines.append((to, number, start, done, done + len(part)))
-            slots.append(part)
-            done += len(part)
-    return np.array(lines, np.int64), np.concatenate(slots).astype(np.int64)
+    assert plan.branches is not None
+    lines, slots, done = [], [], 0
+    for row, (first, tree) in plan.branches.trees.items():
+        n, branches = len(tree.depth), len(tree.branches)
+        own = plan.t_slot[first : first + n]
+        part = np.empty((1 + branches, 5), np.int64)
+        part[0, 0] = part[:, 1] = plan.r_row[row]
+        part[1:, 0] = np.arange(first_line, first_line + branches)
+        part[:, 2] = plan.r_start[row]
+        part[0, 4] = done + n
+        part[1:, 4] = done + n + tree.way_ends
+        part[0, 3], part[1:, 3] = done, part[:-1, 4]
+        lines.append(part)
+        slots += [own, own[tree.way_tokens]]
+        first_line, done = first_line + branches, int(part[-1, 4])
+    return np.concatenate(lines), np.concatenate(slots).astype(np.int64)
 
 
 def line_of(plan: StepPlan, first_line: int) -> np.ndarray:

@@ -9,6 +9,7 @@ device, by the token's line of the row table. A small step is captured for each 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,11 +19,11 @@ from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.branch_rows import line_of
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import Draft
-from tokenpod.engine.graphs import Graphs, ladder
-from tokenpod.engine.integers import Counts, Integers, views
+from tokenpod.engine.draft import ChainDraft
+from tokenpod.engine.graphs import Captured, Graphs, ladder
+from tokenpod.engine.integers import ALIGNMENT, Counts, Integers, views
 from tokenpod.engine.mailbox import Mailbox
-from tokenpod.engine.rounds import Ints, Level, Unknown
+from tokenpod.engine.rounds import Asked, Ints, Unknown
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.triton.steps import resolve, spread
@@ -32,7 +33,7 @@ from tokenpod.scheduler.drafting import MOST_ROWS
 MakeBatch = Callable[[Integers, torch.Tensor], ForwardBatch]
 
 #: Tokens of small steps of trees that are captured: up to so many.
-_WIDTHS = (4, 8, 16)
+_WIDTHS = (1, 2, 4, 8, 16)
 
 
 class Proposals:
@@ -50,7 +51,7 @@ class Proposals:
 
     def __init__(
         self,
-        draft: Draft,
+        draft: ChainDraft,
         sampler: DeviceSampler | LeaderTokens,
         make_batch: MakeBatch,
         *,
@@ -71,20 +72,27 @@ class Proposals:
         words = _counts(self._rows, ranks).words
         #: Drafts of a step, and words of all its small steps.
         self.room = min(MOST_DRAFTS, draft.most * self._rows), draft.most * words
-        #: Of all small steps, and which is the next.
+        #: Of all small steps, one behind the other. Which is the next, and where it begins, in
+        #: units of `ALIGNMENT`.
         self._words = last_token.new_zeros(draft.most * words)
-        self._place = last_token.new_zeros(1)
+        self._next = last_token.new_zeros(2)
+        #: By the words of a small step, how far the next one is.
+        self._far: dict[int, torch.Tensor] = {}
         #: By how many drafts follow a token.
         self._graphs: dict[int, Graphs] = {}
 
     def capture(self, memory: object) -> None:
         """Capture small steps; `memory` is that of graphs captured before."""
         most = min(self._rows, MOST_ROWS)
-        chains = {size: _counts(size, 1) for size in ladder(most)}
-        self._graphs[1] = Graphs(self._small_step, chains, self._padding, memory)
-        if self._ranks > 1:
-            trees = {size: _counts(size, self._ranks) for size in _WIDTHS}
-            self._graphs[self._ranks] = Graphs(self._small_step, trees, self._padding, memory)
+
+        def small_step(counts: Counts, first: Integers) -> torch.Tensor:
+            del first  # the device knows which small step is next
+            return self._small_step(counts)
+
+        for ranks, sizes in ((1, ladder(most)), (self._ranks, _WIDTHS)):
+            if ranks not in self._graphs:
+                counts = {size: _counts(size, ranks) for size in sizes}
+                self._graphs[ranks] = Graphs(small_step, counts, self._padding, memory)
 
     def find(
         self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown
@@ -94,19 +102,13 @@ class Proposals:
         Returns which tokens of the step the drafts are, row after row, and the drafts: [n] int64
         each. The mailbox gets them too.
         """
-        levels = unknown.levels
-        m = max(len(level.at) for level in levels)
-        ranks = 1 if plan.branches is None else self._ranks
-        graphs = self._graphs.get(ranks)
-        captured = graphs.fitting(m) if graphs else None
-        counts = captured.counts if captured else _counts(m, ranks)
-        words = mailbox.draft_words[: len(levels) * counts.words]
-        into = views(words.numpy().reshape(len(levels), -1), counts)
-        source = self._fill(into, plan, levels)
+        asked = unknown.asked(plan)
+        steps = self._steps(asked, trees=plan.branches is not None)
+        words, source = self._fill(mailbox.draft_words, plan, asked, [each for each, _ in steps])
         self._before[: len(self._last_token)] = self._last_token
         self._words[: len(words)].copy_(words, non_blocking=True)
-        self._place.zero_()
-        for _ in levels:
+        self._next.zero_()
+        for counts, captured in steps:
             if captured is not None:
                 captured.run()
             else:
@@ -117,17 +119,33 @@ class Proposals:
         mailbox.post_drafts(found)
         return at, found
 
+    def _steps(self, asked: Asked, *, trees: bool) -> list[tuple[Counts, Captured | None]]:
+        """The shape of each small step, and its graph: of trees, each has its own."""
+        widths = np.bincount(asked.place)
+        ranks = [1] * len(widths)
+        if trees:
+            several = np.bincount(asked.place, (asked.drafts[:, 1:] >= 0).any(1))
+            ranks = np.where(several > 0, self._ranks, 1).tolist()
+        else:
+            widths[:] = widths[0]
+        found = []
+        for width, each in zip(widths.tolist(), ranks, strict=True):
+            graphs = self._graphs.get(each)
+            captured = graphs.fitting(width) if graphs else None
+            found.append((captured.counts if captured else _counts(width, each), captured))
+        return found
+
     # -- small steps ---------------------------------------------------------------------------
 
-    def _small_step(self, counts: Counts, first: Integers | None = None) -> torch.Tensor:
-        """Find what follows the tokens of the next small step, [n] drafts.
+    def _small_step(self, counts: Counts) -> torch.Tensor:
+        """Find what follows the tokens of the next small step, [n, ranks] drafts.
 
-        The device counts which one that is: one graph does for all, and nothing is copied between
-        two of them. `first`: what a graph of its own integers would read.
+        The device counts which one that is: one graph does for all of a shape, and nothing is
+        copied between two of them.
         """
-        del first
-        each = self._words[: len(self._found) * counts.words].view(-1, counts.words)
-        integers = views(each.index_select(0, self._place)[0], counts)
+        windows = (len(self._words) - counts.words) // ALIGNMENT + 1
+        each = self._words.as_strided((windows, counts.words), (ALIGNMENT, 1))
+        integers = views(each.index_select(0, self._next[1:])[0], counts)
         t_token = resolve(
             integers.t_token,
             integers.t_row,
@@ -139,9 +157,15 @@ class Proposals:
         logits = self._draft.logits(self._make_batch(integers, t_token))
         found = self._likeliest(logits, integers)
         spread(found, integers.logit_index, self._before, logits.shape[1])
-        self._found[:, : found.numel()].index_copy_(0, self._place, found.view(1, -1))
-        self._place.add_(1)
+        self._found[:, : found.numel()].index_copy_(0, self._next[:1], found.view(1, -1))
+        self._next.add_(self._to_next(counts.words))
         return found
+
+    def _to_next(self, words: int) -> torch.Tensor:
+        """[2] int64: what `_next` grows by."""
+        if words not in self._far:
+            self._far[words] = torch.tensor([1, words // ALIGNMENT], device=self._next.device)
+        return self._far[words]
 
     def _likeliest(self, logits: torch.Tensor, integers: Integers) -> torch.Tensor:
         """[n, ranks] what is drawn, what would be if that could not be, and so on."""
@@ -161,30 +185,44 @@ class Proposals:
                 logits.scatter_(1, found[:, rank : rank + 1], -torch.inf)
         return found
 
-    def _fill(self, into: Integers, plan: StepPlan, levels: list[Level]) -> Ints:
-        """The integers of all small steps, whose rows beyond what they have are padding.
+    def _fill(
+        self, into: torch.Tensor, plan: StepPlan, asked: Asked, steps: list[Counts]
+    ) -> tuple[torch.Tensor, Ints]:
+        """Write the integers of all small steps at the beginning of a tensor.
 
-        Returns [T] where in `_found` the drafts will be, of tokens that are drafts.
+        Returns that part of it, and [T] where in `_found` the drafts will be, of tokens that are.
         """
+        lines, source, done = line_of(plan, self._padding_row + 1), np.full(plan.tokens, -1), 0
+        for counts, group in groupby(range(len(steps)), steps.__getitem__):
+            numbers = [*group]
+            end = done + len(numbers) * counts.words
+            part = into[done:end].numpy().reshape(len(numbers), -1)
+            some = asked.of((asked.place >= numbers[0]) & (asked.place <= numbers[-1]))
+            self._fill_alike(views(part, counts), plan, some, lines)
+            which, rank = np.nonzero(some.drafts >= 0)
+            ranks = 1 + counts.drafts // counts.rows
+            where = some.place * self._found.shape[1] + some.column * ranks
+            source[some.drafts[which, rank]] = where[which] + rank
+            done = end
+        return into[:done], source
+
+    def _fill_alike(self, into: Integers, plan: StepPlan, some: Asked, lines: Ints) -> None:
+        """Of small steps of one shape; what they lack is padding."""
         self._pad(into)
+        which = some.place - some.place[0], some.column
+        row, start = plan.r_row[some.rows], plan.r_start[some.rows] + some.place
+        # Behind the first one: what the small step before drew.
+        into.t_token[which] = np.where(some.place == 0, plan.t_token[some.at], LAST)
+        into.t_position[which] = start
+        into.b_context[which] = start + 1
+        into.t_slot[which] = plan.t_slot[some.at]
+        into.t_row[which] = into.b_row[which] = lines[some.at]
+        into.sample_row[which] = row
+        into.sample_position[which] = plan.r_output[some.rows] + some.place
+        follows, rank = np.nonzero(some.drafts >= 0)
         ranks = into.logit_index.shape[-1] // into.t_token.shape[-1]
-        lines, source = line_of(plan, self._padding_row + 1), np.full(plan.tokens, -1)
-        for number, level in enumerate(levels):
-            n = len(level.at)
-            # Behind the first one: what the small step before drew.
-            into.t_token[number, :n] = plan.t_token[level.at] if number == 0 else LAST
-            starts = plan.r_start[level.rows] + level.place
-            into.t_position[number, :n] = starts
-            into.b_context[number, :n] = starts + 1
-            into.t_slot[number, :n] = plan.t_slot[level.at]
-            into.t_row[number, :n] = into.b_row[number, :n] = lines[level.at]
-            into.sample_row[number, :n] = plan.r_row[level.rows]
-            into.sample_position[number, :n] = plan.r_output[level.rows] + level.place
-            which, rank = np.nonzero(level.drafts >= 0)
-            drafts = level.drafts[which, rank]
-            into.logit_index[number, which * ranks + rank] = lines[drafts]
-            source[drafts] = number * self._found.shape[1] + which * ranks + rank
-        return source
+        column = some.column[follows] * ranks + rank
+        into.logit_index[which[0][follows], column] = lines[some.drafts[follows, rank]]
 
     def _pad(self, into: Integers) -> None:
         for column in (into.t_token, into.t_position, into.sample_position, into.b_context):
@@ -200,7 +238,7 @@ class Proposals:
         words = np.zeros(counts.words, np.int64)
         self._pad(views(words, counts))
         self._words[: counts.words] = torch.from_numpy(words)
-        self._place.zero_()
+        self._next.zero_()
         return self._words[: counts.words]
 
 

@@ -16,10 +16,11 @@ from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import (
+    Asked,
     Drawing,
     Ints,
-    Level,
     Round,
     Unknown,
     allowed,
@@ -109,36 +110,55 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         """Find drafts, and put them into the plan."""
         del mailbox
-        for level in unknown.levels:
-            rows = plan.r_row[level.rows]
-            batch = self._small_step(plan, level, self._resolved(plan.t_token[level.at], rows))
-            outputs = (plan.r_output[level.rows] + level.place).tolist()
+        if isinstance(draft, ParallelDraft):
+            self._guess(plan, unknown, draft)
+            return
+        asked = unknown.asked(plan)
+        for place in range(asked.steps):
+            some = asked.of(asked.place == place)
+            rows = plan.r_row[some.rows]
+            batch = self._small_step(plan, some, self._resolved(plan.t_token[some.at], rows))
+            outputs = (plan.r_output[some.rows] + place).tolist()
             logits = draft.logits(batch).float()
-            found: Ints = np.empty_like(level.drafts)
-            for rank in range(len(found.T)):
+            found: Ints = np.empty((len(rows), some.ranks), np.int64)
+            for rank in range(some.ranks):
                 drafts = self._sampler.propose(logits, rows.tolist(), outputs)
                 found[:, rank] = _others(drafts.numpy(), found[:, :rank], logits.shape[1])
-                if rank + 1 < len(found.T):
+                if rank + 1 < some.ranks:
                     logits = logits.scatter(1, drafts[:, None], -torch.inf)
-            there = level.drafts >= 0
-            plan.t_token[level.drafts[there]] = found[there]
+            wanted = some.drafts[:, : some.ranks]
+            plan.t_token[wanted[wanted >= 0]] = found[wanted >= 0]
+
+    def _guess(self, plan: StepPlan, unknown: Unknown, draft: ParallelDraft) -> None:
+        """The same by heads that guess all drafts of a row at once."""
+        rows = plan.r_row[unknown.rows]
+        known = plan.r_start[unknown.rows].astype(np.int64) - 1
+        logits = draft.logits(
+            torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(known), unknown.most
+        )
+        for place, scores in enumerate(logits.float().view(unknown.most, len(rows), -1)):
+            which = unknown.counts > place
+            outputs = plan.r_output[unknown.rows[which]] + place
+            scores = scores[torch.from_numpy(which)]
+            drafts = self._sampler.propose(scores, rows[which].tolist(), outputs.tolist())
+            plan.t_token[unknown.firsts[which] + 1 + place] = drafts.numpy()
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
         return np.where(tokens == LAST, self._last_token.numpy()[rows], tokens)
 
-    def _small_step(self, plan: StepPlan, level: Level, tokens: Ints) -> ForwardBatch:
-        """One token for each of a level's, whose slots have been noted, and those of others."""
-        rows, starts = plan.r_row[level.rows], plan.r_start[level.rows] + level.place
+    def _small_step(self, plan: StepPlan, some: Asked, tokens: Ints) -> ForwardBatch:
+        """These tokens, each as a row, whose slots have been noted, and those of others."""
+        rows, starts = plan.r_row[some.rows], plan.r_start[some.rows] + some.place
         runs = [
             runs_to(self._runs[row], plan, at, token)
             for row, at, token in zip(
-                rows.tolist(), level.rows.tolist(), level.at.tolist(), strict=True
+                rows.tolist(), some.rows.tolist(), some.at.tolist(), strict=True
             )
         ]
         t_token, t_position, t_slot = (
             torch.from_numpy(column.astype(np.int64))
-            for column in (tokens, starts, plan.t_slot[level.at])
+            for column in (tokens, starts, plan.t_slot[some.at])
         )
         return ForwardBatch(
             t_token=t_token,

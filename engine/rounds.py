@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.branches import Branches
+from tokenpod.core.branches import Branches, Tree
 from tokenpod.core.plan import LAST, UNSAMPLED, StepPlan
 from tokenpod.engine.executor import Masks, StepResult, Words
 from tokenpod.engine.sampler import Samples
@@ -133,16 +133,40 @@ def drafts_of(plan: StepPlan, turn: Round) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """One small step of a draft model: m tokens, and the drafts that follow each of them."""
+class Asked:
+    """[N] the tokens of a step behind which a draft model guesses, small step after small step."""
 
-    #: How many drafts are before these tokens.
-    place: int
-    #: [m] rows of the plan, and which tokens of the step.
+    #: How many drafts are before a token: which small step it is in.
+    place: Ints
+    #: Which of the tokens of that.
+    column: Ints
+    #: Which row of the plan, and which token of the step.
     rows: Ints
     at: Ints
-    #: [m, ranks] which tokens of the step follow, the likeliest first; -1: no more do.
+    #: [N, ranks] which tokens of the step follow, the likeliest first; -1: no more do.
     drafts: Ints
+
+    @classmethod
+    def by_place(cls, place: Ints, rows: Ints, at: Ints, drafts: Ints) -> Asked:
+        """Of tokens in any order."""
+        order = place.argsort(kind="stable")
+        place, rows, at, drafts = (each[order] for each in (place, rows, at, drafts))
+        return cls(place, np.arange(len(place)) - place.searchsorted(place), rows, at, drafts)
+
+    def of(self, which: npt.NDArray[np.bool_]) -> Asked:
+        """Some of them."""
+        columns = (self.place, self.column, self.rows, self.at, self.drafts)
+        return Asked(*(column[which] for column in columns))
+
+    @property
+    def steps(self) -> int:
+        """How many small steps there are."""
+        return int(self.place[-1]) + 1
+
+    @property
+    def ranks(self) -> int:
+        """How many tokens follow one, at most."""
+        return int((self.drafts >= 0).any(0).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +181,6 @@ class Unknown:
     counts: Ints
     #: [m] which token of the step each row's first draft follows.
     firsts: Ints
-    #: In order of depth.
-    levels: list[Level]
 
     @classmethod
     def of(cls, plan: StepPlan) -> Unknown | None:
@@ -172,46 +194,46 @@ class Unknown:
             return None
         samples = plan.r_samples[rows]
         assert (plan.r_tokens[rows] == samples).all(), "before its drafts a row has one token"
-        firsts = ends[rows] - samples
-        levels = _chain_levels if plan.branches is None else _tree_levels
-        return cls(rows, samples - 1, firsts, levels(plan, rows, firsts))
+        return cls(rows, samples - 1, ends[rows] - samples)
+
+    @property
+    def most(self) -> int:
+        """Drafts of one row."""
+        return int(self.counts.max())
 
     @property
     def tokens(self) -> Ints:
         """[n] which tokens of the step they are, row after row."""
+        return self.firsts.repeat(self.counts) + 1 + self.places
+
+    @property
+    def places(self) -> Ints:
+        """[n] of each, how many drafts of its row are before it in the step."""
         before = self.counts.cumsum() - self.counts
-        places = np.arange(int(self.counts.sum())) - before.repeat(self.counts)
-        return self.firsts.repeat(self.counts) + 1 + places
+        return np.arange(int(self.counts.sum())) - before.repeat(self.counts)
 
-
-def _chain_levels(plan: StepPlan, rows: Ints, firsts: Ints) -> list[Level]:
-    """Each draft is followed by one, as long as its row has more."""
-    counts, levels = plan.r_samples[rows] - 1, []
-    for place in range(int(counts.max())):
-        which = counts > place
-        at = firsts[which] + place
-        levels.append(Level(place, rows[which], at, at[:, None] + 1))
-    return levels
-
-
-def _tree_levels(plan: StepPlan, rows: Ints, firsts: Ints) -> list[Level]:
-    """The tokens that others follow, by depth."""
-    assert plan.branches is not None
-    before, depth = plan.branches.t_before, plan.branches.t_depth
-    following: dict[int, list[int]] = {}
-    row_of: dict[int, int] = {}
-    for row, first in zip(rows.tolist(), firsts.tolist(), strict=True):
-        for token in range(first + 1, first + int(plan.r_samples[row])):
-            following.setdefault(int(before[token]), []).append(token)
-            row_of[int(before[token])] = row
-    levels = []
-    for place in range(max(int(depth[token]) for token in following) + 1):
-        at = [token for token in following if depth[token] == place]
-        drafts = np.full((len(at), max(len(following[token]) for token in at)), -1)
-        for i, token in enumerate(at):
-            drafts[i, : len(following[token])] = following[token]
-        levels.append(Level(place, np.array([row_of[t] for t in at]), np.array(at), drafts))
-    return levels
+    def asked(self, plan: StepPlan) -> Asked:
+        """What small steps are made of."""
+        if plan.branches is None:
+            at = self.tokens - 1
+            return Asked.by_place(self.places, self.rows.repeat(self.counts), at, at[:, None] + 1)
+        trees = []
+        for row, first in zip(self.rows.tolist(), self.firsts.tolist(), strict=True):
+            end = first + int(plan.r_tokens[row])
+            trees.append((row, first, Tree.of(tuple(plan.t_parent[first:end].tolist()))))
+        most = max(tree.following.shape[1] for _, _, tree in trees)
+        drafts = np.full((sum(len(tree.asked) for _, _, tree in trees), most), -1)
+        done = 0
+        for _, first, tree in trees:
+            n, ranks = tree.following.shape
+            drafts[done : done + n, :ranks] = tree.following + first * (tree.following >= 0)
+            done += n
+        return Asked.by_place(
+            np.concatenate([tree.depth[tree.asked] for _, _, tree in trees]),
+            self.rows.repeat([len(tree.asked) for _, _, tree in trees]),
+            np.concatenate([tree.asked + first for _, first, tree in trees]),
+            drafts,
+        )
 
 
 def unmasked_rounds(plan: StepPlan) -> list[Round]:

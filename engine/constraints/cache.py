@@ -28,6 +28,8 @@ class Compiled:
     matcher: Matcher
     words: Words
     ends: bool
+    #: See `Library.compile`.
+    prepared: str = ""
 
 
 @dataclass(slots=True)
@@ -54,8 +56,20 @@ class CompileCache:
         self._entries: OrderedDict[Constraint, _Entry] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, constraint: Constraint, make: Callable[[], Compiled], texts: int = 1) -> Compiled:
-        """The compiled constraint, for so many texts; `make` is called without the lock."""
+    def get(
+        self,
+        constraint: Constraint,
+        make: Callable[[Compiled | None], Compiled],
+        texts: int = 1,
+    ) -> Compiled:
+        """The compiled constraint, for so many texts.
+
+        Args:
+            constraint: it.
+            make: compiles it, without the lock; it is given what was compiled before, if that is
+                still there.
+            texts: how many begin from it.
+        """
         with self._lock:
             found = self._entries.get(constraint)
             if found is not None and found.left >= texts:
@@ -65,10 +79,10 @@ class CompileCache:
                 return found.compiled
             self.misses += 1
         began = time.thread_time_ns()
-        made = make()
+        made = make(found.compiled if found else None)
         dear = time.thread_time_ns() - began > _DEAR_NS
         size = _BASE_BYTES + _BYTES_PER_BYTE * len(msgspec.msgpack.encode(constraint))
-        size += made.words.nbytes
+        size += made.words.nbytes + len(made.prepared)
         with self._lock:
             if (before := self._entries.pop(constraint, None)) is not None:
                 self._bytes -= before.nbytes

@@ -313,16 +313,16 @@ def test_compiled_constraints_are_cached_by_content(model):
 
 def test_a_few_texts_share_a_compiled_constraint(monkeypatch):
     class Made:
-        words = np.zeros(4, np.int32)
+        words, prepared = np.zeros(4, np.int32), ""
 
     made = [Made() for _ in range(9)]
     store, many = cache.CompileCache(10**7), Regex("a")
-    found = [store.get(many, lambda: made[store.misses]) for _ in range(9)]
+    found = [store.get(many, lambda before: made[store.misses]) for _ in range(9)]
     assert found == [made[1]] * 4 + [made[2]] * 4 + [made[3]]
     assert (store.hits, store.misses) == (6, 3)
     # One that takes long is compiled once.
     monkeypatch.setattr(cache, "_DEAR_NS", -1)
-    dear = [store.get(Regex("b"), lambda: made[store.misses], 3) for _ in range(9)]
+    dear = [store.get(Regex("b"), lambda before: made[store.misses], 3) for _ in range(9)]
     assert dear == [made[4]] * 9
 
 

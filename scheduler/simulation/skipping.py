@@ -14,6 +14,7 @@ from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.drafting import Landed
 from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
+from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.simulation.plain import PLAIN, OutputCounts
 
 
@@ -45,9 +46,18 @@ class SkippingOutcomes(Outcomes):
         if any(tokens):
             special |= np.array(tokens, np.int64) != PLAIN
         plain = ~special & (table.ended[places] == 0)
-        for at in special.nonzero()[0].tolist():
-            self.take(step.sampled[at], tokens[at], at, now, settled)
+        which = special.nonzero()[0].tolist()
+        for at, sequence in zip(which, self._sampled(step, which), strict=True):
+            self.take(sequence, tokens[at], at, now, settled)
         self.counts.add(places[plain])
+
+    @staticmethod
+    def _sampled(step: Step, which: list[int]) -> list[Sequence]:
+        """The sequences of some of a step's samples; no row has several of these."""
+        rows = which
+        if step.plan.sampling < step.plan.rows:
+            rows = step.plan.r_samples.nonzero()[0][which].tolist()
+        return [step.sequences[row] for row in rows]
 
 
 class SkippingScheduler(Scheduler):

@@ -93,7 +93,7 @@ def test_the_forecast_counts_a_shared_prefix_once():
     two = begun(kv, 2, [1] * 10, max_new_tokens=5)
     compute(kv, two, 1)
     forecast = Forecast(kv.table, slots=100, quantum=8)
-    forecast.decoding([one, two])
+    forecast.decoding([one, two], np.array([one.place, two.place]))
     # The prompt, the last prompt token of the second again, and what is to come but for the last
     # tokens: these are never processed.
     assert forecast.peak() == 10 + 1 + 4 + 4

@@ -11,10 +11,10 @@ and the largest rooms are halved when others need the space.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-
 import numpy as np
 import numpy.typing as npt
+
+from tokenpod.scheduler.free_runs import FreeRuns
 
 Ints = npt.NDArray[np.int64]
 
@@ -73,10 +73,8 @@ class SlotAllocator:
         self.total = total
         #: Slots that can be allocated: unused ones, rooms included.
         self.free = total
-        #: Free intervals without rooms: where they start, their lengths, and both by length.
-        self._starts = [0] if total else []
-        self._length = {0: total} if total else {}
-        self._by_length = [(total, 0)] if total else []
+        #: Free slots without rooms.
+        self._runs = FreeRuns(total)
         #: The extents, by `Extent.at`; 0 is none.
         self._columns = np.zeros((4, _FIRST_EXTENTS), np.int64)
         self._unnamed = list(range(_FIRST_EXTENTS - 1, 0, -1))
@@ -90,7 +88,7 @@ class SlotAllocator:
     @property
     def longest(self) -> int:
         """The longest run of them."""
-        return self._by_length[-1][0] if self._by_length else 0
+        return self._runs.longest
 
     def allocate(self, n: int, *, position: int, room: int) -> list[Extent]:
         """`n` slots for positions from `position` on: one run if there is one, else several.
@@ -99,12 +97,12 @@ class SlotAllocator:
         """
         if n > self.free:
             raise OutOfSlots(f"{n} slots are wanted, {self.free} of {self.total} are free")
-        start = self._fit(n, room)
+        start = self._runs.fit(n, room)
         while start is None and self._halve_a_room(n):
-            start = self._fit(n, room)
+            start = self._runs.fit(n, room)
         if start is None:
             self._give_up_rooms()
-            start = self._fit(n, room)
+            start = self._runs.fit(n, room)
         if start is not None:
             return [self._claim(start, n, room, position)]
         return self._scatter(n, position)
@@ -124,9 +122,9 @@ class SlotAllocator:
         self.used[at] += taken
         self.rooms[at] -= taken
         self.free -= taken
-        if taken < n and extent.end in self._length:
+        if taken < n and self._runs.begins_at(extent.end):
             # The slots after it have been freed meanwhile.
-            length = self._cut(extent.end, n - taken + room)
+            length = self._runs.take(extent.end, n - taken + room)
             more = min(n - taken, length)
             self.used[at] += more
             self.rooms[at] = length - more
@@ -156,7 +154,7 @@ class SlotAllocator:
     def release(self, extent: Extent) -> None:
         """Free all slots of an extent, and its room."""
         self.free += extent.used
-        self._insert(extent.first, extent.used + extent.room)
+        self._runs.insert(extent.first, extent.used + extent.room)
         self.drop(extent)
 
     def drop(self, extent: Extent) -> None:
@@ -167,7 +165,7 @@ class SlotAllocator:
     def release_run(self, first: int, n: int) -> None:
         """Free `n` slots that no extent has any more."""
         self.free += n
-        self._insert(first, n)
+        self._runs.insert(first, n)
 
     def take_out(self, extents: list[Extent], start: int, end: int) -> tuple[Ints, list[Extent]]:
         """Give the slots of positions `start` to `end` to another owner.
@@ -200,63 +198,22 @@ class SlotAllocator:
         roomy = np.flatnonzero(self.rooms)
         ends = self.firsts[roomy] + self.used[roomy]
         rooms = zip(ends.tolist(), self.rooms[roomy].tolist(), strict=True)
-        return sorted([*self._length.items(), *rooms])
-
-    # -- free intervals ------------------------------------------------------------------------
-
-    def _fit(self, n: int, room: int) -> int | None:
-        """The smallest interval with room, else the largest without."""
-        if self.longest < n:
-            return None
-        at = bisect_left(self._by_length, (n + room, 0))
-        return self._by_length[min(at, len(self._by_length) - 1)][1]
+        return sorted([*self._runs.items(), *rooms])
 
     def _claim(self, start: int, n: int, room: int, position: int) -> Extent:
-        length = self._cut(start, n + room)
+        length = self._runs.take(start, n + room)
         self.free -= n
         return self._name(position, start, n, length - n)
 
     def _scatter(self, n: int, position: int) -> list[Extent]:
         extents = []
         while n:
-            start = self._by_length[-1][1]
-            extent = self._claim(start, min(n, self._length[start]), 0, position)
-            extents.append(extent)
-            position += extent.used
-            n -= extent.used
+            first, taken = self._runs.take_longest(n)
+            self.free -= taken
+            extents.append(self._name(position, first, taken, 0))
+            position += taken
+            n -= taken
         return extents
-
-    def _cut(self, start: int, most: int) -> int:
-        """Take up to `most` slots from the front of an interval; how many."""
-        length = self._remove(start)
-        if length <= most:
-            return length
-        self._add(start + most, length - most)
-        return most
-
-    def _insert(self, first: int, n: int) -> None:
-        if not n:
-            return
-        if first + n in self._length:
-            n += self._remove(first + n)
-        at = bisect_left(self._starts, first)
-        if at:
-            before = self._starts[at - 1]
-            if before + self._length[before] == first:
-                n += self._remove(before)
-                first = before
-        self._add(first, n)
-
-    def _add(self, start: int, length: int) -> None:
-        insort(self._starts, start)
-        self._length[start] = length
-        insort(self._by_length, (length, start))
-
-    def _remove(self, start: int) -> int:
-        length = self._length.pop(start)
-        del self._starts[bisect_left(self._starts, start)]
-        del self._by_length[bisect_left(self._by_length, (length, start))]
-        return length
 
     # -- extents -------------------------------------------------------------------------------
 
@@ -292,12 +249,12 @@ class SlotAllocator:
         if half < n:
             return False
         self.rooms[at] -= half
-        self._insert(int(self.firsts[at] + self.used[at] + self.rooms[at]), half)
+        self._runs.insert(int(self.firsts[at] + self.used[at] + self.rooms[at]), half)
         return True
 
     def _give_up_rooms(self) -> None:
         for at in np.flatnonzero(self.rooms):
-            self._insert(int(self.firsts[at] + self.used[at]), int(self.rooms[at]))
+            self._runs.insert(int(self.firsts[at] + self.used[at]), int(self.rooms[at]))
             self.rooms[at] = 0
 
 

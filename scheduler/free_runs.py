@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+#: Of so many runs each is looked up to be forgotten; of more, the rest is sorted anew.
+_FEW = 8
+
 
 class FreeRuns:
     """Runs that don't touch one another.
@@ -42,6 +45,38 @@ class FreeRuns:
         """Take up to `most` slots from the front of the longest run: the first one, how many."""
         start = self._by_length[-1][1]
         return start, self.take(start, most)
+
+    def take_each(self, most: list[int]) -> tuple[list[int], list[int]]:
+        """Take slots for several owners from the longest runs, one owner after the other.
+
+        Args:
+            most: for each of them, at least 1; as many as all of these together are free.
+
+        Returns for each the first slot, and how many: as many as its run has left, at most `most`.
+        """
+        firsts, counts = [], []
+        at, start, left = len(self._by_length), 0, 0
+        for wanted in most:
+            if not left:
+                at -= 1
+                left, start = self._by_length[at]
+            taken = min(wanted, left)
+            firsts.append(start)
+            counts.append(taken)
+            start += taken
+            left -= taken
+        gone = [first for _, first in self._by_length[at:]]
+        del self._by_length[at:]
+        for first in gone:
+            del self._length[first]
+        if len(gone) > _FEW:
+            self._starts = sorted(self._length)
+        else:
+            for first in gone:
+                del self._starts[bisect_left(self._starts, first)]
+        if left:
+            self._add(start, left)
+        return firsts, counts
 
     def take(self, start: int, most: int) -> int:
         """Take up to `most` slots from the front of a run; how many."""

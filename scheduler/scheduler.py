@@ -249,7 +249,7 @@ class Scheduler:
             rows.take_fresh(),
             rows.take_freed(),
             self.adapters.take_puts(),
-            self.adapters.take_ready(self.kv.take_unfilled()),
+            self.adapters.take_ready(self.kv.pool.take_unfilled()),
         )
 
     def settle(

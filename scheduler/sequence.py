@@ -145,6 +145,13 @@ class Sequence:
         self.table.constrained -= self.constrained
         self.place = 0
 
+    def begin_after(self, node: Node, length: int) -> None:
+        """Begin behind a prefix of `length` tokens, which ends at the locked `node`."""
+        self.node = node
+        self.shared = self.computed = length
+        if not self.began_at:
+            self.cached = length
+
     def end(self, state: EndState) -> None:
         """Plan nothing more, and drop what comes back."""
         self.ended_as = state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenpod.scheduler.radix import RadixTree, Slots
-from tokenpod.scheduler.slots import Extent, SlotAllocator, slots_of
+from tokenpod.scheduler.slots import Extent, Ints, SlotAllocator, slots_of
 
 #: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
 ROOM_TO_EVICT_FOR = 128
@@ -29,6 +29,11 @@ class SlotPool:
         self._tree = tree
         #: Slots of the tree that the next plan fills with what adapters have.
         self.unfilled: set[int] = set()
+
+    def take_unfilled(self) -> set[int]:
+        """The slots of `unfilled`, which are filled now."""
+        unfilled, self.unfilled = self.unfilled, set()
+        return unfilled
 
     def take(self, n: int, position: int) -> Slots:
         """[n] slots that belong to no extent, int64."""
@@ -55,6 +60,22 @@ class SlotPool:
                 self._make_space(n - last.room, room)
             extents += self._allocator.grow(last, n, room)
         return slots_of(extents, position, n)
+
+    def grow_apart(self, positions: Ints, rooms: Ints) -> list[Extent]:
+        """A new extent for each of many sequences, of one slot and some room; none: each gets more.
+
+        There are none where `grow` finds a long run for each, if need be by eviction. Where it does
+        not, what is left is divided, since looking for a place for each would be in vain.
+
+        Args:
+            positions: [n] int64, their next ones.
+            rooms: [n] what follows these at most.
+        """
+        wanted = len(rooms) + int(np.minimum(rooms, ROOM_TO_EVICT_FOR).sum())
+        if self._allocator.free + self._tree.evictable >= wanted:
+            return []
+        self.evict(self._tree.evictable)
+        return self._allocator.allocate_each(positions, rooms)
 
     def release(self, extents: list[Extent]) -> None:
         """Free all slots of these, and their room."""

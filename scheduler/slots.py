@@ -19,6 +19,8 @@ from tokenpod.scheduler.free_runs import FreeRuns
 Ints = npt.NDArray[np.int64]
 
 _FIRST_EXTENTS = 64
+#: So many rooms are halved before all are given up.
+_MOST_HALVED = 16
 
 
 class OutOfSlots(Exception):
@@ -145,6 +147,36 @@ class SlotAllocator:
         self.free -= n * len(at)
         return slots
 
+    def allocate_each(self, positions: Ints, rooms: Ints) -> list[Extent]:
+        """A slot for each of these positions, and room after it, where others lie in between.
+
+        What is free is divided evenly, so that none takes what the next one needs.
+
+        Args:
+            positions: [n] of different sequences.
+            rooms: [n] what each of them can use at most.
+
+        Raises OutOfSlots, with nothing taken, if fewer than `n` are free.
+        """
+        n = len(positions)
+        if n > self.free:
+            raise OutOfSlots(f"{n} slots are wanted, {self.free} of {self.total} are free")
+        for _ in range(_MOST_HALVED):
+            if self.unclaimed >= n or not self._halve_a_room(1):
+                break
+        if (unclaimed := self.unclaimed) < n:
+            self._give_up_rooms()
+            unclaimed = self.free
+        most = 1 + np.minimum(rooms, unclaimed // n - 1)
+        firsts, counts = self._runs.take_each(most.tolist())
+        while len(self._unnamed) < n:
+            self._add_names()
+        at = self._unnamed[-n:]
+        del self._unnamed[-n:]
+        self._columns[:, at] = positions, firsts, np.ones(n, np.int64), np.array(counts) - 1
+        self.free -= n
+        return [Extent(self, each) for each in at]
+
     def shrink(self, extent: Extent, n: int) -> None:
         """The last `n` used slots of an extent are its room again."""
         self.used[extent.at] -= n
@@ -219,13 +251,16 @@ class SlotAllocator:
 
     def _name(self, position: int, first: int, used: int, room: int) -> Extent:
         if not self._unnamed:
-            names = self._columns.shape[1]
-            self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
-            self._unnamed = list(range(2 * names - 1, names - 1, -1))
-            self._name_columns()
+            self._add_names()
         at = self._unnamed.pop()
         self._columns[:, at] = position, first, used, room
         return Extent(self, at)
+
+    def _add_names(self) -> None:
+        names = self._columns.shape[1]
+        self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
+        self._unnamed[:0] = range(2 * names - 1, names - 1, -1)
+        self._name_columns()
 
     def _trim_front(self, extent: Extent, n: int) -> None:
         """Another owner takes the first `n` slots of `extent`."""

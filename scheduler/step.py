@@ -104,9 +104,7 @@ class StepBuilder:
             OutOfSlots: fewer slots than sequences are available.
         """
         kv, table = self._kv, self._kv.table
-        others, slots = kv.extend_each(places)
-        for at in others.tolist():
-            slots[at] = kv.extend(sequences[at], 1)[0]
+        slots = kv.extend_each(sequences, places)
         table.computed[places] += 1
         table.launched[places] += 1
         self._decoding += sequences

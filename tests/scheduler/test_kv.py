@@ -197,6 +197,30 @@ def test_sequences_that_grow_side_by_side_get_runs_also_when_the_cache_is_full()
     assert max(runs) <= 10, runs
 
 
+def test_many_that_grow_side_by_side_share_what_is_left_of_a_full_pool():
+    kv = KV(1000)
+    all_of = [begun(kv, i, [i] * 20, max_new_tokens=40) for i in range(1, 41)]
+    for sequence in all_of:
+        compute(kv, sequence, 20)
+        sequence.outputs.append(1)
+    places = np.array([sequence.place for sequence in all_of])
+    # 800 are taken, and rooms of 39 that the first ones were given are the rest.
+    for length in range(21, 26):
+        slots = kv.extend_each(all_of, places)
+        kv.table.computed[places] += 1
+        assert len(set(slots.tolist())) == 40
+        for sequence in all_of:
+            sequence.outputs.append(1)
+        assert (kv.table.computed[places] == length).all()
+        kv.check(all_of)
+    assert kv.available == 0
+    tokens = [sequence.all_tokens(25) for sequence in all_of]
+    for sequence in all_of:
+        kv.release(sequence)
+    kv.check([])
+    assert all(kv.tree.known(each) == 25 for each in tokens)
+
+
 def test_runs_stay_long_over_generations_of_a_full_cache():
     """Sequences of all lengths leave what they computed behind, and others grow where it was."""
     kv, draw = KV(20_000), random.Random(1)

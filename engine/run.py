@@ -33,6 +33,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
+from tokenpod.models.medusa import is_medusa
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
 from tokenpod.scheduler.kv import KV
@@ -83,7 +84,8 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         followers=member.followers if member else None,
     )
     overlap = assembled.overlap
-    masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
+    masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
+    masked = MaskedSteps(masks, overlap=overlap)
     loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
     loop.run()
 
@@ -93,7 +95,8 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     if not options.speculate:
         return None
     source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
-    return lambda kv: Drafting(source, options.speculate, kv, Costs())
+    tree = options.draft_tree
+    return lambda kv: Drafting(source, options.speculate, kv, Costs(), tree=tree)
 
 
 def _method(options: EngineOptions) -> str:
@@ -104,7 +107,10 @@ def _method(options: EngineOptions) -> str:
         return "ngram"
     if options.draft_folder == MTP:
         return MTP
-    return "eagle3" if is_eagle(Path(options.draft_folder)) else "draft_model"
+    folder = Path(options.draft_folder)
+    if is_medusa(folder):
+        return "medusa"
+    return "eagle3" if is_eagle(folder) else "draft_model"
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:

@@ -25,10 +25,11 @@ from tokenpod.engine.constraints.trial import Begin, Tried, Try
 _COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.constraints.trial")
 #: Seconds that a process may take to start.
 _START_SECONDS = 60.0
+_TOO_DEEP = "its parts are too many, nested too deeply, or name each other in too long a row"
 _ENDS = {
     -signal.SIGABRT: "it takes too much memory to compile",
-    -signal.SIGSEGV: "its parts are nested too deeply, or name each other in too long a row",
-    -signal.SIGBUS: "its parts are nested too deeply, or name each other in too long a row",
+    -signal.SIGSEGV: _TOO_DEEP,
+    -signal.SIGBUS: _TOO_DEEP,
 }
 
 

@@ -49,7 +49,7 @@ def trials():
 
 @pytest.mark.parametrize("deep", DEEP, ids=["schema", "grammar"])
 def test_a_stack_that_overflows_is_a_refusal(trials, deep):
-    with pytest.raises(Refused, match="too deeply, or name each other in too long a row"):
+    with pytest.raises(Refused, match="nested too deeply, or name each other in too long a row"):
         trials.try_first(deep, 60)
     assert trials.try_first(Regex("a"), 60)
 

@@ -522,7 +522,7 @@ def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector
 
 def test_what_constraints_cost_is_observed(telemetry: Telemetry, collector: Collector) -> None:
     masks = MaskCounts(900, 4, 30_000_000, cached=8, compiled=5, refused=2)
-    telemetry.watch(lambda: Load(masks=masks))
+    telemetry.watch(lambda: Load(0, 0, 0, slots=1, free_slots=1, evictable_slots=0, masks=masks))
     telemetry.shutdown()
     names = "masks", "masks.late", "masks.time", "compiled", "cached", "refused"
     points = [collector.points(f"tokenpod.constraints.{name}")[0][1] for name in names]

@@ -95,7 +95,8 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     if not options.speculate:
         return None
     source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
-    return lambda kv: Drafting(source, options.speculate, kv, Costs())
+    tree = options.draft_tree
+    return lambda kv: Drafting(source, options.speculate, kv, Costs(), tree=tree)
 
 
 def _method(options: EngineOptions) -> str:

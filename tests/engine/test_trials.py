@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import constrained
+import numpy as np
 import pytest
 import torch
 from constrained import RANDOM, Client, ask, serve
@@ -13,7 +15,7 @@ from constrained import RANDOM, Client, ask, serve
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
-from tokenpod.engine.constraints.library import Refused
+from tokenpod.engine.constraints.library import LimitReached, Refused
 from tokenpod.engine.constraints.trials import TooLong, Trials
 from tokenpod.models import load as loading
 
@@ -79,6 +81,27 @@ def test_problems_are_told_in_terms_of_what_was_sent(trials, constraint, problem
     with pytest.raises(Refused) as refused:
         trials.try_first(constraint, 60)
     assert str(refused.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a{1000}){1000}", "(a|a)*b", "(a+)+", "x*" * 500, ".*a.{60}b", "(.*a.{20}){5}"]
+)
+def test_patterns_that_explode_elsewhere_are_served_or_end_at_a_limit(trials, pattern):
+    prepared, chance = trials.try_first(Regex(pattern), 60), random.Random(1)
+    library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
+    matcher = library.compile(Regex(pattern), prepared)
+    words, text = np.zeros(-(-constrained.VOCABULARY // 32), np.int32), b""
+    try:
+        for _ in range(30):
+            if matcher.fill(words) and not words.any():
+                break
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            token = chance.choice(allowed.tolist())
+            matcher.take(token)
+            text += constrained.TOKENS.tokens[token]
+    except LimitReached:
+        assert "." in pattern
+    assert text
 
 
 def test_others_go_on_beside_constraints_that_never_compile():

@@ -7,6 +7,7 @@ try_first(constraint) -> an idle process -> what `Library.compile` takes, or Ref
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -51,22 +52,23 @@ class Trials:
         self, tokens: Sequence[bytes], special: Sequence[int], count: int, nice: int = 0
     ) -> None:
         self._begin = Begin(len(tokens), {token: tokens[token] for token in special}, nice)
-        self._count = count
+        #: Processes that are yet to be started.
+        self._missing = count
         self._idle: SimpleQueue[_Process] = SimpleQueue()
         self._lock = Lock()
 
     def try_first(self, constraint: Constraint, seconds: float) -> str:
         """What `Library.compile` takes besides. Raises Refused and TooLong."""
-        with self._lock:
-            started, self._count = self._count, 0
-        for _ in range(started):
-            self._idle.put(_Process(self._begin))
+        self._start()
         process = self._idle.get()
         try:
             answer = process.ask(constraint, seconds)
         except (LinkClosed, TooLong) as error:
             status = process.end()
-            self._idle.put(_Process(self._begin))
+            with self._lock:
+                self._missing += 1
+            with contextlib.suppress(OSError):  # the next one tries again
+                self._start()
             if isinstance(error, TooLong):
                 raise
             raise Refused(_ENDS.get(status, "the library fails to compile it")) from error
@@ -74,6 +76,12 @@ class Trials:
         if answer.problem:
             raise Refused(answer.problem)
         return answer.prepared
+
+    def _start(self) -> None:
+        with self._lock:
+            while self._missing:
+                self._idle.put(_Process(self._begin))
+                self._missing -= 1
 
 
 class _Process:
@@ -88,7 +96,8 @@ class _Process:
                 stdin=subprocess.DEVNULL,
             )
         self._link = Link(ours, Tried)
-        self._link.send(begin)
+        with contextlib.suppress(LinkClosed):  # it has ended: so the first receive says
+            self._link.send(begin)
         self._started = False
 
     def ask(self, constraint: Constraint, seconds: float) -> Tried:

@@ -62,6 +62,15 @@ def test_one_that_takes_too_long_is_stopped(trials):
     assert trials.try_first(Regex("a"), 60)
 
 
+def test_one_that_could_not_be_started_is_started_for_the_next_constraint(monkeypatch):
+    trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenpod.engine.constraints.trials._COMMAND", ("/no/such/program",))
+        with pytest.raises(FileNotFoundError):
+            trials.try_first(Regex("a"), 60)
+    assert trials.try_first(Regex("a"), 60)
+
+
 def test_what_a_trial_has_prepared_is_compiled_alike(trials):
     library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
     for constraint in (Regex("[ab]{3}"), Choice(("a", "b")), Tagged((), triggers=("<",))):

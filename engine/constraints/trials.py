@@ -25,7 +25,7 @@ from tokenpod.engine.constraints.trial import Begin, Tried, Try
 #: -P: nothing is imported from the working directory.
 _COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.constraints.trial")
 #: Seconds that a process may take to start.
-_START_SECONDS = 60.0
+START_SECONDS = 60.0
 _TOO_DEEP = "its parts are too many, nested too deeply, or name each other in too long a row"
 _ENDS = {
     -signal.SIGABRT: "it takes too much memory to compile",
@@ -56,6 +56,15 @@ class Trials:
         self._missing = count
         self._idle: SimpleQueue[_Process] = SimpleQueue()
         self._lock = Lock()
+
+    def ready(self) -> None:
+        """Wait until a process has started. Raises OSError, TooLong and LinkClosed."""
+        self._start()
+        process = self._idle.get()
+        try:
+            process.start()
+        finally:
+            self._idle.put(process)
 
     def try_first(self, constraint: Constraint, seconds: float) -> str:
         """What `Library.compile` takes besides. Raises Refused and TooLong."""
@@ -100,11 +109,15 @@ class _Process:
             self._link.send(begin)
         self._started = False
 
+    def start(self) -> None:
+        """Wait until it has started. Raises LinkClosed and TooLong."""
+        if not self._started:
+            self._receive(START_SECONDS)
+            self._started = True
+
     def ask(self, constraint: Constraint, seconds: float) -> Tried:
         """Have a constraint tried. Raises LinkClosed and TooLong."""
-        if not self._started:
-            self._receive(_START_SECONDS)
-            self._started = True
+        self.start()
         self._link.send(Try(constraint))
         return self._receive(seconds)
 

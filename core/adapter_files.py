@@ -22,11 +22,11 @@ def folder_within(root: str, path: str) -> Path:
 
 def digest_of(folder: Path) -> str:
     """SHA-256, in hexadecimal digits, of the SHA-256s of both files. Raises OSError."""
-    whole = hashlib.sha256()
+    whole, block = hashlib.sha256(), memoryview(bytearray(_READ_AT_ONCE))
     for name in (CONFIG, WEIGHTS):
         own = hashlib.sha256()
-        with (folder / name).open("rb") as file:
-            while block := file.read(_READ_AT_ONCE):
-                own.update(block)
+        with (folder / name).open("rb", buffering=0) as file:
+            while read := file.readinto(block):
+                own.update(block[:read])
         whole.update(own.digest())
     return whole.hexdigest()

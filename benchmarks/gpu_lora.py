@@ -66,29 +66,40 @@ SEARCHED = [
     Way(apart=True),
     Way(beside=not adapted.BESIDE),
     *(
-        Way(Tiles(16, inputs, splits, outputs, shrinking, blocks))
-        for inputs, splits, outputs, shrinking, blocks in (
-            (256, 4, 256, 4, 4),
-            (256, 4, 128, 4, 8),
-            (256, 4, 256, 4, 8),
-            (128, 8, 256, 4, 4),
-            (256, 4, 128, 2, 8),
+        Way(Tiles(16, inputs, splits, warps, outputs, output_warps, by_row))
+        for inputs, splits, warps, outputs, output_warps, by_row in (
+            (256, 4, 4, 256, 4, False),
+            (256, 4, 4, 256, 1, True),
+            (256, 4, 4, 256, 2, True),
+            (128, 16, 2, 128, 1, True),
+            (128, 8, 2, 128, 1, True),
+            (256, 8, 2, 128, 1, True),
+            (256, 8, 4, 128, 1, True),
+            (256, 16, 4, 128, 1, True),
+            (512, 8, 4, 128, 1, True),
+            (512, 4, 8, 128, 1, True),
         )
     ),
 ]
 
 #: Of `shrink` and `expand` alone.
 SHRINKS = [
-    Tiles(16, inputs, splits, 128, warps)
+    Tiles(16, inputs, splits, warps, 128, 1, True)
     for inputs in (128, 256, 512)
-    for splits in (2, 4, 8, 16)
+    for splits in (4, 8, 16)
     for warps in (2, 4)
 ]
 EXPANDS = [
-    Tiles(16, 256, 4, outputs, warps, blocks)
-    for outputs in (128, 256, 512)
-    for warps in (2, 4)
-    for blocks in (1, 4, 8)
+    Tiles(16, 256, splits, 4, outputs, warps, by_row)
+    for splits in (4, 16)
+    for outputs, warps, by_row in (
+        (128, 1, True),
+        (256, 1, True),
+        (256, 2, True),
+        (512, 4, True),
+        (256, 4, False),
+        (512, 4, False),
+    )
 ]
 
 
@@ -119,6 +130,22 @@ def made(way: Way) -> Iterator[None]:
         yield
     finally:
         adapters.TILES, adapted.BESIDE = before
+
+
+@contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Steps are made without `shrink` or without `expand`: their results mean nothing."""
+    before = adapted.shrink, adapted.expand, adapted.BESIDE
+    if name == "shrink":
+        # No second stream either.
+        adapted.BESIDE = False
+        adapted.shrink = adapters.room_for
+    else:
+        adapted.expand = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        adapted.shrink, adapted.expand, adapted.BESIDE = before
 
 
 def captured_seconds(run: Callable[[], object], replays: int = REPLAYS) -> float:
@@ -251,6 +278,11 @@ def main() -> None:
                         continue
                 rate = f"{base / seconds:.3f} of the rate"
                 print(f"  {count} adapters: {seconds * 1e3:.3f} ms, {rate}, {way}", flush=True)
+            if options.search and rows > 1:
+                for name in ("shrink", "expand"):
+                    with left_out(name):
+                        seconds = step_seconds(adapted_model, own, stage)
+                    print(f"  without any {name}: {seconds * 1e3:.3f} ms", flush=True)
             if options.alone and rows > 1:
                 alone(store, rows, min(count, options.slots))
             if options.profile:

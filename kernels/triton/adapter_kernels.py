@@ -130,25 +130,12 @@ def expand_tiles(
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
     RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile, some outputs of one part -> y, or added to it; or of two parts, and gated.
-
-    A program makes BLOCKS times OUTPUTS, and asks for the factors of the next while it makes some.
-    """
+    """One tile, OUTPUTS outputs of one part -> y, or added to it; or of two parts, and gated."""
     GATED: tl.constexpr = ACTIVATION != "none"
-    column = tl.program_id(1)
-    SHARE: tl.constexpr = OUTPUTS * BLOCKS
-    blocks_0, blocks_1 = tl.cdiv(rows_0, SHARE), tl.cdiv(rows_1, SHARE)
-    in_1 = (column >= blocks_0) & (column < blocks_0 + blocks_1) & (not GATED)
-    in_2 = (column >= blocks_0 + blocks_1) & (not GATED)
-    part = in_1.to(tl.int32) + 2 * in_2.to(tl.int32)
-    begin = tl.where(in_2, rows_0 + rows_1, tl.where(in_1, rows_0, 0))
-    end = begin + tl.where(in_2, rows_2, tl.where(in_1, rows_1, rows_0))
-    column -= tl.where(in_2, blocks_0 + blocks_1, tl.where(in_1, blocks_0, 0))
-    output = begin + column * SHARE + tl.arange(0, OUTPUTS)
+    part, output, end = _outputs_of(tl.program_id(1), rows_0, rows_1, rows_2, GATED, OUTPUTS)
     tile = tiles + tl.program_id(0) * 3
     slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
@@ -165,44 +152,159 @@ def expand_tiles(
     if (length > 0) & ((slot > 0) | (not ADD) | GATED):
         seen = inner + token[:, None] * (PARTS * WIDTH)
         split = tokens * (PARTS * WIDTH)
-        for block in range(BLOCKS):
-            following = output + OUTPUTS
-            left = own * (block + 1 < BLOCKS)
-            next_b = _factors(factors, 0, rank_stride, left, following, end, RANKS)
-            if GATED:
-                next_other = _factors(
-                    factors, 0, rank_stride, left, following + rows_0, end + rows_0, RANKS
-                )
-            mask = there[:, None] & (output[None, :] < end)
-            at_y = y + token[:, None] * y_stride + output[None, :]
-            total = _terms(
-                b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
-                SPLITS, TOKENS, OUTPUTS, RANKS,
+        mask = there[:, None] & (output[None, :] < end)
+        at_y = y + token[:, None] * y_stride + output[None, :]
+        total = _terms(
+            b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
+            SPLITS, TOKENS, OUTPUTS, RANKS,
+        )  # fmt: skip
+        has_bias = (slot > 0) & (output < end)
+        if bias is not None:
+            at_bias = bias + place * bias_stride + output
+            total += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
+        if ADD:
+            total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            other = _terms(
+                other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
+                end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
             )  # fmt: skip
-            has_bias = (slot > 0) & (output < end)
             if bias is not None:
-                at_bias = bias + place * bias_stride + output
-                total += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
+                at_bias = bias + place * bias_stride + rows_0 + output
+                other += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
+            other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
+            unit = gated_unit(total, other, ACTIVATION)
+            at_gated = gated + token[:, None] * rows_0 + output[None, :]
+            tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=mask)
+        else:
+            tl.store(at_y, total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expand_rows(
+    inner,
+    up,
+    bias,
+    t_order,
+    tiles,
+    ranks,
+    y,
+    gated,
+    tokens,
+    rows_0,
+    rows_1,
+    rows_2,
+    slot_stride,
+    rank_stride,
+    bias_stride,
+    y_stride,
+    ADD: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As `expand_tiles`, tokens one after the other, without the matrix unit.
+
+    That needs 16 tokens, and moves factors between threads. Here a thread keeps the ranks of its
+    outputs: with OUTPUTS of 256 a warp, it reads 16 bytes at once and sums without the others.
+    """
+    GATED: tl.constexpr = ACTIVATION != "none"
+    part, output, end = _outputs_of(tl.program_id(0), rows_0, rows_1, rows_2, GATED, OUTPUTS)
+    tile = tiles + tl.program_id(1) * 3
+    slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
+    place = (slot - 1).to(tl.int64)
+    factors = up + place * slot_stride
+    # What no overlapping kernel writes is on its way before the input is there.
+    b = _factors(factors, 0, rank_stride, own, output, end, RANKS)
+    if GATED:
+        other_b = _factors(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
+    await_inputs(OVERLAP)
+    inside = output < end
+    if (slot > 0) | (not ADD) | GATED:
+        extra = tl.zeros((OUTPUTS,), tl.float32)
+        other_extra = extra
+        if bias is not None:
+            at_bias = bias + place * bias_stride + output
+            extra = tl.load(at_bias, mask=inside & (slot > 0), other=0.0).to(tl.float32)
+            if GATED:
+                other_extra = tl.load(at_bias + rows_0, mask=inside & (slot > 0), other=0.0)
+                other_extra = other_extra.to(tl.float32)
+        split = tokens * (PARTS * WIDTH)
+        for at in range(0, length):
+            token = tl.load(t_order + first + at)
+            seen = inner + token * (PARTS * WIDTH)
+            at_y = y + token * y_stride + output
+            total, other = extra, other_extra
             if ADD:
-                total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+                total += tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
             if GATED:
-                other = _terms(
+                other += tl.load(at_y + rows_0, mask=inside, other=0.0).to(tl.float32)
+            total += _row_terms(
+                b, seen + part * WIDTH, split, factors, rank_stride, own, output, end,
+                WIDTH, SPLITS, RANKS,
+            )  # fmt: skip
+            if GATED:
+                other += _row_terms(
                     other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
-                    end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
+                    end + rows_0, WIDTH, SPLITS, RANKS,
                 )  # fmt: skip
-                if bias is not None:
-                    at_bias = bias + place * bias_stride + rows_0 + output
-                    other += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
-                other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
                 unit = gated_unit(total, other, ACTIVATION)
-                at_gated = gated + token[:, None] * rows_0 + output[None, :]
-                tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=mask)
+                at_gated = gated + token * rows_0 + output
+                tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=inside)
             else:
-                tl.store(at_y, total.to(y.dtype.element_ty), mask=mask)
-            output = following
-            b = next_b
-            if GATED:
-                other_b = next_other
+                tl.store(at_y, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_terms(
+    b,
+    seen,
+    split_stride,
+    factors,
+    rank_stride,
+    own,
+    output,
+    end,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """[OUTPUTS] float32: one token's sums of splits, times second factors, the first in b."""
+    a = _inner_of(seen, 0, split_stride, own, SPLITS, RANKS)
+    total = tl.sum(a[:, None] * b, axis=0)
+    if WIDTH > RANKS:
+        for start in range(RANKS, own, RANKS):
+            more = _factors(factors, start, rank_stride, own, output, end, RANKS)
+            a = _inner_of(seen, start, split_stride, own, SPLITS, RANKS)
+            total += tl.sum(a[:, None] * more, axis=0)
+    return total
+
+
+@triton.jit
+def _inner_of(seen, start, split_stride, own, SPLITS: tl.constexpr, RANKS: tl.constexpr):
+    """[RANKS] float32: one token's sums of splits, read by different threads."""
+    rank = start + tl.arange(0, RANKS)[None, :]
+    split = tl.arange(0, SPLITS)[:, None]
+    a = tl.load(seen + split * split_stride + rank, mask=rank < own, other=0.0)
+    return tl.sum(a, axis=0)
+
+
+@triton.jit
+def _outputs_of(column, rows_0, rows_1, rows_2, GATED: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Of a program: its part of the product, its outputs, and where the part ends."""
+    blocks_0, blocks_1 = tl.cdiv(rows_0, OUTPUTS), tl.cdiv(rows_1, OUTPUTS)
+    in_1 = (column >= blocks_0) & (column < blocks_0 + blocks_1) & (not GATED)
+    in_2 = (column >= blocks_0 + blocks_1) & (not GATED)
+    part = in_1.to(tl.int32) + 2 * in_2.to(tl.int32)
+    begin = tl.where(in_2, rows_0 + rows_1, tl.where(in_1, rows_0, 0))
+    end = begin + tl.where(in_2, rows_2, tl.where(in_1, rows_1, rows_0))
+    column -= tl.where(in_2, blocks_0 + blocks_1, tl.where(in_1, blocks_0, 0))
+    return part, begin + column * OUTPUTS + tl.arange(0, OUTPUTS), end
 
 
 @triton.jit

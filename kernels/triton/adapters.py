@@ -21,7 +21,12 @@ import triton
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
+from tokenpod.kernels.triton.adapter_kernels import (
+    expand_rows,
+    expand_tiles,
+    plan_tiles,
+    shrink_tiles,
+)
 from tokenpod.kernels.triton.launch import launch_options
 
 #: Steps of up to so many tokens are planned by one launch.
@@ -37,21 +42,24 @@ class Tiles(NamedTuple):
 
     #: Tokens of a tile.
     tokens: int
-    #: Inputs that a program reads at once, and among how many programs they are divided.
+    #: Inputs that a program reads at once, and among how many programs (a power of two) they are
+    #: divided.
     inputs: int
     splits: int
-    #: Outputs of a program.
-    outputs: int
+    #: Of a program that reads these.
     warps: int
-    #: How many times as many outputs a program makes, one after the other.
-    blocks: int = 1
+    #: Outputs of a program, and its warps.
+    outputs: int
+    output_warps: int
+    #: Whether these programs take a tile's tokens one after the other, without the matrix unit.
+    by_row: bool = False
 
 
 #: For steps of up to so many tokens; beyond, the last.
 TILES = (
-    (16, Tiles(16, 256, 8, 128, 4)),
-    (256, Tiles(16, 256, 4, 256, 4)),
-    (1 << 31, Tiles(64, 128, 1, 128, 4)),
+    (16, Tiles(16, 256, 8, 4, 128, 1, by_row=True)),
+    (256, Tiles(16, 256, 4, 4, 128, 1, by_row=True)),
+    (1 << 31, Tiles(64, 128, 1, 4, 128, 4)),
 )
 
 
@@ -194,14 +202,17 @@ def expand(
     """
     cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
-    share = cut.outputs * cut.blocks
-    columns = sum(triton.cdiv(n, share) for n in rows)
+    columns = sum(triton.cdiv(n, cut.outputs) for n in rows)
     if activation is not None:
         assert gated is not None, activation
         assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
-        columns = triton.cdiv(weights.rows[0], share)
+        columns = triton.cdiv(weights.rows[0], cut.outputs)
     bias = weights.bias
-    expand_tiles[(len(plan.tiles), columns)](
+    launch = expand_tiles[(len(plan.tiles), columns)]
+    more = {"TOKENS": cut.tokens}
+    if cut.by_row:
+        launch, more = expand_rows[(columns, len(plan.tiles))], {"num_stages": 1}
+    launch(
         inner,
         weights.up,
         bias,
@@ -220,11 +231,10 @@ def expand(
         PARTS=parts,
         WIDTH=width,
         SPLITS=splits,
-        TOKENS=cut.tokens,
         OUTPUTS=cut.outputs,
-        BLOCKS=cut.blocks,
         RANKS=RANKS,
-        num_warps=cut.warps,
+        num_warps=cut.output_warps,
+        **more,
         **launch_options(y.device),
     )
 

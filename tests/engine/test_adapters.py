@@ -89,7 +89,7 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
         adapters=store,
     )
     # Interpreted, each program takes its time.
-    few = ((1 << 31, AdapterTiles(16, 64, 1, 64, 4)),)
+    few = ((1 << 31, AdapterTiles(16, 64, 1, 4, 64, 4)),)
     with patch.object(triton_adapters, "TILES", few):
         executor.capture()
     return executor

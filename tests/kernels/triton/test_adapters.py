@@ -15,7 +15,7 @@ from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
 
 SLOTS = 3
-SMALL, LARGE = Tiles(16, 32, 3, 32, 4), Tiles(32, 16, 1, 16, 4, blocks=2)
+SMALL, LARGE = Tiles(16, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
 
 
 def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
@@ -45,7 +45,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_adds_what_the_reference_adds(case, dtype):
+@pytest.mark.parametrize("by_row", [False, True])
+def test_it_adds_what_the_reference_adds(case, dtype, by_row):
     adapters, rows, inputs, rank, cut, bias = CASES[case]
     weights = weights_of(rows, inputs, rank, dtype, bias=bias)
     x = torch.randn(len(adapters), inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -53,7 +54,7 @@ def test_it_adds_what_the_reference_adds(case, dtype):
     ranks = torch.tensor([rank, max(rank // 3, 1), rank - 1], dtype=torch.int32)
     t_adapter = torch.tensor(adapters)
     expected = reference.adapt(x, weights, reference.plan_adapters(t_adapter, ranks))
-    found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut))
+    found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut._replace(by_row=by_row)))
     assert found.dtype == dtype
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
     torch.testing.assert_close(found, expected, **close)
@@ -112,7 +113,8 @@ PRODUCTS = {
 @pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_add_what_adapters_add_where_they_end(case, dtype):
+@pytest.mark.parametrize("by_row", [False, True])
+def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
     """Plain, normed and gated, and into the stream; with adapters' biases and without."""
     t_adapter, tile = PRODUCTS[case]
     tiles = ProductTiles({}, [(64, tile)])
@@ -126,7 +128,8 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype):
     weight, bias, norm = draw(80, inputs), draw(80), RowNorm(draw(inputs), 1e-5)
     ranks = torch.tensor([rank, 5, 17], dtype=torch.int32)
     slots = torch.tensor(t_adapter)
-    plan = plan_adapters(slots, ranks, Tiles(16, 32, 3, 16, 4, blocks=2))
+    cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row)
+    plan = plan_adapters(slots, ranks, cut)
     seen = plain.plan_adapters(slots, ranks)
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}
 

@@ -154,6 +154,15 @@ def test_steps_without_an_adapter_launch_nothing_for_them(base: Path, adapters: 
     assert len(calls[1]) >= 1
 
 
+def test_who_reads_rests_between_modules(base, adapters) -> None:
+    store = executor_of("host", base, [])._adapters
+    rests = []
+    read = store.read(adapters[1], lambda: rests.append(len(rests)))
+    # After its tensors are read, and after they are put together.
+    assert len(rests) >= 2 * len(PARTS)
+    assert all(map(torch.equal, read.pieces, store.read(adapters[1]).pieces))
+
+
 # -- the leader's book -------------------------------------------------------------------------
 
 

@@ -141,7 +141,7 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
 
     for biases in (False, True):
         own, delta = added(rows, x, bias=biases)
-        found = adapted.linear(weight, bias, tiles)(x, own)
+        found = adapted.linear(weight, bias, tiles=tiles)(x, own)
         expected = plain.OPERATIONS.prepare_linear(weight, bias)(x, delta)
         torch.testing.assert_close(found, expected, **close)
         own, delta = added((80,), x, bias=biases)
@@ -152,7 +152,7 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
         normed = plain.OPERATIONS.rms_norm(x, norm.weight, norm.epsilon)
         for activation, parts in ((Activation.SILU, (40, 40)), (None, rows)):
             own, delta = added(parts, normed, bias=biases)
-            found = adapted.norm_linear(weight, bias, norm, activation, tiles)(x, own)
+            found = adapted.linear(weight, bias, norm, activation, tiles)(x, own)
             product = plain.OPERATIONS.prepare_norm_linear(weight, bias, norm, activation)
             torch.testing.assert_close(found, product(x, delta), **close)
 

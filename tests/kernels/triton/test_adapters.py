@@ -40,6 +40,7 @@ CASES = {
     "two parts, wide": ([2] * 40 + [0] * 3 + [1] * 30, (24, 24), 48, 24, LARGE, False),
     "biases": ([1, 2, 0, 2], (24,), 40, 16, SMALL, True),
     "many ranks": ([3, 1, 3], (24,), 40, 80, SMALL, False),
+    "most ranks": ([3, 1], (24,), 40, 256, SMALL, False),
 }
 
 

@@ -66,39 +66,36 @@ SEARCHED = [
     Way(apart=True),
     Way(beside=not adapted.BESIDE),
     *(
-        Way(Tiles(16, inputs, splits, warps, outputs, output_warps, by_row))
-        for inputs, splits, warps, outputs, output_warps, by_row in (
-            (256, 4, 4, 256, 4, False),
-            (256, 4, 4, 256, 1, True),
-            (256, 4, 4, 256, 2, True),
-            (128, 16, 2, 128, 1, True),
-            (128, 8, 2, 128, 1, True),
-            (256, 8, 2, 128, 1, True),
-            (256, 8, 4, 128, 1, True),
-            (256, 16, 4, 128, 1, True),
-            (512, 8, 4, 128, 1, True),
-            (512, 4, 8, 128, 1, True),
+        Way(Tiles(tokens, inputs, splits, warps, outputs, output_warps, by_row))
+        for tokens, inputs, splits, warps, outputs, output_warps, by_row in (
+            (16, 256, 4, 4, 256, 4, False),
+            (2, 256, 4, 4, 128, 1, True),
+            (8, 256, 4, 4, 128, 1, True),
+            (16, 256, 4, 4, 128, 1, True),
+            (4, 256, 4, 4, 64, 1, True),
+            (4, 256, 4, 4, 256, 1, True),
+            (4, 256, 2, 4, 128, 1, True),
+            (4, 128, 8, 2, 128, 1, True),
         )
     ),
 ]
 
 #: Of `shrink` and `expand` alone.
 SHRINKS = [
-    Tiles(16, inputs, splits, warps, 128, 1, True)
+    Tiles(4, inputs, splits, warps, 128, 1, True)
     for inputs in (128, 256, 512)
     for splits in (4, 8, 16)
     for warps in (2, 4)
 ]
 EXPANDS = [
-    Tiles(16, 256, splits, 4, outputs, warps, by_row)
-    for splits in (4, 16)
-    for outputs, warps, by_row in (
-        (128, 1, True),
-        (256, 1, True),
-        (256, 2, True),
-        (512, 4, True),
-        (256, 4, False),
-        (512, 4, False),
+    Tiles(tokens, 256, 4, 4, outputs, warps, by_row)
+    for tokens, outputs, warps, by_row in (
+        (2, 128, 1, True),
+        (4, 64, 1, True),
+        (4, 128, 1, True),
+        (4, 256, 1, True),
+        (16, 128, 1, True),
+        (16, 256, 4, False),
     )
 ]
 

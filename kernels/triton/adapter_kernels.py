@@ -13,12 +13,14 @@ from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
 
 
-@triton.jit(do_not_specialize=["tokens", "count"])
+@triton.jit(do_not_specialize=["tokens", "slots", "count"])
 def plan_tiles(
     t_adapter,
+    ranks,
     order,
     tiles,
     tokens,
+    slots,
     count,
     TOKENS: tl.constexpr,
     T_PADDED: tl.constexpr,
@@ -40,17 +42,19 @@ def plan_tiles(
     same = (own[None, :] == own[:, None]) & (token[None, :] < token[:, None])
     among = tl.sum(same.to(tl.int32), axis=1)
     tl.store(order + place + among, token.to(tl.int64), mask=token < tokens)
+    rank = tl.load(ranks + kind - 1, mask=(kind > 0) & (kind <= slots), other=0)
     for j in range(tl.cdiv(tokens, TOKENS)):
         there = j < number
-        tile = tiles + (first + j) * 3
+        tile = tiles + (first + j) * 4
         tl.store(tile, kind, mask=there)
         tl.store(tile + 1, begins + j * TOKENS, mask=there)
         tl.store(tile + 2, tl.minimum(counts - j * TOKENS, TOKENS), mask=there)
+        tl.store(tile + 3, rank, mask=there)
     # The others have no tokens.
     rest = tl.arange(0, N_PADDED)
     unused = (rest >= tl.sum(number, axis=0)) & (rest < count)
-    for field in tl.static_range(3):
-        tl.store(tiles + rest * 3 + field, tl.zeros_like(rest), mask=unused)
+    for field in tl.static_range(4):
+        tl.store(tiles + rest * 4 + field, tl.zeros_like(rest), mask=unused)
 
 
 @triton.jit
@@ -59,7 +63,6 @@ def shrink_tiles(
     down,
     t_order,
     tiles,
-    ranks,
     inner,
     tokens,
     inputs,
@@ -77,11 +80,9 @@ def shrink_tiles(
     OVERLAP: tl.constexpr,
 ):
     """One tile, 16 ranks of one part, `share` inputs -> its part of inner [T, PARTS, ranks]."""
-    tile = tiles + tl.program_id(0) * 3
-    slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    slot, first, length, own = _tile(tiles, tl.program_id(0))
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     split = tl.program_id(2)
-    own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
     at = tl.arange(0, TOKENS)
     there = at < length
     token = tl.load(t_order + first + at, mask=there, other=0)
@@ -112,7 +113,6 @@ def expand_tiles(
     bias,
     t_order,
     tiles,
-    ranks,
     y,
     gated,
     tokens,
@@ -136,9 +136,7 @@ def expand_tiles(
     """One tile, OUTPUTS outputs of one part -> y, or added to it; or of two parts, and gated."""
     GATED: tl.constexpr = ACTIVATION != "none"
     part, output, end = _outputs_of(tl.program_id(1), rows_0, rows_1, rows_2, GATED, OUTPUTS)
-    tile = tiles + tl.program_id(0) * 3
-    slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
+    slot, first, length, own = _tile(tiles, tl.program_id(0))
     at = tl.arange(0, TOKENS)
     there = at < length
     token = tl.load(t_order + first + at, mask=there, other=0).to(tl.int64)
@@ -187,7 +185,6 @@ def expand_rows(
     bias,
     t_order,
     tiles,
-    ranks,
     y,
     gated,
     tokens,
@@ -214,9 +211,8 @@ def expand_rows(
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     part, output, end = _outputs_of(tl.program_id(0), rows_0, rows_1, rows_2, GATED, OUTPUTS)
-    tile = tiles + tl.program_id(1) * 3
-    slot, first, length = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    own = tl.load(ranks + slot - 1, mask=slot > 0, other=0)
+    slot, first, length, own = _tile(tiles, tl.program_id(1))
+    token, next_token = _two_tokens(t_order, first, length)
     place = (slot - 1).to(tl.int64)
     factors = up + place * slot_stride
     # What no overlapping kernel writes is on its way before the input is there.
@@ -235,63 +231,97 @@ def expand_rows(
                 other_extra = tl.load(at_bias + rows_0, mask=inside & (slot > 0), other=0.0)
                 other_extra = other_extra.to(tl.float32)
         split = tokens * (PARTS * WIDTH)
-        for at in range(0, length):
-            token = tl.load(t_order + first + at)
-            seen = inner + token * (PARTS * WIDTH)
+        for at in range(0, length, 2):
+            both = at + 1 < length
+            seen = inner + token * (PARTS * WIDTH) + part * WIDTH
+            next_seen = inner + next_token * (PARTS * WIDTH) + part * WIDTH
             at_y = y + token * y_stride + output
-            total, other = extra, other_extra
+            at_next = y + next_token * y_stride + output
+            # All is asked for before any of it is needed.
+            a = _inner_of(seen, 0, split, own, SPLITS, RANKS)
+            next_a = _inner_of(next_seen, 0, split, own, SPLITS, RANKS)
+            total, next_total = extra, extra
             if ADD:
                 total += tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
+                next_total += tl.load(at_next, mask=inside & both, other=0.0).to(tl.float32)
             if GATED:
-                other += tl.load(at_y + rows_0, mask=inside, other=0.0).to(tl.float32)
-            total += _row_terms(
-                b, seen + part * WIDTH, split, factors, rank_stride, own, output, end,
-                WIDTH, SPLITS, RANKS,
-            )  # fmt: skip
-            if GATED:
-                other += _row_terms(
-                    other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
-                    end + rows_0, WIDTH, SPLITS, RANKS,
+                other_a = _inner_of(seen + WIDTH, 0, split, own, SPLITS, RANKS)
+                next_other_a = _inner_of(next_seen + WIDTH, 0, split, own, SPLITS, RANKS)
+                here = tl.load(at_y + rows_0, mask=inside, other=0.0)
+                next_here = tl.load(at_next + rows_0, mask=inside & both, other=0.0)
+            total += tl.sum(tl.sum(a, axis=0)[:, None] * b, axis=0)
+            next_total += tl.sum(tl.sum(next_a, axis=0)[:, None] * b, axis=0)
+            if WIDTH > RANKS:
+                total, next_total = _more_terms(
+                    total, next_total, seen, next_seen, split, factors, rank_stride, own, output,
+                    end, SPLITS, RANKS,
                 )  # fmt: skip
-                unit = gated_unit(total, other, ACTIVATION)
-                at_gated = gated + token * rows_0 + output
-                tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=inside)
+            if GATED:
+                other = other_extra + here.to(tl.float32)
+                next_other = other_extra + next_here.to(tl.float32)
+                other += tl.sum(tl.sum(other_a, axis=0)[:, None] * other_b, axis=0)
+                next_other += tl.sum(tl.sum(next_other_a, axis=0)[:, None] * other_b, axis=0)
+                if WIDTH > RANKS:
+                    other, next_other = _more_terms(
+                        other, next_other, seen + WIDTH, next_seen + WIDTH, split, factors,
+                        rank_stride, own, output + rows_0, end + rows_0, SPLITS, RANKS,
+                    )  # fmt: skip
+                unit = gated_unit(total, other, ACTIVATION).to(gated.dtype.element_ty)
+                next_unit = gated_unit(next_total, next_other, ACTIVATION)
+                next_unit = next_unit.to(gated.dtype.element_ty)
+                tl.store(gated + token * rows_0 + output, unit, mask=inside)
+                tl.store(gated + next_token * rows_0 + output, next_unit, mask=inside & both)
             else:
                 tl.store(at_y, total.to(y.dtype.element_ty), mask=inside)
+                tl.store(at_next, next_total.to(y.dtype.element_ty), mask=inside & both)
+            token, next_token = _two_tokens(t_order, first + at + 2, length - at - 2)
 
 
 @triton.jit
-def _row_terms(
-    b,
+def _tile(tiles, number):
+    """Its slot, its first token's place in the order, how many tokens, and the slot's rank."""
+    tile = tiles + number * 4
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+
+
+@triton.jit
+def _two_tokens(t_order, first, length):
+    """Which tokens are at these two places; 0 where there is none."""
+    token = tl.load(t_order + first, mask=length > 0, other=0)
+    return token, tl.load(t_order + first + 1, mask=length > 1, other=0)
+
+
+@triton.jit
+def _inner_of(seen, start, split_stride, own, SPLITS: tl.constexpr, RANKS: tl.constexpr):
+    """[SPLITS, RANKS]: one token's, read by different threads."""
+    rank = start + tl.arange(0, RANKS)[None, :]
+    split = tl.arange(0, SPLITS)[:, None]
+    return tl.load(seen + split * split_stride + rank, mask=rank < own, other=0.0)
+
+
+@triton.jit
+def _more_terms(
+    total,
+    next_total,
     seen,
+    next_seen,
     split_stride,
     factors,
     rank_stride,
     own,
     output,
     end,
-    WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """[OUTPUTS] float32: one token's sums of splits, times second factors, the first in b."""
-    a = _inner_of(seen, 0, split_stride, own, SPLITS, RANKS)
-    total = tl.sum(a[:, None] * b, axis=0)
-    if WIDTH > RANKS:
-        for start in range(RANKS, own, RANKS):
-            more = _factors(factors, start, rank_stride, own, output, end, RANKS)
-            a = _inner_of(seen, start, split_stride, own, SPLITS, RANKS)
-            total += tl.sum(a[:, None] * more, axis=0)
-    return total
-
-
-@triton.jit
-def _inner_of(seen, start, split_stride, own, SPLITS: tl.constexpr, RANKS: tl.constexpr):
-    """[RANKS] float32: one token's sums of splits, read by different threads."""
-    rank = start + tl.arange(0, RANKS)[None, :]
-    split = tl.arange(0, SPLITS)[:, None]
-    a = tl.load(seen + split * split_stride + rank, mask=rank < own, other=0.0)
-    return tl.sum(a, axis=0)
+    """Two tokens' totals [OUTPUTS], and the terms of ranks behind the first `RANKS`."""
+    for start in range(RANKS, own, RANKS):
+        b = _factors(factors, start, rank_stride, own, output, end, RANKS)
+        a = _inner_of(seen, start, split_stride, own, SPLITS, RANKS)
+        next_a = _inner_of(next_seen, start, split_stride, own, SPLITS, RANKS)
+        total += tl.sum(tl.sum(a, axis=0)[:, None] * b, axis=0)
+        next_total += tl.sum(tl.sum(next_a, axis=0)[:, None] * b, axis=0)
+    return total, next_total
 
 
 @triton.jit

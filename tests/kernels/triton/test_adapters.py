@@ -15,7 +15,7 @@ from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
 
 SLOTS = 3
-SMALL, LARGE = Tiles(16, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
+SMALL, LARGE = Tiles(4, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
 
 
 def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
@@ -80,7 +80,7 @@ def test_each_token_is_in_one_tile_of_its_adapter(tokens):
     t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=torch.Generator().manual_seed(2))
     plan = plan_adapters(t_adapter, torch.ones(SLOTS, dtype=torch.int32), SMALL)
     seen = []
-    for slot, first, length in plan.tiles.tolist():
+    for slot, first, length, _ in plan.tiles.tolist():
         own = plan.order[first : first + length].tolist()
         assert all(t_adapter[token] == slot for token in own)
         seen += own
@@ -97,7 +97,7 @@ def test_few_tokens_are_planned_as_many_are(tokens, monkeypatch):
     assert torch.equal(found.order, expected.order)
     used = expected.tiles[:, 2] > 0
     assert torch.equal(found.tiles[found.tiles[:, 2] > 0], expected.tiles[used])
-    assert not found.tiles[len(used[used]) :, 2].any()
+    assert not found.tiles[len(used[used]) :, 2:].any()
 
 
 FEW = Tile(Kind.MULTIPLY_ADD, block_n=8, block_k=32)

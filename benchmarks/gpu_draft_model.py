@@ -1,6 +1,6 @@
 """What a draft model brings on one GPU, its own time included, at an acceptance that is set.
 
-    python -P benchmarks/gpu_draft_model.py [--draft 150m|1b|eagle3] [--right 0.75] [--speculate 8]
+    python -P benchmarks/gpu_draft_model.py [--draft 150m] [--right 0.75] [--speculate 8]
 
 The served model is that of gpu_drafts.py, an 8B Llama shape that says t + 1 after token t. The
 draft model has random weights of a small shape and the same head, but that after a set share of all
@@ -8,7 +8,9 @@ tokens, drawn at random, it says something else: so each draft is right by chanc
 the others. Everything that a draft model costs is there: its forward pass beside each step, its
 small steps, its head, its draws. The aim is 2.0 at batch 1 and three tokens of four. `eagle3` is a
 head of the published sizes for the served model, with random weights; what it says is overruled
-behind its last product, which costs one launch more.
+behind its last product, which costs one launch more. `medusa` are as many heads as --speculate says
+(publishers have 3 to 5), with products over the vocabulary of their own, which are right as the
+draft model's head is; `medusa-shared` go through the served model's, and are overruled.
 
 Each case runs on two engines by turns, one of which has no draft model; ratios are of the medians
 of tokens per second from the first token on. `small step`, `forward` and `drawing` are medians of
@@ -47,6 +49,7 @@ from tokenpod.kernels.registry import operations_for
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.eagle import EagleHead, EagleSpec
 from tokenpod.models.eagle import weights_of as eagle_weights
+from tokenpod.models.medusa import MedusaHeads, MedusaSpec
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
@@ -138,7 +141,8 @@ class _Timed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draft", choices=[*DRAFTS, "eagle3"], default="150m")
+    drafts = [*DRAFTS, "eagle3", "medusa", "medusa-shared"]
+    parser.add_argument("--draft", choices=drafts, default="150m")
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -163,6 +167,9 @@ def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
     draft: DraftModel
     if options.draft == "eagle3":
         draft = told_head(served, device, wrong=1 - options.right)
+    elif options.draft.startswith("medusa"):
+        own = options.draft == "medusa"
+        draft = medusa_heads(served, device, options.speculate, own=own, wrong=1 - options.right)
     else:
         draft = counting(DRAFTS[options.draft], device, wrong=1 - options.right)
     asked = EngineOptions(
@@ -226,6 +233,44 @@ def told_head(served: Decoder, device: torch.device, wrong: float) -> Told:
     scores = torch.where(chosen(wrong), -torch.inf, 1e4)
     head.wrong = scores.to(device, torch.bfloat16)
     return head
+
+
+class ToldHeads(MedusaHeads):
+    """Heads whose guesses are the tokens that come, or some other ones."""
+
+    wrong: torch.Tensor
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
+        logits = super().logits(hidden, heads)
+        # Their blocks add nothing: all say what the served model says, and count on from there.
+        places = torch.arange(1, heads + 1, device=hidden.device).repeat_interleave(len(hidden))
+        following = logits.argmax(1) + places
+        return logits.scatter_(1, following[:, None], self.wrong[following][:, None])
+
+
+def medusa_heads(
+    served: Decoder, device: torch.device, heads: int, *, own: bool, wrong: float
+) -> MedusaHeads:
+    """Heads of one block each, which are wrong behind this share of all tokens."""
+    config = served.config
+    width, tokens = config.hidden_size, config.vocab_size
+    spec = MedusaSpec(heads, 1, width, tokens if own else None, tokens, None, None, ())
+    kind = {"device": device, "dtype": torch.bfloat16}
+    weights: dict[str, Any] = {}
+    for i in range(heads):
+        weights[f"{i}.0"] = torch.zeros(width, width, **kind)
+        weights[f"{i}.0_bias"] = torch.zeros(width, **kind)
+        if own:
+            table = served.embed_tokens(torch.arange(tokens, device=device))
+            weights[f"{i}.head"] = table.roll(2 + i, 0) / 64
+            weights[f"{i}.head"][chosen(wrong).to(device)] = 0
+    ops = operations_for(device, torch.bfloat16)
+    if own:
+        return MedusaHeads(spec, heads, weights, ops, served)
+    told = ToldHeads(spec, heads, weights, ops, served)
+    told.wrong = torch.where(chosen(wrong), -torch.inf, 1e4).to(device, torch.bfloat16)
+    return told
 
 
 def measure(

@@ -306,7 +306,8 @@ def _draft(
     """A draft model with a pool of so many slots, if there is one."""
     if draft is None:
         return None
-    return draft_of(draft, model, make_pool(draft, slots, device), options.speculate)
+    pool, rows = make_pool(draft, slots, device), options.max_batch_size + 1
+    return draft_of(draft, model, pool, options.speculate, rows)
 
 
 def make_pool(

@@ -15,7 +15,7 @@ import torch
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import Draft
+from tokenpod.engine.draft import ChainDraft
 from tokenpod.engine.graphs import Graphs, decode_counts
 from tokenpod.engine.integers import Counts, Integers, views
 from tokenpod.engine.mailbox import Mailbox
@@ -43,7 +43,7 @@ class Proposals:
 
     def __init__(
         self,
-        draft: Draft,
+        draft: ChainDraft,
         sampler: DeviceSampler | LeaderTokens,
         make_batch: MakeBatch,
         *,
@@ -69,7 +69,12 @@ class Proposals:
     def capture(self, memory: object) -> None:
         """Capture small steps; `memory` is that of graphs captured before."""
         counts = decode_counts(min(self._rows, MOST_ROWS))
-        self._graphs = Graphs(self._small_step, counts, self._padding, memory)
+
+        def small_step(counts: Counts, first: Integers) -> torch.Tensor:
+            del first  # the device knows which small step is next
+            return self._small_step(counts)
+
+        self._graphs = Graphs(small_step, counts, self._padding, memory)
 
     def find(
         self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown
@@ -101,13 +106,12 @@ class Proposals:
 
     # -- small steps ---------------------------------------------------------------------------
 
-    def _small_step(self, counts: Counts, first: Integers | None = None) -> torch.Tensor:
+    def _small_step(self, counts: Counts) -> torch.Tensor:
         """Find what follows the tokens of the next small step, [n] drafts.
 
         The device counts which one that is: one graph does for all, and nothing is copied between
-        two of them. `first`: what a graph of its own integers would read.
+        two of them.
         """
-        del first
         each = self._words[: len(self._found) * counts.words].view(-1, counts.words)
         integers = views(each.index_select(0, self._place)[0], counts)
         t_token = resolve(

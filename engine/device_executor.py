@@ -16,6 +16,7 @@ import torch
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
+from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import BothTiles, Draft
@@ -31,6 +32,7 @@ from tokenpod.engine.graphs import (
 from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Unknown, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
@@ -95,11 +97,15 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             draft=draft,
         )
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
-        self._proposals: Proposals | None = None
+        self._proposals: Proposals | ParallelProposals | None = None
         #: Drafts for the step that is being launched, see `Proposals.find`.
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         self._unknown: Unknown | None = None
-        if draft is not None:
+        if isinstance(draft, ParallelDraft):
+            self._proposals = ParallelProposals(
+                draft, sampler, last_token=self._last_token, upload=self._upload
+            )
+        elif draft is not None:
             self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
             self._proposals = Proposals(
                 draft,
@@ -292,9 +298,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _of_draft(self, batch: ForwardBatch, integers: Integers) -> ForwardBatch:
         """The step with the draft model's tiles."""
-        if batch.paged is None or batch.paged.tiles is None:
+        tiled = batch.paged is not None and batch.paged.tiles is not None
+        if not (tiled and isinstance(self._tiles, BothTiles)):
             return batch
-        assert isinstance(self._tiles, BothTiles)
+        assert batch.paged is not None
         tiles = self._tiles.of_draft(integers.tiles)
         return replace(batch, paged=replace(batch.paged, tiles=tiles))
 

@@ -15,6 +15,7 @@ from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import (
     Drawing,
     Ints,
@@ -107,6 +108,9 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         """Find drafts, and put them into the plan."""
         del mailbox
+        if isinstance(draft, ParallelDraft):
+            self._guess(plan, unknown, draft)
+            return
         known = self._resolved(plan.t_token[unknown.firsts], plan.r_row[unknown.rows])
         for place in range(unknown.most):
             which = unknown.counts > place
@@ -118,6 +122,20 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             logits = draft.logits(batch).float()
             drafts = self._sampler.propose(logits, rows.tolist(), outputs.tolist())
             plan.t_token[at + 1] = drafts.numpy()
+
+    def _guess(self, plan: StepPlan, unknown: Unknown, draft: ParallelDraft) -> None:
+        """The same by heads that guess all drafts of a row at once."""
+        rows = plan.r_row[unknown.rows]
+        known = plan.r_start[unknown.rows].astype(np.int64) - 1
+        logits = draft.logits(
+            torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(known), unknown.most
+        )
+        for place, scores in enumerate(logits.float().view(unknown.most, len(rows), -1)):
+            which = unknown.counts > place
+            outputs = plan.r_output[unknown.rows[which]] + place
+            scores = scores[torch.from_numpy(which)]
+            drafts = self._sampler.propose(scores, rows[which].tolist(), outputs.tolist())
+            plan.t_token[unknown.firsts[which] + 1 + place] = drafts.numpy()
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""

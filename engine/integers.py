@@ -199,9 +199,11 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
     into.t_position[tokens:] = 0
     into.t_slot[tokens:] = sink
     into.t_row[tokens:] = padding_row
-    into.logit_index[samples : len(into.sample_row)] = 0
+    # What is noted of a row's samples must not be another token's.
+    sampled = into.logit_index[0] if samples else 0
+    into.logit_index[samples : len(into.sample_row)] = sampled
     if room_for_drafts:
-        into.logit_index[len(into.sample_row) + drafts :] = 0
+        into.logit_index[len(into.sample_row) + drafts :] = sampled
     into.sample_row[samples:] = padding_row
     into.sample_position[samples:] = 0
     into.t_adapter[tokens:] = 0

@@ -34,6 +34,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
+from tokenpod.models.medusa import is_medusa
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
 from tokenpod.scheduler.kv import KV
@@ -105,7 +106,10 @@ def _method(options: EngineOptions) -> str:
         return "ngram"
     if options.draft_folder == MTP:
         return MTP
-    return "eagle3" if is_eagle(Path(options.draft_folder)) else "draft_model"
+    folder = Path(options.draft_folder)
+    if is_medusa(folder):
+        return "medusa"
+    return "eagle3" if is_eagle(folder) else "draft_model"
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:

@@ -104,7 +104,11 @@ class Sampler:
 
     def take_rows(self, plan: StepPlan) -> None:
         """Give rows to a plan's new sequences."""
-        for row, new in zip(plan.n_row.tolist(), plan.asks, strict=True):
+        self.set_rows(plan.n_row.tolist(), plan.asks)
+
+    def set_rows(self, rows: Sequence[int], asks: Sequence[NewRow]) -> None:
+        """Give rows to sequences."""
+        for row, new in zip(rows, asks, strict=True):
             self.set_row(row, new)
 
     def set_row(self, row: int, new: NewRow) -> None:

@@ -198,8 +198,19 @@ class StepExecutor(ABC, Generic[S]):
         for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
-            if len(prefix) and self._row_table.numel():
-                self._row_table[row, : len(prefix)] = self._upload(prefix)
+        if len(plan.prefix_slot) and self._row_table.numel():
+            self._enter_prefixes(plan)
+
+    def _enter_prefixes(self, plan: StepPlan) -> None:
+        """Enter the slots of new rows' cached prefixes in the row table: one copy for all rows."""
+        n, lengths = len(plan.prefix_slot), plan.n_prefix
+        rows = plan.n_row.astype(np.int64) * self._row_table.shape[1]
+        begins = lengths.cumsum() - lengths
+        numbers = np.empty((2, n), np.int64)
+        numbers[0] = np.repeat(rows - begins, lengths) + np.arange(n)
+        numbers[1] = plan.prefix_slot
+        at, slots = self._upload(numbers)
+        self._row_table.view(-1).index_copy_(0, at, slots.to(self._row_table.dtype))
 
     def _forward(
         self, plan: StepPlan, mailbox: Mailbox

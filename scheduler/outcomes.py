@@ -56,6 +56,17 @@ class Outcomes:
         self._end = end
         self._refuse = refuse
 
+    def check_drafts(
+        self, step: Step, tokens: Listing[int], took: int, drafting_ns: int
+    ) -> Mapping[int, Landed]:
+        """Take back what wrong drafts of a step have computed; see `Drafting.land`."""
+        if self._drafting is None:
+            return {}
+        drafted = self._drafting.land(step, tokens, took, drafting_ns)
+        for draft in drafted.values():
+            self._routed.taken_back(draft.sequence, draft.wrong)
+        return drafted
+
     def take_each(
         self,
         step: Step,

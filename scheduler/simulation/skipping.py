@@ -61,13 +61,13 @@ class SkippingScheduler(Scheduler):
         Such steps hold a token of the same rows, nobody joins, and each row has room for its slots.
         At most `most`; 0 if that can't be said.
         """
-        if most < 1 or self._queue.may_admit or self._routed.ops or len(self._probes):
+        if most < 1 or self._queue.may_admit or self._routed.ops or len(self._planners.probes):
             return 0
         if self._late.watches or not self._batcher.holds_only(step.places):
             return 0
         table = self.kv.table
         left = (table.bound[step.places] - table.computed[step.places]).min()
-        available = self.kv.available - self._routed.reserved - self._probes.reserved
+        available = self._planners.slots_for_batcher
         return min(most, int(left), self.kv.room_of(step.places), available // len(step.places))
 
     def skip(self, step: Step, steps: int) -> None:

@@ -11,6 +11,7 @@ from tokenpod.engine.draft import draft_of
 from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import Unknown
 from tokenpod.kernels.pool import KVPool
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
@@ -48,18 +49,18 @@ def pool_of(model):
     return KVPool(slots=SLOTS, layouts=layouts, dtype=torch.float32, device=CPU)
 
 
-def answer(served, asked, head=None, prefill=8):
+def answer(served, asked, head=None, prefill=8, most=MOST):
     """What was said, and the drafts; the second request comes when the first has ended."""
     draft = None
     kept = pool_of(served)
     if head is not None:
         own = pool_of(head)
-        draft = draft_of(head, served, own, MOST)
-        assert isinstance(draft, HeadDraft)
+        draft = draft_of(head, served, own, most, rows=3)
+        assert isinstance(draft, HeadDraft | ParallelDraft)
     executor = Watching(
         HostExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
     )
-    guesses = None if head is None else partial(Drafting, ModelDrafts(), MOST)
+    guesses = None if head is None else partial(Drafting, ModelDrafts(), most)
     scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)
     link = Recorder(asked)
     link.inbox = []

@@ -39,7 +39,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
-from tokenpod.models import eagle
+from tokenpod.models import eagle, medusa
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.linear import Weights
@@ -347,7 +347,7 @@ def make(
 ) -> Executor:
     """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's.
 
-    `head`: where an EAGLE-3 head lies that finds drafts; None: a small model does.
+    `head`: where an EAGLE-3 head or Medusa heads lie that find drafts; None: a small model does.
     """
     on_device = kind in ("device", "reference")
     device = device if on_device else CPU
@@ -372,14 +372,18 @@ def make(
             max_total_tokens=ROOM,
         )
         if head is not None:
-            patches.enter_context(patch.object(eagle, "operations_for", lambda d, t: chosen))
-            found = eagle.load_eagle(head, model, positions=ROOM, device=device)
+            for module in (eagle, medusa):
+                patches.enter_context(patch.object(module, "operations_for", lambda d, t: chosen))
+            if medusa.is_medusa(head):
+                found = medusa.load_medusa(head, model, heads=3, device=device)
+            else:
+                found = eagle.load_eagle(head, model, positions=ROOM, device=device)
     pool, own = (
         KVPool(slots=SLOTS, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
         for each in (model, small if head is None else found)
     )
     if head is not None:
-        draft = draft_of(found, model, own, most=3)
+        draft = draft_of(found, model, own, most=3, rows=ROWS)
     else:
         whole = small if kind in ("cpu", "fast", "device") else Uncaptured(small)
         draft = SmallModel(whole, own, small.config.vocab_size, VOCABULARY, most=3)

@@ -39,7 +39,7 @@ from safetensors.torch import save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_constraints import LLAMA_8B
+from constrained_engine import LLAMA_8B
 from gpu_serve import make_checkpoint
 from turn_times import TurnTimes
 
@@ -243,7 +243,7 @@ def as_engine() -> int:
     reads = WatchedReads()
     for owner, name in (
         (AdapterStore, "read"),
-        (files, "digest_of"),
+        (files.Digesting, "result"),
         (files, "TensorFile"),
         (files._Reader, "_read_module"),
         (AdapterStore, "_packed"),

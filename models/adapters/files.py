@@ -8,12 +8,13 @@ of A: then what a rank adds is its part of the sum over ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from tokenpod.core.adapter_files import CONFIG, WEIGHTS, digest_of
+from tokenpod.core.adapter_files import CONFIG, WEIGHTS, Digesting
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.config import LoraConfig, read_lora
 from tokenpod.models.adapters.targets import Place, Product, Targets
@@ -94,19 +95,17 @@ def read_adapter(folder: Path, base: Base, rest: Rest = no_rest) -> HostAdapter 
         others = sorted(path.name for path in folder.glob("adapter_model.*"))
         found = f"; {', '.join(others)} is not read" if others else ""
         raise ModelError(f"{folder}: there is no {WEIGHTS}{found}")
-    try:
-        digest = digest_of(folder)
-    except OSError as error:
-        raise ModelError(f"{folder}: can't be read ({error.strerror})") from None
-    rest()
-    file = TensorFile(folder / WEIGHTS, rest=rest)
-    try:
+    with Digesting(folder) as digesting, closing(TensorFile(folder / WEIGHTS, rest=rest)) as file:
+        made: HostAdapter | Virtual
         if kind is AdapterKind.LORA:
-            return _Reader(file, read_lora(fields, heads=base.heads), base, rest).read(digest)
-        assert base.virtual is not None, "whoever makes a store says what virtual tokens must fit"
-        return read_virtual(file, fields, digest, base.virtual)
-    finally:
-        file.close()
+            made = _Reader(file, read_lora(fields, heads=base.heads), base, rest).read()
+        else:
+            assert base.virtual is not None, "who makes a store says what virtual tokens must fit"
+            made = read_virtual(file, fields, base.virtual)
+        try:
+            return replace(made, digest=digesting.result())
+        except OSError as error:
+            raise ModelError(f"{folder}: can't be read ({error.strerror})") from None
 
 
 class _Reader:
@@ -115,7 +114,8 @@ class _Reader:
         self._left = {_module_name(name): name for name in file.entries}
         self._rank = 0
 
-    def read(self, digest: str) -> HostAdapter:
+    def read(self) -> HostAdapter:
+        """All but its digest."""
         factors: dict[str, dict[int, Factors]] = {}
         biases: dict[str, torch.Tensor] = {}
         modules = [name.removesuffix(_DOWN) for name in self._left if name.endswith(_DOWN)]
@@ -130,7 +130,7 @@ class _Reader:
             raise self._foreign(sorted(self._left)[0])
         if not factors and not biases and not copies:
             raise ModelError(f"{self._file.name}: it has no tensor of an adapter")
-        return HostAdapter(max(self._rank, 1), digest, factors, biases, copies)
+        return HostAdapter(max(self._rank, 1), "", factors, biases, copies)
 
     def _copies(self) -> dict[str, torch.Tensor]:
         """This rank's rows of whole tables; those beyond the vocabulary are zeros."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -454,4 +455,8 @@ def test_another_content_has_another_digest(golden, tmp_path):
     before = store.read(lora.folder).digest
     config = lora.folder / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 9}))
-    assert store.read(lora.folder).digest != before
+    after = store.read(lora.folder).digest
+    assert after != before
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    own = [sha256((lora.folder / name).read_bytes()).digest() for name in files]
+    assert after == sha256(b"".join(own)).hexdigest()

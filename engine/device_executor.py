@@ -13,7 +13,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.engine.branch_rows import line_of, lines_of
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
 from tokenpod.engine.device_parallel import ParallelProposals
@@ -41,7 +43,7 @@ from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.triton.steps import remember, resolve
+from tokenpod.kernels.triton.steps import branch, remember, resolve
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.
 _DEPTH = 3
@@ -63,6 +65,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
+        ranks: most drafts that follow one token; more than 1: they may be trees.
         adapted: whether steps in which rows have adapters are captured too.
         host: holds keys and values for later; None: nothing is held.
     """
@@ -78,13 +81,15 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_tokens: int,
         device: torch.device,
         drafts: int = 0,
+        ranks: int = 1,
         adapted: bool = False,
         adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
         host: HostPool | None = None,
     ) -> None:
-        # The last row is padding's.
-        table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
+        # Behind the rows' lines are padding's and those of branches.
+        lines = rows + 1 + (MOST_BRANCHES if ranks > 1 else 0)
+        table = torch.zeros((lines, max_positions), dtype=torch.int32, device=device)
         super().__init__(
             model,
             pool,
@@ -114,6 +119,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 row_table=table,
                 last_token=self._last_token,
                 upload=self._upload,
+                ranks=ranks,
             )
         self._drafts, self._adapted = drafts, adapted
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
@@ -166,6 +172,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
+        if len(self._row_table) > self._rows + 1:  # the first launch loads a kernel
+            line = torch.tensor([[self._rows, self._rows, 0, 0, 0]], device=self._device)
+            branch(line, line[0], self._row_table)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -174,6 +183,11 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         mailbox = self._mailboxes[self._turn % _DEPTH]
         mailbox.staging.begin()
         return mailbox
+
+    def _fill(self, host: Integers, plan: StepPlan) -> None:
+        super()._fill(host, plan)
+        if plan.branches is not None:
+            host.t_row[: plan.tokens] = line_of(plan, self._rows + 1)
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         assert self._proposals is not None
@@ -336,6 +350,13 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             runs = self._runs[plan.r_row[at]]
             if cut_runs(runs, int(plan.r_start[at])):
                 append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
+        if plan.branches is not None:
+            lines, slots = lines_of(plan, self._rows + 1)
+            staging = self._mailboxes[self._turn % _DEPTH].staging
+            uploaded = staging.upload(np.concatenate([lines.ravel(), slots]))
+            branch(
+                uploaded[: lines.size].view(lines.shape), uploaded[lines.size :], self._row_table
+            )
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""

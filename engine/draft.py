@@ -195,6 +195,11 @@ def load_draft(
                 require_manifest=options.require_manifest,
             )
         if is_medusa(folder):
+            if options.draft_tree:
+                raise ModelError(
+                    f"draft_tree is {options.draft_tree}, and Medusa heads draft chains alone: they"
+                    " read what the served model has made of a position, of which a tree has several"
+                )
             return load_medusa(
                 folder,
                 _of_ours(served),

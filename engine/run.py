@@ -85,7 +85,8 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         followers=member.followers if member else None,
     )
     overlap = assembled.overlap
-    masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
+    masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
+    masked = MaskedSteps(masks, overlap=overlap)
     loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
     loop.run()
 
@@ -95,7 +96,8 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     if not options.speculate:
         return None
     source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
-    return lambda kv: Drafting(source, options.speculate, kv, Costs())
+    tree = options.draft_tree
+    return lambda kv: Drafting(source, options.speculate, kv, Costs(), tree=tree)
 
 
 def _method(options: EngineOptions) -> str:

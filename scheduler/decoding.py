@@ -104,8 +104,8 @@ class Decoding:
             if self._drafting:
                 split = self._drafting.split(sequences, places, room=MOST_DRAFTS - taken)
                 sequences, places = split.sequences, split.places
-                for sequence, drafts in split.drafts:
-                    step.draft(sequence, drafts)
+                for sequence, drafts, shape in split.drafts:
+                    step.draft(sequence, drafts, shape=shape)
                     taken += 1 + len(drafts)
         if sequences:
             step.decode(sequences, places)

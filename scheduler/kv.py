@@ -52,6 +52,7 @@ class KV:
         self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
         self.host = host
+        self._moves: list[tuple[int, int]] = []
         self._pool = SlotPool(self._allocator, self.tree)
         if host is not None:
             self.tree.spill = host.spill
@@ -140,8 +141,16 @@ class KV:
         sequence.computed += n
 
     def copies(self) -> tuple[Slots, Slots, list[int]]:
-        """What the next plan says of copies: see `HostKV.take`."""
-        return (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
+        """What the next plan says of copies: those of `move`, then see `HostKV.take`."""
+        host = (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
+        if not self._moves:
+            return host
+        moves, self._moves = np.array(self._moves, np.int64).T, []
+        return np.append(moves[0], host[0]), np.append(moves[1], host[1]), host[2]
+
+    def move(self, source: int, target: int) -> None:
+        """Have what a slot holds copied to another of the same sequence, before the next step."""
+        self._moves.append((source, target))
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Keep what a sequence has computed in the host's memory; False: there is no room.

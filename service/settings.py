@@ -267,6 +267,9 @@ class Settings(BaseSettings):
     name that is in the local Hugging Face cache; or mtp, the layer of the served model's own
     checkpoint that predicts further tokens. A model's vocabulary must be the served one's; each
     rank has all of it."""
+    draft_tree: int = _memory(0, ge=0, le=31)
+    """Drafts of a sequence in a step if they are a tree: several for one place, from draft-model,
+    more than speculate in all. Few sequences at a time have trees, where these pay. 0: none."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

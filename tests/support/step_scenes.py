@@ -23,9 +23,10 @@ import msgspec
 import numpy as np
 import stepping
 import torch
+import tree_steps
 from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
-from stepping import ROOM, VOCABULARY, Row
+from stepping import NEW_TOKENS, ROOM, VOCABULARY, Row
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, plan_of
@@ -128,6 +129,21 @@ def found_drafts(scene: Scene) -> list[Row]:
     stepping.go_on(scene.executor, rows, drafts)
     if scene.guesses_well:
         assert found < sum(map(len, (row.outputs for row in rows))) - len(rows), "some were right"
+    return rows
+
+
+def trees(scene: Scene) -> list[Row]:
+    """Drafts of which several follow one token."""
+    rows = scene.rows()
+    steps = tree_steps.run(scene.executor, rows, tree_steps.some_right, scene.expected)
+    assert steps < NEW_TOKENS - 1, "some were right"
+    return rows
+
+
+def found_trees(scene: Scene) -> list[Row]:
+    """The same found by the executor."""
+    rows = scene.rows()
+    tree_steps.run(scene.executor, rows, tree_steps.open_tree, scene.expected)
     return rows
 
 
@@ -235,7 +251,10 @@ ADAPTED = 1
 
 SCENES = {
     scene.__name__: scene
-    for scene in (plain, drafts, overlapped_drafts, found_drafts, given, copies, adapter, masks)
+    for scene in (
+        *(plain, drafts, overlapped_drafts, found_drafts, trees, found_trees),
+        *(given, copies, adapter, masks),
+    )
 }
 
 
@@ -408,6 +427,7 @@ def make(
         max_tokens=ROWS + (PREFILL if head is None else 5),
         device=device,
         drafts=DRAFTS,
+        ranks=2,
         adapted=head is None,
         draft=draft,
     )

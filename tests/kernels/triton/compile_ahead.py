@@ -313,14 +313,14 @@ def adapted() -> None:
             weight, own = draw(outputs, HIDDEN), Added(weights, plan, adapters.adapt)
             norm = RowNorm(draw(HIDDEN), 1e-5)
             assert OPERATIONS.adapted is not None
-            OPERATIONS.adapted.norm_linear(weight, None, norm, None)(x, own)
+            OPERATIONS.adapted.linear(weight, None, norm, None)(x, own)
             OPERATIONS.adapted.add_linear(weight, None)(x, draw(tokens, outputs), own)
             if len(rows) == 1:
                 halves = AdapterWeights(
                     draw(4, 2, 16, HIDDEN), weights.up, weights.bias, (HIDDEN // 2, HIDDEN // 2)
                 )
                 own = Added(halves, plan, adapters.adapt)
-                OPERATIONS.adapted.norm_linear(weight, None, norm, Activation.SILU)(x, own)
+                OPERATIONS.adapted.linear(weight, None, norm, Activation.SILU)(x, own)
     OPERATIONS.own_linear(
         draw(3, HIDDEN), draw(2, 300, HIDDEN), torch.ones(3, dtype=torch.int64), torch.ones(2).int()
     )

@@ -50,7 +50,8 @@ def multiply_lanes(
     block_t = triton.next_power_of_2(tokens)
     block_n = max(tile.block_n // gates, LEAST_ROWS // (gates * tile.parts), 1)
     splits = tile.splits if activation is None else 1
-    steps = weight.numbers.shape[1] // weight.width
+    lanes = min(tile.lanes, weight.width)
+    steps = weight.numbers.shape[1] // lanes
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
@@ -63,6 +64,7 @@ def multiply_lanes(
         TABLE=weight.table,
         PLANES=weight.planes,
         WIDTH=weight.width,
+        LANES=lanes,
         PER_GROUP=weight.group // weight.width,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
@@ -101,6 +103,7 @@ def lane_product(
     TABLE: tl.constexpr,
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
     PER_GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -117,12 +120,13 @@ def lane_product(
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
 
     Rows of a tile are [gates and what they open, PARTS, BLOCK_N], columns [PARTS, BLOCK_T] and
-    some that are nothing. SPLITS programs share a row; they leave partial sums [SPLITS, tokens, n]
-    float32.
+    some that are nothing. A step takes LANES of a plane's WIDTH. SPLITS programs share a row; they
+    leave partial sums [SPLITS, tokens, n] float32.
     """
     GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
     ALL: tl.constexpr = GATES * PARTS * BLOCK_N
-    steps = row_lanes // WIDTH
+    SUB: tl.constexpr = WIDTH // LANES
+    steps = row_lanes // LANES
     share = tl.cdiv(steps, PARTS * SPLITS)
     tile_row = tl.arange(0, ALL)
     row_part = tile_row // BLOCK_N % PARTS
@@ -133,34 +137,43 @@ def lane_product(
     column = tl.arange(0, COLUMNS)
     part, token = column // BLOCK_T, column % BLOCK_T
     is_x = (token < tokens) & (part < PARTS)
-    first = (tl.program_id(1) * PARTS + part) * share * (PLANES * WIDTH)
+    first = (tl.program_id(1) * PARTS + part) * share
     at_x = x + token.to(tl.int64) * x_stride
     rows = GATES * n
     # Scales are asked for one step ahead: they are too short to be copied beside the loop.
-    next_s = step_scales(scale, own, first_step, rows, groups, PLANES, PER_GROUP)
+    next_s = step_scales(scale, own, first_step // SUB, rows, groups, PLANES, PER_GROUP)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
     for step in tl.range(0, share, num_stages=STAGES):
         s = next_s
         ahead = first_step + tl.minimum(step + 1, share - 1)
-        next_s = step_scales(scale, own, ahead, rows, groups, PLANES, PER_GROUP)
+        next_s = step_scales(scale, own, ahead // SUB, rows, groups, PLANES, PER_GROUP)
         # Steps beyond the last one have inputs of zero, and the last one's weight.
         its_step = first_step + step
         if not EVEN:
             its_step = tl.minimum(its_step, steps - 1)
-        i = first + step * (PLANES * WIDTH)
-        v = _inputs(at_x, i, k, is_x, PLANES, WIDTH, EVEN)
-        w = lane_planes(at_w + its_step * WIDTH, WIDTH, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
-        z = step_zeros(zero, own, its_step, rows, PLANES, PER_GROUP)
+        i = (first + step) // SUB * (PLANES * WIDTH) + (first + step) % SUB * LANES
+        v = _inputs(at_x, i, k, is_x, PLANES, WIDTH, LANES, EVEN)
+        w = lane_planes(at_w + its_step * LANES, LANES, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
+        z = step_zeros(zero, own, its_step // SUB, rows, PLANES, PER_GROUP)
         sums = _add_planes(sums, w, v, s, z, zero, KIND, PLANES, PER_GROUP, ASSEMBLY)
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
     _finish(out, bias, y, y_stride, tokens, n, GATES, ACTIVATION, ADD, SPLITS, BLOCK_T, BLOCK_N)
 
 
 @triton.jit
-def _inputs(at_x, first, k, is_x, PLANES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Inputs of a step, plane by plane, each a right factor [width, columns]."""
-    i = first[None, :] + tl.arange(0, WIDTH)[:, None]
+def _inputs(
+    at_x,
+    first,
+    k,
+    is_x,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Inputs of a step, plane by plane, each a right factor [lanes, columns]."""
+    i = first[None, :] + tl.arange(0, LANES)[:, None]
     v0 = _plane(at_x, i, k, is_x, EVEN)
     v1 = _plane(at_x, i + WIDTH, k, is_x, EVEN)
     v2, v3 = v0, v1

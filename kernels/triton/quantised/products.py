@@ -2,6 +2,7 @@
 
 Weights of 4 bits, and those of 8 in groups, go another way (`laned`). Of the others:
 
+- one: `token_products`, which norms, rounds, gates and adds in one launch;
 - a handful: `multiply_add`, which norms, gates and adds as the product of 16 bits does;
 - more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch (`rounding`), and
   multiplied on the matrix unit as they are (`matrix`);
@@ -31,7 +32,14 @@ from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
 from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS
 from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
-from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.tiles import (
+    AddTile,
+    MatrixTile,
+    Tiles,
+    TokenTile,
+    measured,
+)
+from tokenpod.kernels.triton.quantised.token_products import fits_token, multiply_token
 from tokenpod.kernels.triton.quantised.widen import widen_bytes
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
@@ -51,11 +59,20 @@ def prepare_product(
         return _composed(weight, bias, around) if made is None else made
     (n, k), kind = weight.shape, kind_of(weight)
     chosen = tiles or measured(capability(weight.numbers.device))
-    plain = _composed(weight, bias, around)
+    plain, for_token = _composed(weight, bias, around), fits_token(weight)
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))
-        if isinstance(tile, AddTile) and _can_add(weight):
+        if isinstance(tile, TokenTile) and for_token:
+            start_from(
+                delta,
+                y,
+                around,
+                lambda out, gate, add: multiply_token(
+                    x, weight, bias, out, Around(around.norm, gate, add), tile
+                ),
+            )
+        elif isinstance(tile, AddTile) and _can_add(weight):
             _multiply_add(x, weight, bias, y, delta, around, tile)
         elif isinstance(tile, MatrixTile) and _can_round(weight):
             rounded = round_inputs(x, weight.rounding, norm=around.norm)

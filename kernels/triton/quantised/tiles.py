@@ -50,13 +50,37 @@ class LaneTile:
     stages: int = 3
     #: Programs that share a row along k; a gated product takes it for 1.
     splits: int = 1
+    #: Of a plane, at a time: at most, and as many as the weight's planes have.
+    lanes: int = 64
 
 
-Tile = AddTile | MatrixTile | LaneTile
+@dataclass(frozen=True, slots=True)
+class TokenTile:
+    """How one program of `token_products` works."""
+
+    #: Rows of the weight that it reads at a time: half of them gates where there are gates.
+    block_n: int
+    warps: int = 8
+    #: Warps across which a row lies; each has the whole input in its registers if it is one.
+    span: int = 1
+    #: Tiles in flight.
+    stages: int = 3
+    #: Programs of each unit of the device.
+    per_unit: int = 1
+    #: Tiles that are asked for before the input is there.
+    ahead: int = 2
+
+
+Tile = AddTile | MatrixTile | LaneTile | TokenTile
 
 
 #: By the name that tiles.json has for them.
-WAYS: dict[str, type[Tile]] = {"add": AddTile, "matrix": MatrixTile, "lanes": LaneTile}
+WAYS: dict[str, type[Tile]] = {
+    "add": AddTile,
+    "matrix": MatrixTile,
+    "lanes": LaneTile,
+    "token": TokenTile,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,151 @@
+"""What `gpu_product_tiles` searches: kinds of weights, shapes, and the tiles that are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from gpu_quantised import SHAPES
+
+from tokenpod.kernels.triton.quantised.tiles import LaneTile, MatrixTile, Tile, TokenTile
+
+#: By the name that the table has for it.
+NAMES = {
+    "int4": "int4",
+    "fp8": "fp8",
+    "int8": "int8",
+    "groups8": "groups8",
+    "mxfp4": "mxfp4",
+    "table4": "nf4",
+    "fp8-blocks": "fp8-blocks",
+    "int8-rounded": "int8-rounded",
+}
+LANED = ("int4", "groups8", "mxfp4", "table4")
+TOKENS = (1, 16, 64)
+#: Numbers of tokens whose tiles are searched, where not all are.
+SOME_TOKENS = {"groups8": (1, 64), "mxfp4": (1, 64), "table4": (1, 64), "int8-rounded": (8192,)}
+#: Shapes that are searched; others' tiles follow from these.
+SEARCHED = {
+    "int4": tuple(SHAPES),
+    "fp8": tuple(SHAPES),
+    "int8": tuple(SHAPES),
+    "groups8": ("gate_up", "down"),
+    "mxfp4": ("gate_up", "down"),
+    "table4": ("gate_up", "down"),
+    "int8-rounded": ("qkv", "output", "gate_up", "down"),
+}
+#: What a unit's shared memory holds.
+SHARED_BYTES = 220 << 10
+#: (warps, span, stages, programs of a unit, tiles asked for ahead) of `TokenTile`.
+TOKEN_WAYS = (
+    (8, 1, 3, 1, 2),
+    (8, 1, 3, 2, 2),
+    (8, 1, 4, 1, 3),
+    (4, 1, 4, 4, 1),
+    (8, 2, 3, 2, 2),
+    (8, 4, 3, 1, 2),
+    (8, 4, 3, 2, 2),
+    (16, 4, 3, 1, 2),
+    (16, 2, 3, 1, 3),
+    (8, 1, 3, 2, 0),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of weight in a shape."""
+
+    kind: str
+    shape: str
+
+
+def tokens_of(case: Case, among: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Numbers of tokens that are searched, or those of them that are `among`."""
+    tokens = SOME_TOKENS.get(case.kind, TOKENS)
+    return tokens if among is None else tuple(each for each in tokens if each in among)
+
+
+def candidates(case: Case, tokens: int) -> list[Tile]:
+    """Tiles to try, each once."""
+    return list(dict.fromkeys(_candidates(case, tokens)))
+
+
+def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
+    gated, in_lanes = SHAPES[case.shape][2] == "gate", case.kind in LANED
+    if tokens > TOKENS[-1]:
+        yield from _for_many()
+    elif tokens == 1:
+        if case.kind in ("int4", "fp8", "int8"):
+            yield from _for_token(case)
+        yield from _lanes_for_one(case.kind) if in_lanes else _matrix_for_one()
+    elif in_lanes:
+        yield from _lanes_for_some(case, tokens, gated)
+    else:
+        yield from _matrix_for_some(case, tokens, gated)
+
+
+def _for_token(case: Case) -> Iterator[Tile]:
+    """Rows at a time that fill memory: a unit's programs have some 48 KiB on their way, or 96."""
+    _, k, around = SHAPES[case.shape]
+    row_bytes = k // 2 if case.kind == "int4" else k
+    held = 1 << (row_bytes - 1).bit_length()
+    for warps, span, stages, per_unit, ahead in TOKEN_WAYS:
+        runs = held // (16 * 32 * span)
+        if not 1 <= runs * (2 if case.kind == "int4" else 1) <= 8 or (span > 1 and runs == 1):
+            continue
+        least = warps // span * (2 if around == "gate" else 1)
+        for some in (16 << 10, 32 << 10):
+            block_n = max(some // per_unit * 2 // held, least)
+            if block_n * held * stages * per_unit <= SHARED_BYTES:
+                yield TokenTile(block_n, warps, span, stages, per_unit, ahead)
+
+
+def _lanes_for_one(kind: str) -> Iterator[Tile]:
+    for block_n, parts, warps in ((16, 8, 8), (16, 4, 4), (32, 4, 8), (8, 8, 4)):
+        yield LaneTile(block_n, parts, warps, 2 if kind == "int4" else 3)
+
+
+def _matrix_for_one() -> Iterator[Tile]:
+    for block_n, parts, warps, block_k in ((16, 4, 4, 256), (8, 8, 4, 128)):
+        yield MatrixTile(block_n, block_k, 64, warps, 3, parts)
+
+
+def _splits_of(rows: int, gated: bool, of_program: int) -> tuple[int, ...]:
+    """Numbers of programs for a row that make neither far too few programs nor far too many."""
+    programs = -(-rows // of_program)
+    if gated:
+        return (1,)
+    return tuple(s for s in (1, 2, 4, 8) if 60 <= programs * s <= 600) or (1,)
+
+
+def _lanes_for_some(case: Case, tokens: int, gated: bool) -> Iterator[Tile]:
+    rows = SHAPES[case.shape][0] // (2 if gated else 1)
+    shapes = ((64, 1, 4), (128, 1, 8), (128, 1, 4))
+    if tokens == 16:
+        shapes = ((64, 1, 4), (128, 1, 8), (32, 2, 4))
+    for (block_n, parts, warps), lanes in product(shapes, (32, 64)):
+        for splits in _splits_of(rows, gated, block_n // 2 if gated else block_n):
+            for stages in (3, 4) if lanes == 32 else (3,):
+                yield LaneTile(block_n, parts, warps, stages, splits, lanes)
+
+
+def _matrix_for_some(case: Case, tokens: int, gated: bool) -> Iterator[Tile]:
+    rows = SHAPES[case.shape][0] // (2 if gated else 1)
+    shapes = ((64, 1, 4), (128, 1, 8), (256, 1, 8), (128, 1, 4))
+    if tokens == 16:
+        shapes = ((64, 1, 4), (128, 1, 8), (32, 2, 4), (64, 2, 8), (32, 4, 8), (16, 4, 4))
+    for block_n, parts, warps in shapes:
+        of_each = block_n // 2 if gated else block_n
+        for splits in _splits_of(rows, gated, of_each):
+            for block_k, stages in ((128, 4), (128, 5), (256, 3)):
+                yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits)
+
+
+def _for_many() -> Iterator[Tile]:
+    """Bound by arithmetic."""
+    shapes = ((128, 128, 8), (128, 256, 8), (256, 128, 8), (64, 256, 4), (128, 128, 4))
+    for block_n, block_t, warps in shapes:
+        for block_k, stages in ((128, 3), (128, 4), (64, 4)):
+            for panel in (8, 16):
+                yield MatrixTile(block_n, block_k, block_t, warps, stages, panel=panel)

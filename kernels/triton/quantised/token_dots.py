@@ -86,7 +86,6 @@ NIBBLES: tl.constexpr = tl.constexpr(
     lop3.b32 $5, d, m, t, 0x6A;
     }"""
 )
-EIGHT_WORDS: tl.constexpr = tl.constexpr((tl.int32,) * 8)
 #: Two words of whole numbers, and two of high digits and of low ones: 128 · high + low.
 PLANE_DOT: tl.constexpr = tl.constexpr(
     """{
@@ -168,7 +167,16 @@ def nibble_planes(w, ASSEMBLY: tl.constexpr):
             NIBBLES,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
             [w[0], w[1], w[2], w[3]],
-            dtype=EIGHT_WORDS,
+            dtype=(
+                tl.int32,
+                tl.int32,
+                tl.int32,
+                tl.int32,
+                tl.int32,
+                tl.int32,
+                tl.int32,
+                tl.int32,
+            ),
             is_pure=True,
             pack=1,
         )

@@ -59,7 +59,7 @@ def prepare_product(
         return _composed(weight, bias, around) if made is None else made
     (n, k), kind = weight.shape, kind_of(weight)
     chosen = tiles or measured(capability(weight.numbers.device))
-    plain, for_token = _composed(weight, bias, around), fits_token(weight)
+    plain, for_token = _composed(weight, bias, around), _can_round(weight) and fits_token(weight)
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))

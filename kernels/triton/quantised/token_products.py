@@ -57,7 +57,7 @@ def fits_token(weight: OneScale | Lanes) -> bool:
     if isinstance(weight, Lanes):
         whole = weight.kind == "int4" and weight.width % 8 == 0
         return whole and weight.numbers.shape[1] <= 2 * MOST_WORDS
-    if isinstance(weight, Fp8Weight) and (weight.rounding is None or not weight.by_output):
+    if isinstance(weight, Fp8Weight) and not weight.by_output:
         return False
     grouped = weight.rounding is not None and weight.rounding.group is not None
     k = weight.shape[1]

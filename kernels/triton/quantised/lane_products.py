@@ -19,7 +19,7 @@ from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_ze
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
 from tokenpod.kernels.triton.quantised.tiles import LaneTile
-from tokenpod.kernels.triton.quantised.widening import factor_of
+from tokenpod.kernels.triton.quantised.widening import factor_of, halves
 
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
@@ -217,21 +217,15 @@ def step_zeros(zero, row, step, rows, PLANES: tl.constexpr, PER_GROUP: tl.conste
     if zero is None:
         return 0, 0, 0, 0
     elif PER_GROUP % 2 == 0:
-        z0, z2 = _halves(tl.load(zero + step * rows + row))
+        z0, z2 = halves(tl.load(zero + step * rows + row))
         return z0, z0, z2, z2
     elif PLANES == 2:
-        z0, z1 = _halves(tl.load(zero + step * rows + row))
+        z0, z1 = halves(tl.load(zero + step * rows + row))
         return z0, z1, z0, z1
     else:
-        z0, z1 = _halves(tl.load(zero + step * (2 * rows) + row))
-        z2, z3 = _halves(tl.load(zero + step * (2 * rows) + rows + row))
+        z0, z1 = halves(tl.load(zero + step * (2 * rows) + row))
+        z2, z3 = halves(tl.load(zero + step * (2 * rows) + rows + row))
         return z0, z1, z2, z3
-
-
-@triton.jit
-def _halves(word):
-    """Two bfloat16 of 32 bits, as float32."""
-    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.product import add_up

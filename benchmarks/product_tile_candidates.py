@@ -24,7 +24,13 @@ NAMES = {
 LANED = ("int4", "groups8", "mxfp4", "table4")
 TOKENS = (1, 16, 64)
 #: Numbers of tokens whose tiles are searched, where not all are.
-SOME_TOKENS = {"groups8": (1, 64), "mxfp4": (1, 64), "table4": (1, 64), "int8-rounded": (8192,)}
+SOME_TOKENS = {
+    "fp8": (*TOKENS, 128, 256),
+    "groups8": (1, 64),
+    "mxfp4": (1, 64),
+    "table4": (1, 64),
+    "int8-rounded": (8192,),
+}
 #: Shapes that are searched; others' tiles follow from these.
 SEARCHED = {
     "int4": tuple(SHAPES),
@@ -73,8 +79,10 @@ def candidates(case: Case, tokens: int) -> list[Tile]:
 
 def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
     gated, in_lanes = SHAPES[case.shape][2] == "gate", case.kind in LANED
-    if tokens > TOKENS[-1]:
+    if tokens > 256:
         yield from _for_many()
+    elif tokens > TOKENS[-1]:
+        yield from _for_hundreds(gated)
     elif tokens == 1:
         if case.kind in ("int4", "fp8", "int8"):
             yield from _for_token(case)
@@ -140,6 +148,15 @@ def _matrix_for_some(case: Case, tokens: int, gated: bool) -> Iterator[Tile]:
         for splits in _splits_of(rows, gated, of_each):
             for block_k, stages in ((128, 4), (128, 5), (256, 3)):
                 yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits)
+
+
+def _for_hundreds(gated: bool) -> Iterator[Tile]:
+    """Where the library is bound neither by reading nor by arithmetic."""
+    for block_n, block_t, warps in ((128, 128, 8), (128, 64, 4), (64, 128, 4), (128, 256, 8)):
+        for block_k, stages in ((128, 4), (128, 3)):
+            for splits in (1,) if gated else (1, 2, 4):
+                of_each = block_n // 2 if gated else block_n
+                yield MatrixTile(of_each, block_k, block_t, warps, stages, 1, splits)
 
 
 def _for_many() -> Iterator[Tile]:

@@ -1,4 +1,4 @@
-"""Where the time of steps with a draft model goes, on one GPU: what to mend before the ratio.
+"""Where the time of steps with a draft model goes, on one GPU: what to improve for a better ratio.
 
     python -P benchmarks/gpu_draft_budget.py [--drafts 150m eagle3] [--chains 2 4 8] [--right 0.75]
 

@@ -48,7 +48,7 @@ except ImportError:
     msgspec.Struct = Struct
     sys.modules["msgspec"] = msgspec
 
-from tokenpod.core.plan import NewRow
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles

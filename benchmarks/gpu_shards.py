@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu import config_of
 
 from tokenpod.core.messages import EngineOptions
-from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import assemble

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.core.own_state import OwnState
+from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -25,19 +23,11 @@ BLOCK = 64
 #: Pieces of a GPU's memory through which copies to the host's and from it go, and their bytes.
 STAGING_PIECES, STAGING_BYTES = 5, 64 * MIB
 
-#: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
-
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
 #: What the processes of the engine and of a front end take on a CPU: 0.5 GiB were measured, and a
 #: tokenizer of a large vocabulary comes on top.
 _CPU_PROCESSES = 3 * GIB // 4
-#: Rows of longer contexts have no keys and values made of their latents: it would take too long.
-LONGEST_EXPANDED = 1 << 14
-#: Of so many tokens times heads keys and values are made of latents at a time: on a GPU, where
-#: fewer heads would not fill it, and on a CPU.
-EXPANDED_AT_ONCE = {"cuda": 1 << 18, "cpu": 1 << 16}
 #: Steps of all sizes leave gaps: a GPU keeps one part in so many of the largest step for them.
 GAPS = 16
 #: Drafts of all sequences together in a step, at most.
@@ -83,94 +73,6 @@ def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
     return asked // ranks // slot_bytes // BLOCK * BLOCK
 
 
-class Expansion(msgspec.Struct, frozen=True):
-    """How long rows make keys and values of their latents, head by head."""
-
-    #: Of one rank.
-    heads: int
-    #: Numbers that there are at a time for each head of a token, and for a token.
-    head_numbers: int
-    token_numbers: int
-
-    def numbers(self, positions: int, device: str) -> int:
-        """Numbers that there are at a time, at most, of rows of up to so many tokens."""
-        tokens = min(positions, LONGEST_EXPANDED)
-        pairs = min(tokens * self.heads, EXPANDED_AT_ONCE[device.partition(":")[0]])
-        return pairs * self.head_numbers + tokens * self.token_numbers
-
-
-class Portion(msgspec.Struct, frozen=True):
-    """What the first of several ranks has of a model; no other has more."""
-
-    #: Numbers in its weights.
-    numbers: int
-    #: For a token in all layers: its keys and values.
-    kv_numbers: int
-    #: Scales of them, if each head and token has some.
-    kv_scales: int = 0
-    #: Of the numbers, those in the layer that has most.
-    kv_widest: int = 0
-    #: How many of them are held in a format of fewer bits, and what those take.
-    quantised_numbers: int = 0
-    quantised_bytes: int = 0
-    #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
-    adapter_numbers: tuple[int, int] | None = None
-    #: Of an adapter's own embedding and head.
-    copied_numbers: int = 0
-    #: None: its layers keep keys and values.
-    expansion: Expansion | None = None
-
-
-class Footprint(msgspec.Struct, frozen=True):
-    """What a model takes, whole and divided among tensor-parallel ranks."""
-
-    architecture: str
-    #: The checkpoint's own; None if it does not say.
-    dtype: str | None
-    #: Whether its tensors were looked at; else config.json alone was.
-    from_tensors: bool
-    hidden_size: int
-    #: Features of a token between the products of a feed-forward block, over all its experts.
-    intermediate_size: int
-    vocab_size: int
-    max_positions: int
-    #: By the number of ranks: every one that can divide the model, 1 among them.
-    portions: dict[int, Portion]
-    #: The format that weights of products are made into.
-    quantize: str = "none"
-    #: Numbers of weights that are held twice: of a head that is the embedding in another format.
-    repeated: int = 0
-    #: Of a model that keeps sequences' states by itself: what they take, by the bytes of a number.
-    states: dict[int, OwnState] = {}
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in all weights."""
-        return self.portions[1].numbers - self.repeated
-
-    def weight_bytes(self, ranks: int, item_bytes: int) -> int:
-        """Bytes of one rank's weights, whose dense numbers take `item_bytes` each."""
-        portion = self.portions[ranks]
-        dense = portion.numbers - portion.quantised_numbers
-        return dense * item_bytes + portion.quantised_bytes
-
-    def adapter_bytes(self, ranks: int, rank: int, item_bytes: int) -> int:
-        """Bytes of one rank's slot for adapters of that rank."""
-        each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
-        return (each * rank + fixed) * item_bytes
-
-    def slot_bytes(self, ranks: int, kv_dtype: str) -> int:
-        """Bytes of one token's keys and values in all layers of one rank."""
-        own = self.states.get(ITEM_BYTES[kv_dtype])
-        if own is not None:
-            return own.slot_bytes
-        portion = self.portions[ranks]
-        numbers = portion.kv_numbers * ITEM_BYTES[kv_dtype]
-        if kv_dtype != "int8":
-            return numbers
-        return numbers + portion.kv_scales * ITEM_BYTES["float32"]
-
-
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What one rank's device holds, in bytes and KV slots."""
@@ -211,16 +113,6 @@ class Capacity:
     def kv_bytes(self) -> int:
         """Bytes of the KV pool."""
         return (self.slots or 0) * self.slot_bytes
-
-
-def dtype_of(model: Footprint, options: EngineOptions) -> str:
-    """The dtype of weights and activations."""
-    return options.dtype or model.dtype or "float32"
-
-
-def positions_of(model: Footprint, options: EngineOptions) -> int:
-    """Longest sequence, in tokens."""
-    return min(options.max_total_tokens or model.max_positions, model.max_positions)
 
 
 def capacity(

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import (
-    GAPS,
-    LONGEST_EXPANDED,
-    largest_step,
-    logits_each,
-    most_drafts,
-    widened,
-)
+from tokenpod.core.capacity import GAPS, largest_step, logits_each, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.core.model_size import LONGEST_EXPANDED
 from tokenpod.engine.draft import Draft, DraftModel, draft_of
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from tokenpod.core.plan import NewRow
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.sampling import (
     COUNTED,
     DRAWS,

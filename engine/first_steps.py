@@ -7,7 +7,8 @@ from collections import deque
 import numpy as np
 
 from tokenpod.core.capacity import BLOCK
-from tokenpod.core.plan import LAST, NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.executor import Executor, Launched

@@ -1,21 +1,16 @@
 """Sampling on a CPU: every row of a batch by its own columns.
 
 The processors run in the order that `SamplingParams` documents, and a neutral one is not run at
-all, so it changes no bit. A greedy row without penalties costs an argmax. A row that truncates its
-distribution (top_k, top_p, min_p, typical_p) is reduced to its surviving tokens before anything is
-drawn; noise depends on the token's id, so the draw is the same as over the whole vocabulary.
+all, so it changes no bit. A greedy row without penalties costs an argmax.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import NewRow
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.sampling import (
     CUTS,
     DRAWS,
@@ -25,8 +20,17 @@ from tokenpod.core.sampling import (
     TABLE,
     SamplingTable,
 )
-from tokenpod.engine.processors import History, edit, log_mass, truncate
-from tokenpod.engine.rng import token_noise, vocabulary_noise
+from tokenpod.engine.host_draws import (
+    Distributions,
+    Draw,
+    Rows,
+    argmax,
+    draw_best,
+    draw_truncated,
+    draw_whole,
+    top_tokens,
+)
+from tokenpod.engine.processors import History, edit
 from tokenpod.engine.sampler import LeaderTokens, Records, Sampler, Samples, logprobs_of
 from tokenpod.kernels.group import Group
 
@@ -38,47 +42,6 @@ def host_sampler(group: Group | None, *, rows: int, vocab_size: int) -> HostSamp
     if group is not None and group.rank > 0:
         return LeaderTokens(group, rows=rows, device=torch.device("cpu"))
     return HostSampler(rows=rows, vocab_size=vocab_size, group=group)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of a step that are drawn in the same way."""
-
-    #: [m] where they are in the step.
-    at: Ints
-    #: [m] their columns.
-    columns: Records
-    #: [m] which output token of its sequence is drawn, from 0.
-    positions: Ints
-    #: [m] None where nothing is edited.
-    histories: list[History | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Distributions:
-    """What m rows' tokens are drawn from."""
-
-    #: [m, k] scores, -inf where a token can't be drawn.
-    scores: torch.Tensor
-    #: [m, k] which tokens' scores they are; None: the whole vocabulary's.
-    ids: torch.Tensor | None = None
-
-    def tops(self, at: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log probabilities of a row's n most likely tokens and of all that tie.
-
-        They are computed as the drawn token's log probability is, so that its own is the same.
-        """
-        scores = self.scores[at : at + 1]
-        best = top_tokens(scores[0], min(n, scores.shape[1]))
-        best = best[scores[0, best] > -torch.inf]
-        if self.ids is None:
-            return best, scores.log_softmax(1)[0, best]
-        values = (scores - log_mass(scores)).to(torch.float32)
-        return self.ids[at, best], values[0, best]
-
-
-#: Processed scores and their rows to tokens, log probabilities, and what they are drawn from.
-_Draw = Callable[[torch.Tensor, _Rows], tuple[torch.Tensor, torch.Tensor, _Distributions]]
 
 
 class HostSampler(Sampler):
@@ -143,7 +106,7 @@ class HostSampler(Sampler):
         if len(asked):
             logprobs[asked] = logprobs_of(_some(logits, asked), _some(tokens, asked))
         # What rows were drawn from whose top tokens are of that, and where in it they are.
-        sources: dict[int, tuple[_Distributions, int]] = {}
+        sources: dict[int, tuple[Distributions, int]] = {}
         groups = [] if is_plain.all() else self._groups(rows, columns, positions)
         for draw, some in groups:
             scores = self._processed(_some(logits, some.at), some)
@@ -186,24 +149,24 @@ class HostSampler(Sampler):
 
     def _groups(
         self, rows: list[int], columns: Records, positions: list[int]
-    ) -> list[tuple[_Draw, _Rows]]:
+    ) -> list[tuple[Draw, Rows]]:
         """How the rows that are not plain are drawn, and which rows."""
         flags, where = columns["flags"], np.array(positions, np.int64)
         draws, cuts = (flags & DRAWS) != 0, (flags & CUTS) != 0
-        ways: list[tuple[_Draw, npt.NDArray[np.bool_]]] = [
-            (self._draw_best, ~draws & ((flags & EDITED) != 0)),
-            (self._draw_truncated, draws & cuts),
-            (self._draw_whole, draws & ~cuts),
+        ways: list[tuple[Draw, npt.NDArray[np.bool_]]] = [
+            (draw_best, ~draws & ((flags & EDITED) != 0)),
+            (draw_truncated, draws & cuts),
+            (draw_whole, draws & ~cuts),
         ]
         groups = []
         for draw, which in ways:
             at = which.nonzero()[0]
             if len(at):
                 histories = [self._histories.get(rows[i]) for i in at.tolist()]
-                groups.append((draw, _Rows(at, columns[at], where[at], histories)))
+                groups.append((draw, Rows(at, columns[at], where[at], histories)))
         return groups
 
-    def _processed(self, logits: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    def _processed(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[m, vocab] scores after everything that comes before temperature."""
         if not any(rows.histories):
             return logits
@@ -213,49 +176,12 @@ class HostSampler(Sampler):
                 edit(scores[i], rows.columns[i], history, int(rows.positions[i]))
         return scores
 
-    def _draw_best(
-        self, scores: torch.Tensor, rows: _Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
-        """The highest processed score of each row."""
-        tokens = argmax(scores)
-        if not rows.columns["logprobs"].any():
-            logprobs = torch.zeros(len(tokens), dtype=torch.float32)
-        else:
-            logprobs = logprobs_of(scores, tokens)
-        return tokens, logprobs, _Distributions(scores)
-
-    def _draw_whole(
-        self, scores: torch.Tensor, rows: _Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
-        """Draws from the whole vocabulary."""
-        scores = tempered(scores, rows)
-        noise = vocabulary_noise(*counters(rows), self._vocab_size)
-        # argmax of log p - log E: the order of p / E without underflow.
-        tokens = argmax(scores - noise.log())
-        return tokens, logprobs_of(scores, tokens), _Distributions(scores)
-
-    def _draw_truncated(
-        self, scores: torch.Tensor, rows: _Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
-        """Draws from what truncation leaves."""
-        kept = truncate(tempered(scores, rows), rows.columns)
-        numbers = counters(rows)
-        if 4 * kept.ids.shape[1] < self._vocab_size:
-            seed, stream, where = (number[:, None] for number in numbers)
-            noise = token_noise(seed, stream, where, kept.ids)
-        else:  # one counter serves four tokens of the whole vocabulary
-            noise = vocabulary_noise(*numbers, self._vocab_size).gather(1, kept.ids)
-        at = argmax(kept.scores - noise.log())[:, None]
-        logprobs = (kept.scores.gather(1, at) - log_mass(kept.scores)).to(torch.float32)
-        tokens = kept.ids.gather(1, at)
-        return tokens.squeeze(1), logprobs.squeeze(1), _Distributions(kept.scores, kept.ids)
-
     def _tops(
         self,
         raw: torch.Tensor,
         allowed: torch.Tensor,
         columns: Records,
-        sources: dict[int, tuple[_Distributions, int]],
+        sources: dict[int, tuple[Distributions, int]],
         bad: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`top_ids` and `top_logprobs`, from the logits before masks and after."""
@@ -269,7 +195,7 @@ class HostSampler(Sampler):
             n = min(int(columns["top_n"][i]), self._vocab_size)
             if columns["flags"][i] & PROCESSED_TOPS:
                 # A plain row's scores are not processed.
-                source, at = sources.get(i, (_Distributions(allowed), i))
+                source, at = sources.get(i, (Distributions(allowed), i))
                 ids, values = source.tops(at, n)
             else:
                 ids = top_tokens(raw[i], n)
@@ -312,41 +238,6 @@ def _forbidden(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
     # Added, so that NaN and Inf stay what they are and the row is found out.
     return torch.from_numpy(np.where(bits[:, :vocab_size], np.float32(0), np.float32(-np.inf)))
-
-
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """[n] int64: the highest score of each row, the lowest id in ties; a NaN counts as highest."""
-    # numpy's is more than ten times faster than torch's on a CPU.
-    return torch.from_numpy(scores.numpy().argmax(axis=1))
-
-
-def top_tokens(scores: torch.Tensor, n: int) -> torch.Tensor:
-    """Ids of the n highest scores and of all that tie with the last, at most MOST_TOP_TOKENS.
-
-    By falling score, the lowest id first in ties.
-
-    Args:
-        scores: [vocab] float32.
-        n: at most vocab.
-    """
-    ids = (scores >= scores.topk(n).values[-1]).nonzero().flatten()
-    order = scores[ids].argsort(descending=True, stable=True)
-    return ids[order][:MOST_TOP_TOKENS]
-
-
-def tempered(scores: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """[m, vocab] scores over temperature, the highest of each row at 0.
-
-    In this order a tiny temperature drives the others to -inf rather than the highest to inf.
-    """
-    temperatures = torch.from_numpy(rows.columns["temperature"].astype(np.float32))
-    return (scores - scores.amax(1, keepdim=True)).div_(temperatures[:, None])
-
-
-def counters(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[m] int64 each: seeds, streams, positions."""
-    seeds, streams = rows.columns["seed"].copy(), rows.columns["stream"].copy()
-    return torch.from_numpy(seeds), torch.from_numpy(streams), torch.from_numpy(rows.positions)
 
 
 def _some(values: torch.Tensor, which: Ints) -> torch.Tensor:

@@ -205,7 +205,7 @@ class EngineLoop:
             if not sequence.dead:
                 # A prompt that was preempted half-way is scored again from its beginning.
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
-                # Virtual tokens are not the client's: what follows them is told to nobody.
+                # Virtual tokens are not the client's: what follows them is published to nobody.
                 start -= sequence.request.virtual_tokens
                 scores, start = scores.behind(-start), max(start, 0)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores

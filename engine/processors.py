@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import NewRow
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.sampling import COUNTED, MOST_BOOST
 from tokenpod.engine.bad_words import BadWords
 from tokenpod.engine.rng import philox, split

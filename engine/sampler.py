@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import NewRow, StepPlan
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import DRAWS, EDITED, ROW_WORDS, TABLE, SamplingTable
 from tokenpod.engine.bad_words import entries_of
 from tokenpod.kernels.group import Group

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tokenpod.core.capacity import EXPANDED_AT_ONCE, LONGEST_EXPANDED, Expansion
+from tokenpod.core.model_size import EXPANDED_AT_ONCE, LONGEST_EXPANDED, Expansion
 from tokenpod.kernels.attention_ops import (
     AttendLatent,
     Attention,

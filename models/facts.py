@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from tokenpod.core.capacity import Expansion
+from tokenpod.core.model_size import Expansion
 from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from tokenpod.core.capacity import Footprint, Portion
+from tokenpod.core.model_size import Footprint, Portion
 from tokenpod.models.adapters.targets import copied_numbers, slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of

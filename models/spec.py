@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from tokenpod.core.capacity import Expansion
+from tokenpod.core.model_size import Expansion
 from tokenpod.kernels.latent import expansion_of
 from tokenpod.kernels.pool import KVLayout
 from tokenpod.models.errors import ModelError

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import compress
 
 import numpy as np
 
-from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batching import Batching
 from tokenpod.scheduler.beams import Beams, Group
+from tokenpod.scheduler.decoding import Decoding
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.siblings import Siblings
 from tokenpod.scheduler.step import StepBuilder
 from tokenpod.scheduler.table import Ints
 
@@ -66,17 +66,13 @@ class Batcher:
         self._admission = admission
         self._batching = batching
         self._requeue = requeue
-        self._forced = forced
-        self._drafting = drafting
         self._swaps = swaps
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
-        #: Samples that wait for the prompt of the first, by the first's id.
-        self._siblings: dict[int, list[Sequence]] = {}
-        self._decoding: dict[int, Sequence] = {}
-        #: The same as a list, with their places; None: out of date.
-        self._lockstep: tuple[list[Sequence], Ints] | None = None
+        #: Samples that wait for the prompt of the first.
+        self._siblings = Siblings(rows)
+        self._decoding = Decoding(kv.table, forced, drafting)
         #: Ended, but with a step in flight, so that their slots are not free yet.
         self._leaving: dict[int, Sequence] = {}
         #: Searches whose prompts have been launched.
@@ -87,10 +83,9 @@ class Batcher:
     @property
     def running(self) -> int:
         """Admitted sequences."""
-        siblings = sum(map(len, self._siblings.values()))
-        queued = len(self._ready) + len(self._prefilling)
+        queued = len(self._siblings) + len(self._ready) + len(self._prefilling)
         decoding = len(self._decoding) + self._beams.running
-        return queued + decoding + len(self._vacating) + siblings
+        return queued + decoding + len(self._vacating)
 
     @property
     def has_prompts(self) -> bool:
@@ -106,10 +101,7 @@ class Batcher:
         """Whether the sequences at these places decode, and there are no others."""
         if self._leaving or self._vacating or self._siblings or self._ready or self._prefilling:
             return False
-        sequences, decoding = self._next_to_decode()
-        return len(sequences) == len(self._decoding) == len(places) and set(
-            decoding.tolist()
-        ) == set(places.tolist())
+        return self._decoding.holds_only(places)
 
     def start(self, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
@@ -117,8 +109,7 @@ class Batcher:
         if self._kv.host is not None:
             self._kv.host.came_back(first)
         self._prefilling.append(first)
-        if siblings:
-            self._siblings[first.id] = siblings
+        self._siblings.add(first, siblings)
 
     def enter(self, ledger: Ledger, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
@@ -129,18 +120,18 @@ class Batcher:
 
     def add_to(self, ledger: Ledger) -> None:
         """Add what these sequences need."""
-        ledger.decoding([*self._decoding.values()])
+        ledger.decoding([*self._decoding])
         self._beams.add_to(ledger)
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:
             ledger.prefilling(sequence)
-        for first, siblings in self._siblings.items():
+        for first, siblings in self._siblings.by_first:
             computed = self._decoding.get(first) or self._vacating.get(first)
             computed = computed or self._beams.first(first)
             if computed is not None:
                 ledger.siblings(computed, siblings)
         for sequence in self._prefilling:
-            self.enter(ledger, [sequence, *self._siblings.get(sequence.id, [])])
+            self.enter(ledger, [sequence, *self._siblings.of(sequence)])
 
     def plan(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add to a step.
@@ -150,33 +141,23 @@ class Batcher:
             prompt_tokens: left of the step's budget.
             slots: that may be taken. Too few are never left under exact admission.
         """
-        decoding = bool(self._decoding or self._beams.running)
+        decoding = len(self._decoding) + self._beams.running > 0
         portion = self._batching.portion(
             decoding=decoding, prompts=self.has_prompts, prompt_tokens=prompt_tokens
         )
         beams = self._beams.wanted if portion.decode else 0
-        sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
+        sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
         if len(sequences) + beams + self.has_prompts > slots:
             slots = self._make_room(slots, decode=portion.decode)
-            sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
+            sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
         if beams:
             # Before the others: these can be preempted.
             slots -= self._beams.plan(step, slots)
         if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
-        if self._may_run_ahead(slots):
-            sequences, places, taken = self._forced.add_to(step, sequences, places)
-            slots -= taken
-            if self._drafting:
-                split = self._drafting.split(sequences, places, room=MOST_DRAFTS - taken)
-                sequences, places = split.sequences, split.places
-                for sequence, drafts in split.drafts:
-                    step.draft(sequence, drafts)
-                    slots -= 1 + len(drafts)
-        if sequences:
-            step.decode(sequences, places)
-        slots -= len(sequences)
+        ahead = self._may_run_ahead(slots)
+        slots -= self._decoding.add_to(step, sequences, places, ahead=ahead)
         if self._kv.host is not None:
             slots = self._fetch(step, slots, self._kv.host)
         self._compute(step, portion.prompt_tokens, slots)
@@ -187,9 +168,8 @@ class Batcher:
         Samples that have waited for its prompt can begin.
         """
         sequence.proven = True
-        siblings = self._siblings.pop(sequence.id, [])
+        siblings = self._siblings.take(sequence)
         self._kv.publish_inputs(sequence, awaited=bool(siblings))
-        self._rows.promise(-len(siblings))
         for sibling in siblings:
             self._kv.follow(sibling, sequence)
             self._rows.give(sibling)
@@ -200,7 +180,7 @@ class Batcher:
         if not group.begun:
             group.first.proven = True
             self._kv.publish_inputs(group.first, awaited=True)
-            self._beams.begin(group, self._siblings.pop(group.first.id))
+            self._beams.begin(group, self._siblings.take(group.first))
         self._beams.continue_with(group, parents)
 
     def preempt(self, sequence: Sequence) -> bool:
@@ -228,14 +208,14 @@ class Batcher:
     def remove(self, sequence: Sequence) -> None:
         """A sequence has ended; its slots stay with it until `released`."""
         if sequence.row < 0:
-            self._remove_sibling(sequence)
+            self._siblings.remove(sequence)
         elif (
             sequence.id in self._vacating
             or self._take_out(sequence)
             or self._beams.remove(sequence)
         ):
             self._vacating.pop(sequence.id, None)
-            if siblings := self._take_siblings(sequence):
+            if siblings := self._siblings.take(sequence):
                 # The prompt that they wait for may never come.
                 self._requeue(siblings)
             self._leaving[sequence.id] = sequence
@@ -246,40 +226,23 @@ class Batcher:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _next_to_decode(self) -> tuple[list[Sequence], Ints]:
-        """The sequences that decode and have not launched their last token; [n] their places."""
-        if self._lockstep is None:
-            sequences = [*self._decoding.values()]
-            self._lockstep = sequences, np.array([s.place for s in sequences], np.int64)
-        sequences, places = self._lockstep
-        table = self._kv.table
-        going_on = table.computed[places] < table.bound[places]
-        if table.constrained:
-            going_on &= table.paused[places] == 0
-        if self._drafting is not None:  # which of the drafts are right must be known first
-            going_on &= table.drafted[places] == 0
-        if going_on.all():
-            return sequences, places
-        return [*compress(sequences, going_on.tolist())], places[going_on]
-
     def _may_run_ahead(self, slots: int) -> bool:
         """Whether sequences may have drafts, and so slots sooner than admission has counted.
 
         Others may not have ended by then. So all must be able to have theirs up to their bounds,
         in whatever order. (Nor are there drafts beside beams, which are counted otherwise.)
         """
-        wanted = self._drafting or self._forced.known
-        return bool(wanted) and not self._beams.running and self._to_come <= slots
+        wanted = self._decoding.may_run_ahead and not self._beams.running
+        return wanted and self._to_come <= slots
 
     @property
     def _to_come(self) -> int:
         """Slots that all of these sequences may still take, up to their bounds."""
-        started = [*self._decoding.values(), *self._ready, *self._prefilling]
+        started = [*self._decoding, *self._ready, *self._prefilling]
         places = np.array([sequence.place for sequence in started], np.int64)
         table = self._kv.table
-        siblings = [s for waiting in self._siblings.values() for s in waiting]
         to_come = int((table.bound[places] - table.computed[places]).sum())
-        to_come += sum(sequence.bound - sequence.needed + 1 for sequence in siblings)
+        to_come += sum(sequence.bound - sequence.needed + 1 for sequence in self._siblings)
         return to_come + self._beams.to_come
 
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
@@ -299,8 +262,7 @@ class Batcher:
                 if sequence.group is not None:
                     self._beams.add(sequence.group)
                     continue
-                self._decoding[sequence.id] = sequence
-                self._lockstep = None
+                self._decoding.add(sequence)
 
     def _fetch(self, step: StepBuilder, slots: int, host: HostKV) -> int:
         """Begin copies from the host's memory, in the order of admission; the slots that are left.
@@ -324,7 +286,7 @@ class Batcher:
 
     def _wanted(self, *, decode: bool) -> int:
         """Slots for the next token of all that decode, if they do, and for one of a prompt."""
-        decoding = len(self._next_to_decode()[0]) + self._beams.wanted
+        decoding = len(self._decoding.next()[0]) + self._beams.wanted
         return decoding * decode + self.has_prompts
 
     def _make_room(self, slots: int, *, decode: bool) -> int:
@@ -334,7 +296,7 @@ class Batcher:
         Returns the slots that may be taken now.
         """
         coming = 0
-        while running := [*self._decoding.values(), *self._ready, *self._prefilling]:
+        while running := [*self._decoding, *self._ready, *self._prefilling]:
             if self._wanted(decode=decode) <= slots + coming:
                 break
             victims = self._admission.victims(running)
@@ -351,9 +313,7 @@ class Batcher:
 
     def _take_out(self, sequence: Sequence) -> bool:
         """Take a sequence with a row out of those that are planned; False if it is not there."""
-        if sequence.id in self._decoding:
-            del self._decoding[sequence.id]
-            self._lockstep = None
+        if self._decoding.remove(sequence):
             return True
         for line in (self._ready, self._prefilling):
             if sequence in line:
@@ -363,7 +323,7 @@ class Batcher:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Free row and slots of a preempted sequence, and queue it again."""
-        siblings = self._take_siblings(sequence)
+        siblings = self._siblings.take(sequence)
         # One whose samples wait for its prompt has no output to lose yet.
         if self._kv.host is not None and not siblings and self._swaps(sequence):
             self._kv.swap_out(sequence)
@@ -371,21 +331,6 @@ class Batcher:
         self._rows.give_back(sequence)
         sequence.restart()
         self._requeue([sequence, *siblings])
-
-    def _take_siblings(self, first: Sequence) -> list[Sequence]:
-        """Take out those that wait for the prompt of `first`."""
-        siblings = self._siblings.pop(first.id, [])
-        self._rows.promise(-len(siblings))
-        return siblings
-
-    def _remove_sibling(self, sequence: Sequence) -> None:
-        for first, siblings in self._siblings.items():
-            if sequence in siblings:
-                siblings.remove(sequence)
-                self._rows.promise(-1)
-                if not siblings:
-                    del self._siblings[first]
-                return
 
 
 _NONE: Ints = np.empty(0, np.int64)

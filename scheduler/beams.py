@@ -136,8 +136,7 @@ class Beams:
             ledger.searching(group.sequences if group.begun else [group.first])
 
     def begin(self, group: Group, siblings: list[Sequence]) -> None:
-        """The prompt has settled: all sequences go on from it, in rows that were promised."""
-        self._rows.promise(-len(siblings))
+        """The prompt has settled: all sequences go on from it, in rows that are free for them."""
         self._kv.branch(group.first, siblings)
         for sibling in siblings:
             sibling.began_at = group.first.began_at

@@ -18,15 +18,10 @@ import numpy as np
 from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.radix import Node, RadixTree, Slots
 from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.slots import Extent, SlotAllocator
+from tokenpod.scheduler.slot_pool import SlotPool
+from tokenpod.scheduler.slots import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.tails import Tails
-
-#: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
-ROOM_TO_EVICT_FOR = 128
-
-#: For one run of that length, at most so many times as many are.
-MOST_EVICTED = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -57,8 +52,7 @@ class KV:
         self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
         self.host = host
-        #: Slots of the tree that the next plan fills with what adapters have.
-        self.unfilled: set[int] = set()
+        self._pool = SlotPool(self._allocator, self.tree)
         if host is not None:
             self.tree.spill = host.spill
 
@@ -80,13 +74,13 @@ class KV:
         """
         request, usable = sequence.request, sequence.inputs[:-1]
         if not self._caching or (request.prompt_logprobs and sequence.scored):
-            usable = usable[: _ready(sequence)]
+            usable = usable[: sequence.ready_tokens]
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
         if self.host is not None and sequence.owner is not Owner.PROBE:
             # Virtual tokens that are ready are in the pool by the time it runs.
-            self.host.begin(sequence, max(length, _ready(sequence)))
+            self.host.begin(sequence, max(length, sequence.ready_tokens))
 
     def place_virtual(self, sequence: Sequence) -> Slots:
         """Put virtual tokens whose keys and values are ready into the tree, as far as need be.
@@ -95,7 +89,7 @@ class KV:
 
         Returns [n] the slots of the last n of them, int64: whoever runs the next step fills them.
         """
-        request, node, virtual = sequence.request, sequence.node, _ready(sequence)
+        request, node, virtual = sequence.request, sequence.node, sequence.ready_tokens
         if sequence.shared >= virtual:
             return _NO_SLOTS
         assert node is not None
@@ -103,7 +97,7 @@ class KV:
         # Another one may have put them there since this one has begun.
         found, known = self.tree.match(tokens, request.salt)
         self.tree.lock(found)
-        slots = self._take_slots(virtual - known, known)
+        slots = self._pool.take(virtual - known, known)
         end = self.tree.append(found, tokens[known:], slots)
         self.tree.lock(end)
         self.tree.unlock(found)
@@ -111,18 +105,7 @@ class KV:
         self._begin_after(sequence, end, virtual)
         if not sequence.began_at:
             sequence.cached += sequence.hosted.to_fetch
-        self.unfilled.update(slots.tolist())
-        return slots
-
-    def _take_slots(self, n: int, position: int) -> Slots:
-        """[n] slots that belong to no extent, int64."""
-        if not n:
-            return _NO_SLOTS
-        self._make_space(n, 0)
-        extents = self._allocator.allocate(n, position=position, room=0)
-        slots = _slots_from(extents, position, n)
-        for extent in extents:
-            self._allocator.drop(extent)
+        self._pool.unfilled.update(slots.tolist())
         return slots
 
     def known(self, sequence: Sequence) -> int:
@@ -130,7 +113,7 @@ class KV:
         if sequence.node is not None:
             return sequence.computed + sequence.hosted.to_fetch
         cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
-        cached = max(cached, _ready(sequence))
+        cached = max(cached, sequence.ready_tokens)
         return cached if self.host is None else self.host.known(sequence, cached)
 
     def follow(self, sibling: Sequence, first: Sequence) -> None:
@@ -170,7 +153,7 @@ class KV:
         n = min(sequence.computed, sequence.length)
         slots = [self.tree.slots(sequence.node)[:n]]
         if n > sequence.shared:
-            slots.append(_slots_from(sequence.extents, sequence.shared, n - sequence.shared))
+            slots.append(slots_of(sequence.extents, sequence.shared, n - sequence.shared))
         return self.host.swap_out(sequence, np.concatenate(slots))
 
     def prefix_slots(self, sequence: Sequence) -> Slots:
@@ -179,7 +162,7 @@ class KV:
         assert node is not None
         slots = _NO_SLOTS if node.parent is None else self.tree.slots(node)
         if copied > 0:
-            slots = np.append(slots, _slots_from(sequence.extents, sequence.shared, copied))
+            slots = np.append(slots, slots_of(sequence.extents, sequence.shared, copied))
         if sequence.tails is None:
             return slots
         return np.concatenate((slots, sequence.tails.before_step(sequence)))
@@ -187,24 +170,9 @@ class KV:
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""
         position, extents = sequence.computed, sequence.extents
-        slots = self._grow(extents, position, n, max(sequence.bound - position - n, 0))
+        slots = self._pool.grow(extents, position, n, max(sequence.bound - position - n, 0))
         self.table.tail[sequence.place] = extents[-1].at
         return slots
-
-    def _grow(self, extents: list[Extent], position: int, n: int, room: int) -> Slots:
-        """[n] slots more for whoever has `extents`, and `room` after them if there is any."""
-        if not extents:
-            self._make_space(n, room)
-            extents += self._allocator.allocate(n, position=position, room=room)
-            if len(extents) == 1:
-                first = extents[0].first
-                return np.arange(first, first + n)
-        else:
-            last = extents[-1]
-            if n > last.room:
-                self._make_space(n - last.room, room)
-            extents += self._allocator.grow(last, n, room)
-        return _slots_from(extents, position, n)
 
     def take_back(self, sequence: Sequence, n: int) -> None:
         """Uncompute the last `n` positions, which are private: the next ones take their slots."""
@@ -216,6 +184,11 @@ class KV:
         self._allocator.shrink(extents[-1], n)
         self.table.tail[sequence.place] = extents[-1].at
 
+    def take_unfilled(self) -> set[int]:
+        """Slots of the tree that the next plan fills with what adapters have."""
+        unfilled, self._pool.unfilled = self._pool.unfilled, set()
+        return unfilled
+
     # -- beams ---------------------------------------------------------------------------------
 
     def branch(self, first: Sequence, others: list[Sequence]) -> None:
@@ -225,23 +198,15 @@ class KV:
         """
         assert first.node is not None
         n = first.private
-        slots = _slots_from(first.extents, first.shared, n) if n else _NO_SLOTS
+        slots = slots_of(first.extents, first.shared, n) if n else _NO_SLOTS
         bound = n + (len(others) + 1) * (first.bound - first.computed)
-        tails = Tails(first.extents, taken=first.shared + n, bound=first.shared + bound)
+        tails = Tails(self._pool, first.extents, taken=first.shared + n, bound=first.shared + bound)
         self._keep(first, [])
         tails.begin([first, *others], slots)
         for other in others:
             self.tree.lock(first.node)
             self._begin_after(other, first.node, first.shared)
             other.computed = first.computed
-
-    def extend_tails(self, tails: Tails, sequences: list[Sequence]) -> Slots:
-        """[n] a slot for the next position of each of these, int64. Raises OutOfSlots."""
-        missing = len(sequences) - len(tails.spare)
-        if missing > 0:
-            room = max(tails.bound - tails.taken - missing, 0)
-            tails.add(self._grow(tails.extents, tails.taken, missing, room))
-        return tails.take(sequences)
 
     def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
         """A slot for the next position of each sequence whose last extent has room for it.
@@ -307,16 +272,16 @@ class KV:
         if self.host is not None:
             self.host.withdraw(sequence)
         if sequence.tails is not None:
-            self._leave_tails(sequence, sequence.tails)
+            sequence.tails.leave(sequence)
+            self._unlock(sequence)
             return
         computed = min(sequence.computed, sequence.length)
         if self._caching and sequence.keep and computed > sequence.shared:
             tokens = sequence.all_tokens(computed)
             node, known = self.tree.match(tokens, sequence.request.salt)
-            if known < computed and _covers(sequence, known):
+            if known < computed and covers(sequence.extents, known):
                 self.tree.append(node, tokens[known:], self._hand_over(sequence, known, computed))
-        for extent in sequence.extents:
-            self._allocator.release(extent)
+        self._pool.release(sequence.extents)
         self._keep(sequence, [])
         self._unlock(sequence)
 
@@ -336,17 +301,14 @@ class KV:
             for extent in extents:
                 owner[extent.first : extent.end] += 1
                 private += extent.used
-        tree = 0
+        self.tree.check()
         for node in self.tree.nodes():
             owner[node.slots] += 1
-            tree += len(node.slots)
         for first, length in self._allocator.free_runs():
             owner[first : first + length] += 1
         assert (owner == 1).all(), f"slots in no or two places: {np.flatnonzero(owner != 1)[:8]}"
-        assert tree == self.tree.tokens, (tree, self.tree.tokens)
-        assert self.free + tree + private == self.total, (self.free, tree, private, self.total)
-        locked = sum(len(node.tokens) for node in self.tree.nodes() if node.locks)
-        assert locked == self.tree.locked_tokens, (locked, self.tree.locked_tokens)
+        parts = self.free, self.tree.tokens, private
+        assert sum(parts) == self.total, (*parts, self.total)
         if self.host is not None:
             self.host.check(sequences)
 
@@ -358,40 +320,14 @@ class KV:
         if not sequence.began_at:
             sequence.cached = length
 
-    def _leave_tails(self, sequence: Sequence, tails: Tails) -> None:
-        if tails.leave(sequence):
-            for extent in tails.extents:
-                self._allocator.release(extent)
-        self._unlock(sequence)
-
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None
-        self._free(self.tree.unlock(sequence.node))
+        self._pool.free(self.tree.unlock(sequence.node))
         sequence.node = None
-
-    def _make_space(self, n: int, room: int) -> None:
-        """Evict for `n` slots and some room after them, if the other free slots are set aside.
-
-        Slots that are evicted one by one while several sequences grow would go to these in turns:
-        attention over scattered slots is slower, and every step would look for new ones. What is
-        cached in pieces is freed in pieces, so more is evicted until a run is long enough; else
-        pieces would become ever smaller.
-        """
-        wanted = n + min(room, ROOM_TO_EVICT_FOR)
-        if self._allocator.longest >= wanted:
-            return
-        missing = wanted - self._allocator.unclaimed
-        if missing > 0:
-            self.evict(missing)
-        for _ in range(MOST_EVICTED):
-            if self._allocator.longest >= wanted or not self.tree.evictable:
-                break
-            self.evict(wanted)
 
     def evict(self, n: int) -> None:
         """Free at least `n` slots of the tree, or all that no sequence uses."""
-        for slots in self.tree.evict(n):
-            self._free(slots)
+        self._pool.evict(n)
 
     def flush(self) -> None:
         """Forget all cached prefixes that no sequence uses."""
@@ -401,69 +337,12 @@ class KV:
         if self.host is not None:
             self.host.tier.clear()
 
-    def _free(self, slots: Slots) -> None:
-        if not len(slots):
-            return
-        if self.unfilled:
-            self.unfilled.difference_update(slots.tolist())
-        breaks = (slots[1:] != slots[:-1] + 1).nonzero()[0] + 1
-        starts = [0, *breaks.tolist()]
-        ends = [*starts[1:], len(slots)]
-        for first, start, end in zip(slots[starts].tolist(), starts, ends, strict=True):
-            self._allocator.release_run(first, end - start)
-
     def _hand_over(self, sequence: Sequence, start: int, end: int) -> Slots:
-        """Take the slots of positions `start` to `end` from a sequence's private ones.
-
-        `start` may lie within an extent: positions before it are in the tree, too, and their slots
-        stay private.
-        """
-        slots = _slots_from(sequence.extents, start, end - start)
-        rest = []
-        for extent in sequence.extents:
-            stop = extent.position + extent.used
-            if stop <= start or extent.position >= end:
-                rest.append(extent)
-                continue
-            before = start - extent.position
-            if before > 0:
-                rest.append(self._allocator.split_front(extent, before))
-            self._allocator.trim_front(extent, min(end, stop) - extent.position)
-            rest.append(extent)
-        # The last one stays even if it is empty: it has the position of the next slot.
-        for extent in rest[:-1]:
-            if not (extent.used or extent.room):
-                self._allocator.drop(extent)
-        self._keep(sequence, [e for e in rest[:-1] if e.used or e.room] + rest[-1:])
+        """Take the slots of positions `start` to `end` from a sequence's private ones."""
+        slots, extents = self._allocator.take_out(sequence.extents, start, end)
+        self._keep(sequence, extents)
         return slots
 
     def _keep(self, sequence: Sequence, extents: list[Extent]) -> None:
         sequence.extents = extents
         self.table.tail[sequence.place] = extents[-1].at if extents else 0
-
-
-def _ready(sequence: Sequence) -> int:
-    """Virtual tokens before the prompt whose keys and values an adapter has."""
-    return sequence.request.virtual_tokens * sequence.request.virtual_kv
-
-
-def _covers(sequence: Sequence, position: int) -> bool:
-    """Whether the slot of `position` is private."""
-    return any(e.position <= position < e.position + e.used for e in sequence.extents)
-
-
-def _slots_from(extents: list[Extent], position: int, n: int) -> Slots:
-    """[n] the private slots of the positions from `position` on, int64."""
-    runs: list[Slots] = []
-    # Most often the last ones are wanted.
-    for extent in reversed(extents):
-        low = max(position, extent.position)
-        high = min(position + n, extent.position + extent.used)
-        if low < high:
-            first = extent.first - extent.position
-            runs.append(np.arange(first + low, first + high, dtype=np.int64))
-        if extent.position <= position:
-            break
-    slots = np.concatenate(runs[::-1]) if len(runs) != 1 else runs[0]
-    assert len(slots) == n, "a position without a slot"
-    return slots

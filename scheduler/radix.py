@@ -249,6 +249,14 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
+    def check(self) -> None:
+        """Raise AssertionError unless the counts of tokens are right."""
+        nodes = [*self.nodes()]
+        held = sum(len(node.slots) for node in nodes)
+        assert held == self.tokens, (held, self.tokens)
+        locked = sum(len(node.tokens) for node in nodes if node.locks)
+        assert locked == self.locked_tokens, (locked, self.locked_tokens)
+
     def _queue_leaf(self, node: Node) -> None:
         """Queue a node for eviction if it is a leaf without locks."""
         evictable = node.listed and not node.locks and not node.children

@@ -411,7 +411,7 @@ class Scheduler:
 
     def _ready(self) -> list[tuple[int, int, int]]:
         """What the next plan fills; what was evicted before it is somebody else's."""
-        unfilled, self.kv.unfilled = self.kv.unfilled, set()
+        unfilled = self.kv.take_unfilled()
         return [token for token in self.adapters.take_ready() if token[0] in unfilled]
 
     def _requeue(self, samples: list[Sequence]) -> None:

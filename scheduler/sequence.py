@@ -176,6 +176,11 @@ class Sequence:
         return self.request.positions
 
     @property
+    def ready_tokens(self) -> int:
+        """Virtual tokens before the prompt whose keys and values an adapter has."""
+        return self.request.virtual_tokens * self.request.virtual_kv
+
+    @property
     def needed(self) -> int:
         """Positions that must be computed before an output can be sampled."""
         return len(self.inputs)

@@ -169,17 +169,31 @@ class SlotAllocator:
         self.free += n
         self._insert(first, n)
 
-    def trim_front(self, extent: Extent, n: int) -> None:
-        """Another owner takes the first `n` slots of `extent`."""
-        self.firsts[extent.at] += n
-        self.positions[extent.at] += n
-        self.used[extent.at] -= n
+    def take_out(self, extents: list[Extent], start: int, end: int) -> tuple[Ints, list[Extent]]:
+        """Give the slots of positions `start` to `end` to another owner.
 
-    def split_front(self, extent: Extent, n: int) -> Extent:
-        """Cut the first `n` slots of `extent` off as an extent of their own."""
-        front = self._name(extent.position, extent.first, n, 0)
-        self.trim_front(extent, n)
-        return front
+        `start` may lie within an extent: positions before it are in the tree, too, and their slots
+        stay private.
+
+        Returns [end - start] these slots, and the extents that are left.
+        """
+        slots = slots_of(extents, start, end - start)
+        rest = []
+        for extent in extents:
+            stop = extent.position + extent.used
+            if stop <= start or extent.position >= end:
+                rest.append(extent)
+                continue
+            before = start - extent.position
+            if before > 0:
+                rest.append(self._split_front(extent, before))
+            self._trim_front(extent, min(end, stop) - extent.position)
+            rest.append(extent)
+        # The last one stays even if it is empty: it has the position of the next slot.
+        for extent in rest[:-1]:
+            if not (extent.used or extent.room):
+                self.drop(extent)
+        return slots, [e for e in rest[:-1] if e.used or e.room] + rest[-1:]
 
     def free_runs(self) -> list[tuple[int, int]]:
         """(first, length) of what is free, rooms included, for checks."""
@@ -256,6 +270,18 @@ class SlotAllocator:
         self._columns[:, at] = position, first, used, room
         return Extent(self, at)
 
+    def _trim_front(self, extent: Extent, n: int) -> None:
+        """Another owner takes the first `n` slots of `extent`."""
+        self.firsts[extent.at] += n
+        self.positions[extent.at] += n
+        self.used[extent.at] -= n
+
+    def _split_front(self, extent: Extent, n: int) -> Extent:
+        """Cut the first `n` slots of `extent` off as an extent of their own."""
+        front = self._name(extent.position, extent.first, n, 0)
+        self._trim_front(extent, n)
+        return front
+
     def _name_columns(self) -> None:
         self.positions, self.firsts, self.used, self.rooms = self._columns
 
@@ -273,3 +299,25 @@ class SlotAllocator:
         for at in np.flatnonzero(self.rooms):
             self._insert(int(self.firsts[at] + self.used[at]), int(self.rooms[at]))
             self.rooms[at] = 0
+
+
+def covers(extents: list[Extent], position: int) -> bool:
+    """Whether one of these has the slot of `position`."""
+    return any(e.position <= position < e.position + e.used for e in extents)
+
+
+def slots_of(extents: list[Extent], position: int, n: int) -> Ints:
+    """[n] the private slots of the positions from `position` on, int64."""
+    runs: list[Ints] = []
+    # Most often the last ones are wanted.
+    for extent in reversed(extents):
+        low = max(position, extent.position)
+        high = min(position + n, extent.position + extent.used)
+        if low < high:
+            first = extent.first - extent.position
+            runs.append(np.arange(first + low, first + high, dtype=np.int64))
+        if extent.position <= position:
+            break
+    slots = np.concatenate(runs[::-1]) if len(runs) != 1 else runs[0]
+    assert len(slots) == n, "a position without a slot"
+    return slots

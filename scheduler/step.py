@@ -8,7 +8,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from tokenpod.core.plan import GIVEN, LAST, Counts, NewRow, StepPlan
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import GIVEN, LAST, Counts, StepPlan
 from tokenpod.scheduler.given import VIRTUAL, Vectors
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pieces import ChosenToken, Piece
@@ -135,7 +136,7 @@ class StepBuilder:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
         tails = sequences[0].tails
         assert tails is not None
-        slots = self._kv.extend_tails(tails, sequences)
+        slots = tails.extend(sequences)
         for at, sequence in enumerate(sequences):
             self._pieces.append(ChosenToken(sequence, sequence.computed, slots[at : at + 1]))
             sequence.computed += 1

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenpod.scheduler.radix import Slots
+from tokenpod.scheduler.slot_pool import SlotPool
 from tokenpod.scheduler.slots import Extent
 
 if TYPE_CHECKING:
@@ -27,13 +28,15 @@ class Tails:
     """The tails of one search's sequences.
 
     Args:
+        pool: gives more slots.
         extents: where all slots lie, and room for more.
         taken: position at which the next slot is taken; the extents count all slots as positions of
             one sequence.
         bound: `taken` will become that at most.
     """
 
-    def __init__(self, extents: list[Extent], *, taken: int, bound: int) -> None:
+    def __init__(self, pool: SlotPool, extents: list[Extent], *, taken: int, bound: int) -> None:
+        self._pool = pool
         self.extents = extents
         self.taken = taken
         self.bound = bound
@@ -54,14 +57,15 @@ class Tails:
         slots = self._slots[sequence]
         return slots[:-1] if self._stepping else slots
 
-    def add(self, slots: Slots) -> None:
-        """Slots that have been taken for this search."""
-        self.taken += len(slots)
-        self.spare = np.concatenate((self.spare, slots))
-
-    def take(self, sequences: Listing[Sequence]) -> Slots:
-        """[n] a spare slot for the next position of each sequence; there are enough."""
+    def extend(self, sequences: Listing[Sequence]) -> Slots:
+        """[n] a slot for the next position of each of these, int64. Raises OutOfSlots."""
         n = len(sequences)
+        missing = n - len(self.spare)
+        if missing > 0:
+            room = max(self.bound - self.taken - missing, 0)
+            slots = self._pool.grow(self.extents, self.taken, missing, room)
+            self.taken += missing
+            self.spare = np.concatenate((self.spare, slots))
         taken, self.spare = self.spare[:n], self.spare[n:]
         for sequence, slot in zip(sequences, taken, strict=True):
             self._slots[sequence] = np.append(self._slots[sequence], slot)
@@ -76,11 +80,12 @@ class Tails:
         dropped = [slots for sequence, slots in before.items() if sequence not in parents.values()]
         self._free(dropped)
 
-    def leave(self, sequence: Sequence) -> bool:
-        """A sequence has ended; whether it was the last one."""
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence has ended; with the last one all slots are free."""
         self._free([self._slots.pop(sequence, _NO_SLOTS)])
         sequence.tails = None
-        return not self._slots
+        if not self._slots:
+            self._pool.release(self.extents)
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in some tail, or else spare."""

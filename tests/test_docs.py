@@ -134,3 +134,19 @@ def test_the_readme_lists_every_service_that_is_served() -> None:
     (listing,) = (b for b in blocks(ROOT / "README.md", "console") if " list\n" in b)
     told = listing.partition(" list\n")[2].partition("\n$")[0].splitlines()
     assert told == sorted({row.service for row in TABLE})
+
+
+def test_every_benchmark_is_listed() -> None:
+    scripts = {
+        path.name
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text()
+    }
+    page = (ROOT / "benchmarks/README.md").read_text()
+    assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts
+
+
+@EVERY_PAGE
+def test_benchmarks_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(r"benchmarks/(\w+\.py)", page.read_text()):
+        assert (ROOT / "benchmarks" / name).is_file(), name

@@ -85,6 +85,8 @@ class PlanStream:
         self._received: SimpleQueue[Any] = SimpleQueue()
         self._formed = False
         self._begun = 0
+        #: Why the leader did not let this rank in, last time that it answered.
+        self._refused = ""
 
     # -- the group's life ----------------------------------------------------------------------
 
@@ -195,14 +197,20 @@ class PlanStream:
             first = "it does not answer"
         if isinstance(first, pb.Accepted):
             self.silence.watch(LEADER)
+            self._refused = ""
             return first
         outbox.put(None)
         call.cancel()
         link.close()
         where = self._placement.plans
         if isinstance(first, pb.Refused):
-            return f"the leader at {where} refused rank {self._placement.rank}: {first.reason}"
-        return f"waiting for the leader at {where}: {first}"
+            self._refused = (
+                f"the leader at {where} refused rank {self._placement.rank}: {first.reason}"
+            )
+            return self._refused
+        waiting = f"waiting for the leader at {where}: {first}"
+        # A leader that has given up meanwhile has still said what must be put right.
+        return f"{waiting}; before, {self._refused}" if self._refused else waiting
 
     def _read(self, call: Any, received: SimpleQueue[Any]) -> None:
         """Take what the leader says until the stream ends; then put the reason, a text."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenpod.core.capacity import Expansion
+from tokenpod.core.model_size import Expansion
 from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.pool import KVLayout
 

@@ -19,9 +19,10 @@ from harness import serve
 import tokenpod.commands.size
 from tokenpod.commands.gpus import GPUS
 from tokenpod.commands.size import SizeError, footprint
-from tokenpod.core.capacity import GIB, Footprint
+from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.model_size import Footprint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of

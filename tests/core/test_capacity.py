@@ -5,16 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.core.capacity import (
-    GIB,
-    Capacity,
-    Footprint,
-    Portion,
-    capacity,
-    choose_slots,
-    fewest_ranks,
-)
+from tokenpod.core.capacity import GIB, Capacity, capacity, choose_slots, fewest_ranks
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.core.model_size import Footprint, Portion
 from tokenpod.kernels.pool import KVPool, alike
 
 #: Llama 3.1's 8B shape.

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.core.plan import LAST, NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 

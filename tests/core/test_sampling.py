@@ -11,7 +11,7 @@ import pytest
 import torch
 from samplers import ALONE, DEVICE, SMALL, asking, on_cpu, on_device, random_logits, step
 
-from tokenpod.core.plan import NewRow
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.sampling import (
     COUNTED,
     CUTS,

@@ -15,8 +15,9 @@ from lora_folders import write_lora
 from stepping import VOCABULARY
 
 from tokenpod.core.messages import LoadAdapter
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import FailureCode
-from tokenpod.core.plan import NewRow, PlanRow, plan_of
+from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.rank_reads import RankRead
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

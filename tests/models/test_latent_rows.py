@@ -8,9 +8,10 @@ import ranks
 import torch
 from live_tensors import LiveTensors
 
-from tokenpod.core.capacity import EXPANDED_AT_ONCE
 from tokenpod.core.messages import EngineOptions
-from tokenpod.core.plan import NewRow, PlanRow, plan_of
+from tokenpod.core.model_size import EXPANDED_AT_ONCE
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import EngineError, assemble, make_pool

@@ -49,21 +49,21 @@ def reference_peak(driver, extra):
 
     def own(sequence):
         """What it holds alone: its prompt is its siblings' too."""
-        siblings = batcher._siblings.get(sequence.id)
+        siblings = batcher._siblings.of(sequence)
         return sequence.private - (sequence.needed - sequence.shared if siblings else 0)
 
     for sequence in [*batcher._leaving.values(), *batcher._vacating.values()]:
         hold(sequence, sequence.private, 0, 2)
-    for sequence in batcher._decoding.values():
+    for sequence in batcher._decoding:
         left = sequence.bound - sequence.computed
         hold(sequence, own(sequence), left, left + 1)
     for sequence in batcher._ready:
         in_line(sequence, sequence.needed - sequence.computed)
-    for first, siblings in batcher._siblings.items():
+    for first, siblings in batcher._siblings.by_first:
         computed = batcher._decoding.get(first) or batcher._vacating.get(first)
         if computed is not None:
             follow(computed, siblings)
-    waiting = [[s, *batcher._siblings.get(s.id, [])] for s in batcher._prefilling]
+    waiting = [[s, *batcher._siblings.of(s)] for s in batcher._prefilling]
     frozen = list(routed.sequences)
     for samples in extra:
         if samples[0].owner.name == "ROUTER":

@@ -12,13 +12,15 @@ import torch
 
 import tokenpod.models.demo
 from tokenpod.core.messages import Advance
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import StepOutputs
-from tokenpod.core.plan import NewRow, PlanRow, plan_of
+from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
 from tokenpod.engine.draft import SmallModel
+from tokenpod.engine.host_draws import counters, tempered
 from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.host_sampler import HostSampler, counters, tempered
+from tokenpod.engine.host_sampler import HostSampler
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.rng import vocabulary_noise
 from tokenpod.kernels.host_pool import HostPool

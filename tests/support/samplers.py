@@ -10,7 +10,7 @@ import torch
 from interpreted import DEVICE
 from sampling_reference import choose
 
-from tokenpod.core.plan import NewRow
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles

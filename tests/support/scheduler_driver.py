@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance
+from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
-from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, NewRow, StepPlan
+from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.exact import Exact

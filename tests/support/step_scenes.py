@@ -27,7 +27,8 @@ from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
 from stepping import ROOM, VOCABULARY, Row
 
-from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, NewRow, plan_of
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, plan_of
 from tokenpod.engine.draft import SmallModel, draft_of
 from tokenpod.engine.executor import Executor, Words
 from tokenpod.engine.host_executor import HostExecutor

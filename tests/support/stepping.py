@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenpod.core.plan import LAST, UNSAMPLED, NewRow, PlanRow, plan_of
+from tokenpod.core.new_row import NewRow
+from tokenpod.core.plan import LAST, UNSAMPLED, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.executor import Launched, Launcher, StepResult

@@ -226,6 +226,18 @@ def test_who_differs_is_refused_by_name_on_both_sides(
     assert right.joined.get(timeout=SECONDS)
 
 
+def test_who_was_refused_says_so_after_the_leader_has_given_up(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(2)
+    follower = Follower(placement(1, 2, address), FACTS | {"model": "other"})
+    refused = refusal(follower)
+    leader.server.close("nobody came in time")
+    later = refusal(follower)
+    assert later.startswith(f"waiting for the leader at {address}: ")
+    assert later.endswith(f"; before, {refused}")
+
+
 def test_a_rank_that_is_there_twice_is_refused(
     start: Callable[[int], Leader], address: str
 ) -> None:

@@ -1,0 +1,114 @@
+"""What a model takes of a device's memory, whole and divided among ranks: counts, without torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.own_state import OwnState
+
+#: Bytes of a number.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
+#: Rows of longer contexts have no keys and values made of their latents: it would take too long.
+LONGEST_EXPANDED = 1 << 14
+#: Of so many tokens times heads keys and values are made of latents at a time: on a GPU, where
+#: fewer heads would not fill it, and on a CPU.
+EXPANDED_AT_ONCE = {"cuda": 1 << 18, "cpu": 1 << 16}
+
+
+class Expansion(msgspec.Struct, frozen=True):
+    """How long rows make keys and values of their latents, head by head."""
+
+    #: Of one rank.
+    heads: int
+    #: Numbers that there are at a time for each head of a token, and for a token.
+    head_numbers: int
+    token_numbers: int
+
+    def numbers(self, positions: int, device: str) -> int:
+        """Numbers that there are at a time, at most, of rows of up to so many tokens."""
+        tokens = min(positions, LONGEST_EXPANDED)
+        pairs = min(tokens * self.heads, EXPANDED_AT_ONCE[device.partition(":")[0]])
+        return pairs * self.head_numbers + tokens * self.token_numbers
+
+
+class Portion(msgspec.Struct, frozen=True):
+    """What the first of several ranks has of a model; no other has more."""
+
+    #: Numbers in its weights.
+    numbers: int
+    #: For a token in all layers: its keys and values.
+    kv_numbers: int
+    #: Scales of them, if each head and token has some.
+    kv_scales: int = 0
+    #: Of the numbers, those in the layer that has most.
+    kv_widest: int = 0
+    #: How many of them are held in a format of fewer bits, and what those take.
+    quantised_numbers: int = 0
+    quantised_bytes: int = 0
+    #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
+    adapter_numbers: tuple[int, int] | None = None
+    #: Of an adapter's own embedding and head.
+    copied_numbers: int = 0
+    #: None: its layers keep keys and values.
+    expansion: Expansion | None = None
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """What a model takes, whole and divided among tensor-parallel ranks."""
+
+    architecture: str
+    #: The checkpoint's own; None if it does not say.
+    dtype: str | None
+    #: Whether its tensors were looked at; else config.json alone was.
+    from_tensors: bool
+    hidden_size: int
+    #: Features of a token between the products of a feed-forward block, over all its experts.
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    #: By the number of ranks: every one that can divide the model, 1 among them.
+    portions: dict[int, Portion]
+    #: The format that weights of products are made into.
+    quantize: str = "none"
+    #: Numbers of weights that are held twice: of a head that is the embedding in another format.
+    repeated: int = 0
+    #: Of a model that keeps sequences' states by itself: what they take, by the bytes of a number.
+    states: dict[int, OwnState] = {}
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all weights."""
+        return self.portions[1].numbers - self.repeated
+
+    def weight_bytes(self, ranks: int, item_bytes: int) -> int:
+        """Bytes of one rank's weights, whose dense numbers take `item_bytes` each."""
+        portion = self.portions[ranks]
+        dense = portion.numbers - portion.quantised_numbers
+        return dense * item_bytes + portion.quantised_bytes
+
+    def adapter_bytes(self, ranks: int, rank: int, item_bytes: int) -> int:
+        """Bytes of one rank's slot for adapters of that rank."""
+        each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
+        return (each * rank + fixed) * item_bytes
+
+    def slot_bytes(self, ranks: int, kv_dtype: str) -> int:
+        """Bytes of one token's keys and values in all layers of one rank."""
+        own = self.states.get(ITEM_BYTES[kv_dtype])
+        if own is not None:
+            return own.slot_bytes
+        portion = self.portions[ranks]
+        numbers = portion.kv_numbers * ITEM_BYTES[kv_dtype]
+        if kv_dtype != "int8":
+            return numbers
+        return numbers + portion.kv_scales * ITEM_BYTES["float32"]
+
+
+def dtype_of(model: Footprint, options: EngineOptions) -> str:
+    """The dtype of weights and activations."""
+    return options.dtype or model.dtype or "float32"
+
+
+def positions_of(model: Footprint, options: EngineOptions) -> int:
+    """Longest sequence, in tokens."""
+    return min(options.max_total_tokens or model.max_positions, model.max_positions)

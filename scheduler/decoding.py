@@ -1,0 +1,112 @@
+"""The sequences that get a token in every step: which of them the next one holds, and with what.
+
+They go in lockstep, so most steps hold all of them, one position each: a few operations on columns.
+Left out are those whose last token has been launched, whose mask is late, or whose drafts are being
+checked. Some may have several positions: forced tokens, and drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import compress
+
+import numpy as np
+
+from tokenpod.core.capacity import MOST_DRAFTS
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.step import StepBuilder
+from tokenpod.scheduler.table import Ints, Table
+
+
+class Decoding:
+    """The batcher's sequences whose needed positions have all been launched, but for beams.
+
+    Args:
+        table: their columns.
+        forced: which tokens are forced.
+        drafting: decides who has drafts; None: nobody.
+    """
+
+    def __init__(self, table: Table, forced: Forced, drafting: Drafting | None) -> None:
+        self._table = table
+        self._forced = forced
+        self._drafting = drafting
+        self._sequences: dict[int, Sequence] = {}
+        #: The same as a list, with their places; None: out of date.
+        self._lockstep: tuple[list[Sequence], Ints] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def get(self, sequence_id: int) -> Sequence | None:
+        """One of them by its id."""
+        return self._sequences.get(sequence_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """The last of what a sequence needs has been planned."""
+        self._sequences[sequence.id] = sequence
+        self._lockstep = None
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Plan nothing more of a sequence; False if it is not here."""
+        if self._sequences.pop(sequence.id, None) is None:
+            return False
+        self._lockstep = None
+        return True
+
+    def next(self) -> tuple[list[Sequence], Ints]:
+        """Those that can have a token in the next step; [n] their places."""
+        if self._lockstep is None:
+            sequences = [*self._sequences.values()]
+            self._lockstep = sequences, np.array([s.place for s in sequences], np.int64)
+        sequences, places = self._lockstep
+        table = self._table
+        going_on = table.computed[places] < table.bound[places]
+        if table.constrained:
+            going_on &= table.paused[places] == 0
+        if self._drafting is not None:  # which of the drafts are right must be known first
+            going_on &= table.drafted[places] == 0
+        if going_on.all():
+            return sequences, places
+        return [*compress(sequences, going_on.tolist())], places[going_on]
+
+    def holds_only(self, places: Ints) -> bool:
+        """Whether the sequences at these places are all that there are, and can have a token."""
+        sequences, decoding = self.next()
+        return len(sequences) == len(self._sequences) == len(places) and set(
+            decoding.tolist()
+        ) == set(places.tolist())
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether some may have several positions in a step."""
+        return bool(self._drafting or self._forced.known)
+
+    def add_to(
+        self, step: StepBuilder, sequences: list[Sequence], places: Ints, *, ahead: bool
+    ) -> int:
+        """Add to a step; the slots that are taken.
+
+        Args:
+            step: is added to.
+            sequences: of `next`, as many as there are slots.
+            places: [n] int64, theirs.
+            ahead: whether they may have several positions each, and the slots for these.
+        """
+        taken = 0
+        if ahead:
+            sequences, places, taken = self._forced.add_to(step, sequences, places)
+            if self._drafting:
+                split = self._drafting.split(sequences, places, room=MOST_DRAFTS - taken)
+                sequences, places = split.sequences, split.places
+                for sequence, drafts in split.drafts:
+                    step.draft(sequence, drafts)
+                    taken += 1 + len(drafts)
+        if sequences:
+            step.decode(sequences, places)
+        return taken + len(sequences)

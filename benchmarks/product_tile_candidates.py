@@ -25,11 +25,11 @@ LANED = ("int4", "groups8", "mxfp4", "table4")
 TOKENS = (1, 16, 64)
 #: Numbers of tokens whose tiles are searched, where not all are.
 SOME_TOKENS = {
-    "fp8": (*TOKENS, 128, 256),
+    "fp8": (*TOKENS, 128, 256, 4096),
     "groups8": (1, 64),
     "mxfp4": (1, 64),
     "table4": (1, 64),
-    "int8-rounded": (8192,),
+    "int8-rounded": (4096,),
 }
 #: Shapes that are searched; others' tiles follow from these.
 SEARCHED = {
@@ -80,7 +80,7 @@ def candidates(case: Case, tokens: int) -> list[Tile]:
 def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
     gated, in_lanes = SHAPES[case.shape][2] == "gate", case.kind in LANED
     if tokens > 256:
-        yield from _for_many()
+        yield from _for_many(gated)
     elif tokens > TOKENS[-1]:
         yield from _for_hundreds(gated)
     elif tokens == 1:
@@ -159,10 +159,10 @@ def _for_hundreds(gated: bool) -> Iterator[Tile]:
                 yield MatrixTile(of_each, block_k, block_t, warps, stages, 1, splits)
 
 
-def _for_many() -> Iterator[Tile]:
+def _for_many(gated: bool) -> Iterator[Tile]:
     """Bound by arithmetic."""
     shapes = ((128, 128, 8), (128, 256, 8), (256, 128, 8), (64, 256, 4), (128, 128, 4))
     for block_n, block_t, warps in shapes:
         for block_k, stages in ((128, 3), (128, 4), (64, 4)):
-            for panel in (8, 16):
-                yield MatrixTile(block_n, block_k, block_t, warps, stages, panel=panel)
+            of_each = block_n // 2 if gated else block_n
+            yield MatrixTile(of_each, block_k, block_t, warps, stages)

@@ -17,7 +17,7 @@ from tokenpod.kernels.triton.quantised.around import Around, Product, put, start
 from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, TokenTile, measured
-from tokenpod.kernels.triton.quantised.token_products import fits_token, multiply_token
+from tokenpod.kernels.triton.quantised.token_products import add_token, fits_token
 from tokenpod.kernels.triton.quantised.widen import widen_lanes
 
 
@@ -36,16 +36,11 @@ def prepare_lanes(
     chosen = tiles or measured(capability(made.numbers.device))
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None if x.itemsize > 2 else chosen.choose(kind, made.rows, made.inputs, len(x))
-        if isinstance(tile, TokenTile) and for_token:
-            start_from(
-                delta,
-                y,
-                around,
-                lambda out, gate, add: multiply_token(
-                    x, made, bias, out, Around(around.norm, gate, add), tile
-                ),
-            )
+        tile = None
+        if x.itemsize == 2:
+            tile = chosen.choose(kind, made.rows, made.inputs, len(x), for_token)
+        if isinstance(tile, TokenTile):
+            add_token(x, made, bias, y, delta, around, tile)
             return
         if around.norm is not None:
             x = rms_norm(x, around.norm.weight, around.norm.epsilon)

@@ -39,7 +39,7 @@ from tokenpod.kernels.triton.quantised.tiles import (
     TokenTile,
     measured,
 )
-from tokenpod.kernels.triton.quantised.token_products import fits_token, multiply_token
+from tokenpod.kernels.triton.quantised.token_products import add_token, fits_token
 from tokenpod.kernels.triton.quantised.widen import widen_bytes
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
@@ -62,16 +62,9 @@ def prepare_product(
     plain, for_token = _composed(weight, bias, around), _can_round(weight) and fits_token(weight)
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))
-        if isinstance(tile, TokenTile) and for_token:
-            start_from(
-                delta,
-                y,
-                around,
-                lambda out, gate, add: multiply_token(
-                    x, weight, bias, out, Around(around.norm, gate, add), tile
-                ),
-            )
+        tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), for_token)
+        if isinstance(tile, TokenTile):
+            add_token(x, weight, bias, y, delta, around, tile)
         elif isinstance(tile, AddTile) and _can_add(weight):
             _multiply_add(x, weight, bias, y, delta, around, tile)
         elif isinstance(tile, MatrixTile) and _can_round(weight):

@@ -91,10 +91,14 @@ class Tiles:
     #: Where a shape was measured: (kind, n, k).
     by_shape: dict[tuple[str, int, int], list[tuple[int, Tile]]]
 
-    def choose(self, kind: str, n: int, k: int, tokens: int) -> Tile | None:
-        """For a product of so many tokens; None: one operation after the other."""
+    def choose(self, kind: str, n: int, k: int, tokens: int, for_token: bool = True) -> Tile | None:
+        """For a product of so many tokens; None: one operation after the other.
+
+        `for_token`: whether a `TokenTile` may be it.
+        """
         rows = self.by_shape.get((kind, n, k)) or self.by_kind.get(kind, [])
-        return next((tile for most, tile in rows if tokens <= most), None)
+        fit = (pair for pair in rows if for_token or not isinstance(pair[1], TokenTile))
+        return next((tile for most, tile in fit if tokens <= most), None)
 
 
 @cache

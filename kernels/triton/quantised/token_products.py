@@ -18,11 +18,11 @@ import triton.language as tl
 from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.formats.rounding import Rounding
-from tokenpod.kernels.pointwise_ops import RowNorm
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product_kernels import ask_rows
-from tokenpod.kernels.triton.quantised.around import Around
+from tokenpod.kernels.triton.quantised.around import Around, start_from
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.tiles import TokenTile
 from tokenpod.kernels.triton.quantised.token_dots import (
@@ -65,6 +65,23 @@ def fits_token(weight: OneScale | Lanes) -> bool:
     return not grouped and k % (4 * IN_CHUNK) == 0 and k <= 4 * MOST_WORDS
 
 
+def add_token(
+    x: torch.Tensor,
+    weight: OneScale | Lanes,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    delta: torch.Tensor | None,
+    around: Around,
+    tile: TokenTile,
+) -> None:
+    """As `multiply_token`, plus delta [T, outputs] before gates, if there is one."""
+
+    def launch(out: torch.Tensor, activation: Activation | None, add: bool) -> None:
+        multiply_token(x, weight, bias, out, Around(around.norm, activation, add), tile)
+
+    start_from(delta, y, around, launch)
+
+
 def multiply_token(
     x: torch.Tensor,
     weight: OneScale | Lanes,
@@ -94,13 +111,13 @@ def multiply_token(
     if isinstance(weight, Lanes):
         zero, groups, width = weight.zero, len(weight.scale), weight.width
         per_group = weight.group // width
-    norm = around.norm or RowNorm(None, 0.0)  # type: ignore[arg-type]
+    norm_weight, epsilon = (None, 0.0) if around.norm is None else around.norm
     programs = min(triton.cdiv(n, block_n), tile.per_unit * units(y.device))
     chunks = triton.next_power_of_2(triton.cdiv(row_words, IN_CHUNK))
     token_product[(programs, tokens)](
-        *(x, words, weight.scale, zero, bias, norm.weight),
+        *(x, words, weight.scale, zero, bias, norm_weight),
         *(None if rounding is None else rounding.static, y, x.stride(0), y.stride(0)),
-        *(n, x.shape[1], row_words, groups, norm.epsilon),
+        *(n, x.shape[1], row_words, groups, epsilon),
         KIND=kind,
         DIGITS=2 if rounding is None else 1,
         PER_GROUP=per_group,

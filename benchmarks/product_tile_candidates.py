@@ -8,7 +8,7 @@ from itertools import product
 
 from gpu_quantised import SHAPES
 
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, MatrixTile, Tile, TokenTile
+from tokenpod.kernels.triton.quantised.tiles import LaneTile, MatrixTile, Tile
 
 #: By the name that the table has for it.
 NAMES = {
@@ -41,21 +41,6 @@ SEARCHED = {
     "table4": ("gate_up", "down"),
     "int8-rounded": ("qkv", "output", "gate_up", "down"),
 }
-#: What a unit's shared memory holds.
-SHARED_BYTES = 220 << 10
-#: (warps, span, stages, programs of a unit, tiles asked for ahead) of `TokenTile`.
-TOKEN_WAYS = (
-    (8, 1, 3, 1, 2),
-    (8, 1, 3, 2, 2),
-    (8, 1, 4, 1, 3),
-    (4, 1, 4, 4, 1),
-    (8, 2, 3, 2, 2),
-    (8, 4, 3, 1, 2),
-    (8, 4, 3, 2, 2),
-    (16, 4, 3, 1, 2),
-    (16, 2, 3, 1, 3),
-    (8, 1, 3, 2, 0),
-)
 
 
 @dataclass(frozen=True)
@@ -78,45 +63,32 @@ def candidates(case: Case, tokens: int) -> list[Tile]:
 
 
 def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
-    gated, in_lanes = SHAPES[case.shape][2] == "gate", case.kind in LANED
+    _, k, around = SHAPES[case.shape]
+    gated, in_lanes = around == "gate", case.kind in LANED
     if tokens > 256:
         yield from _for_many(gated)
     elif tokens > TOKENS[-1]:
         yield from _for_hundreds(gated)
     elif tokens == 1:
-        if case.kind in ("int4", "fp8", "int8"):
-            yield from _for_token(case)
-        yield from _lanes_for_one(case.kind) if in_lanes else _matrix_for_one()
+        yield from _lanes_for_one(case.kind, k) if in_lanes else _matrix_for_one(k)
     elif in_lanes:
         yield from _lanes_for_some(case, tokens, gated)
     else:
         yield from _matrix_for_some(case, tokens, gated)
 
 
-def _for_token(case: Case) -> Iterator[Tile]:
-    """Rows at a time that fill memory: a unit's programs have some 48 KiB on their way, or 96."""
-    _, k, around = SHAPES[case.shape]
-    row_bytes = k // 2 if case.kind == "int4" else k
-    held = 1 << (row_bytes - 1).bit_length()
-    for warps, span, stages, per_unit, ahead in TOKEN_WAYS:
-        runs = held // (16 * 32 * span)
-        if not 1 <= runs * (2 if case.kind == "int4" else 1) <= 8 or (span > 1 and runs == 1):
-            continue
-        least = warps // span * (2 if around == "gate" else 1)
-        for some in (16 << 10, 32 << 10):
-            block_n = max(some // per_unit * 2 // held, least)
-            if block_n * held * stages * per_unit <= SHARED_BYTES:
-                yield TokenTile(block_n, warps, span, stages, per_unit, ahead)
+def _lanes_for_one(kind: str, k: int) -> Iterator[Tile]:
+    shapes = ((8, 8, 4), (16, 4, 4), (16, 8, 8), (32, 4, 8))
+    for (block_n, parts, warps), stages in product(shapes, (2, 4) if kind == "int4" else (3,)):
+        for ahead in (0, k):
+            yield LaneTile(block_n, parts, warps, stages, ahead=ahead)
 
 
-def _lanes_for_one(kind: str) -> Iterator[Tile]:
-    for block_n, parts, warps in ((16, 8, 8), (16, 4, 4), (32, 4, 8), (8, 8, 4)):
-        yield LaneTile(block_n, parts, warps, 2 if kind == "int4" else 3)
-
-
-def _matrix_for_one() -> Iterator[Tile]:
-    for block_n, parts, warps, block_k in ((16, 4, 4, 256), (8, 8, 4, 128)):
-        yield MatrixTile(block_n, block_k, 64, warps, 3, parts)
+def _matrix_for_one(k: int) -> Iterator[Tile]:
+    shapes = ((8, 8, 4, 128), (16, 4, 4, 256), (4, 16, 4, 128), (16, 8, 8, 128))
+    for (block_n, parts, warps, block_k), stages in product(shapes, (3, 5)):
+        for ahead in (0, k):
+            yield MatrixTile(block_n, block_k, 64, warps, stages, parts, ahead=ahead)
 
 
 def _splits_of(rows: int, gated: bool, of_program: int) -> tuple[int, ...]:
@@ -134,8 +106,8 @@ def _lanes_for_some(case: Case, tokens: int, gated: bool) -> Iterator[Tile]:
         shapes = ((64, 1, 4), (128, 1, 8), (32, 2, 4))
     for (block_n, parts, warps), lanes in product(shapes, (32, 64)):
         for splits in _splits_of(rows, gated, block_n // 2 if gated else block_n):
-            for stages in (3, 4) if lanes == 32 else (3,):
-                yield LaneTile(block_n, parts, warps, stages, splits, lanes)
+            for stages, ahead in ((3, 0), (4, 0), (3, 1024)) if lanes == 32 else ((3, 0),):
+                yield LaneTile(block_n, parts, warps, stages, splits, lanes, ahead)
 
 
 def _matrix_for_some(case: Case, tokens: int, gated: bool) -> Iterator[Tile]:
@@ -146,8 +118,8 @@ def _matrix_for_some(case: Case, tokens: int, gated: bool) -> Iterator[Tile]:
     for block_n, parts, warps in shapes:
         of_each = block_n // 2 if gated else block_n
         for splits in _splits_of(rows, gated, of_each):
-            for block_k, stages in ((128, 4), (128, 5), (256, 3)):
-                yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits)
+            for block_k, stages, ahead in ((128, 4, 0), (128, 5, 0), (256, 3, 0), (128, 4, 1024)):
+                yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits, ahead=ahead)
 
 
 def _for_hundreds(gated: bool) -> Iterator[Tile]:

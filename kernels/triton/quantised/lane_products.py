@@ -14,7 +14,8 @@ import triton.language as tl
 from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product import add_up
+from tokenpod.kernels.triton.product import add_up, asks_rows
+from tokenpod.kernels.triton.product_kernels import ask_rows
 from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
@@ -76,6 +77,7 @@ def multiply_lanes(
         COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
         BLOCK_T=block_t,
         BLOCK_N=block_n,
+        AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **options,
@@ -114,13 +116,15 @@ def lane_product(
     COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
 
     Rows of a tile are [gates and what they open, PARTS, BLOCK_N], columns [PARTS, BLOCK_T] and
-    some that are nothing. A step takes LANES of a plane's WIDTH. SPLITS programs share a row; they
+    some that are nothing. A step takes LANES of a plane's WIDTH. AHEAD bytes of each row are asked
+    for at first. SPLITS programs share a row; they
     leave partial sums [SPLITS, tokens, n] float32.
     """
     GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
@@ -142,6 +146,11 @@ def lane_product(
     rows = GATES * n
     # Scales are asked for one step ahead: they are too short to be copied beside the loop.
     next_s = step_scales(scale, own, first_step // SUB, rows, groups, PLANES, PER_GROUP)
+    if AHEAD > 0:
+        start = tl.program_id(1) * PARTS * share * LANES
+        ask_rows(weight, tl.program_id(0) * BLOCK_N, n, start, row_lanes, BLOCK_N, AHEAD)
+        if GATES == 2:
+            ask_rows(weight, tl.program_id(0) * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
     for step in tl.range(0, share, num_stages=STAGES):

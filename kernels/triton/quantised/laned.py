@@ -16,8 +16,7 @@ from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, TokenTile, measured
-from tokenpod.kernels.triton.quantised.token_products import add_token, fits_token
+from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, measured
 from tokenpod.kernels.triton.quantised.widen import widen_lanes
 
 
@@ -32,16 +31,10 @@ def prepare_lanes(
     if made is None:
         return None
     kind = kind_of_lanes(made)
-    for_token = made.order is None and fits_token(made)
     chosen = tiles or measured(capability(made.numbers.device))
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None
-        if x.itemsize == 2:
-            tile = chosen.choose(kind, made.rows, made.inputs, len(x), for_token)
-        if isinstance(tile, TokenTile):
-            add_token(x, made, bias, y, delta, around, tile)
-            return
+        tile = None if x.itemsize > 2 else chosen.choose(kind, made.rows, made.inputs, len(x))
         if around.norm is not None:
             x = rms_norm(x, around.norm.weight, around.norm.epsilon)
         if made.order is not None:

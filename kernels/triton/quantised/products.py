@@ -2,7 +2,6 @@
 
 Weights of 4 bits, and those of 8 in groups, go another way (`laned`). Of the others:
 
-- one: `token_products`, which norms, rounds, gates and adds in one launch;
 - a handful: `multiply_add`, which norms, gates and adds as the product of 16 bits does;
 - more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch (`rounding`), and
   multiplied on the matrix unit as they are (`matrix`);
@@ -25,7 +24,7 @@ from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.product import add_up
+from tokenpod.kernels.triton.product import add_up, asks_rows
 from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.laned import prepare_lanes
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
@@ -36,10 +35,8 @@ from tokenpod.kernels.triton.quantised.tiles import (
     AddTile,
     MatrixTile,
     Tiles,
-    TokenTile,
     measured,
 )
-from tokenpod.kernels.triton.quantised.token_products import add_token, fits_token
 from tokenpod.kernels.triton.quantised.widen import widen_bytes
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
@@ -59,13 +56,11 @@ def prepare_product(
         return _composed(weight, bias, around) if made is None else made
     (n, k), kind = weight.shape, kind_of(weight)
     chosen = tiles or measured(capability(weight.numbers.device))
-    plain, for_token = _composed(weight, bias, around), _can_round(weight) and fits_token(weight)
+    plain = _composed(weight, bias, around)
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), for_token)
-        if isinstance(tile, TokenTile):
-            add_token(x, weight, bias, y, delta, around, tile)
-        elif isinstance(tile, AddTile) and _can_add(weight):
+        tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))
+        if isinstance(tile, AddTile) and _can_add(weight):
             _multiply_add(x, weight, bias, y, delta, around, tile)
         elif isinstance(tile, MatrixTile) and _can_round(weight):
             rounded = round_inputs(x, weight.rounding, norm=around.norm)
@@ -240,6 +235,7 @@ def multiply(
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         PANEL=tile.panel,
+        AHEAD=min(tile.ahead, width) if asks_rows(stored) else 0,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **launch_options(y.device),

@@ -36,6 +36,8 @@ class MatrixTile:
     splits: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.
     panel: int = 8
+    #: Inputs of each row that are asked for before rounded ones are there.
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +54,15 @@ class LaneTile:
     splits: int = 1
     #: Of a plane, at a time: at most, and as many as the weight's planes have.
     lanes: int = 64
+    #: Bytes of each row that are asked for before the input is there.
+    ahead: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTile:
-    """How one program of `token_products` works."""
-
-    #: Rows of the weight that it reads at a time: half of them gates where there are gates.
-    block_n: int
-    warps: int = 8
-    #: Warps across which a row lies; each has the whole input in its registers if it is one.
-    span: int = 1
-    #: Tiles in flight.
-    stages: int = 3
-    #: Programs of each unit of the device.
-    per_unit: int = 1
-    #: Tiles that are asked for before the input is there.
-    ahead: int = 2
-
-
-Tile = AddTile | MatrixTile | LaneTile | TokenTile
+Tile = AddTile | MatrixTile | LaneTile
 
 
 #: By the name that tiles.json has for them.
-WAYS: dict[str, type[Tile]] = {
-    "add": AddTile,
-    "matrix": MatrixTile,
-    "lanes": LaneTile,
-    "token": TokenTile,
-}
+WAYS: dict[str, type[Tile]] = {"add": AddTile, "matrix": MatrixTile, "lanes": LaneTile}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +73,10 @@ class Tiles:
     #: Where a shape was measured: (kind, n, k).
     by_shape: dict[tuple[str, int, int], list[tuple[int, Tile]]]
 
-    def choose(self, kind: str, n: int, k: int, tokens: int, for_token: bool = True) -> Tile | None:
-        """For a product of so many tokens; None: one operation after the other.
-
-        `for_token`: whether a `TokenTile` may be it.
-        """
+    def choose(self, kind: str, n: int, k: int, tokens: int) -> Tile | None:
+        """For a product of so many tokens; None: one operation after the other."""
         rows = self.by_shape.get((kind, n, k)) or self.by_kind.get(kind, [])
-        fit = (pair for pair in rows if for_token or not isinstance(pair[1], TokenTile))
-        return next((tile for most, tile in fit if tokens <= most), None)
+        return next((tile for most, tile in rows if tokens <= most), None)
 
 
 @cache

@@ -29,7 +29,6 @@ from tokenpod.kernels.triton.quantised.tiles import (
     LaneTile,
     MatrixTile,
     Tiles,
-    TokenTile,
 )
 from tokenpod.kernels.triton.quantised.widen import widen_lanes
 from tokenpod.models.mxfp4 import VALUES
@@ -40,7 +39,6 @@ FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)
 ADD = AddTile(block_n=4, block_k=64, warps=2)
 MATRIX = MatrixTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2, panel=2)
 LANES = LaneTile(block_n=32, parts=4, warps=2, stages=2)
-TOKEN = TokenTile(block_n=32, warps=2, stages=2)
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +131,6 @@ def exact_product(x, weight):
 #: Those that are put into lanes.
 IN_LANES = [name for name in KINDS if name.startswith(("int4", "groups8", "nf4", "mxfp4"))]
 IN_BYTES = [name for name in KINDS if name not in IN_LANES]
-#: Those of which one token's product is a launch.
-FOR_TOKEN = ["int8", "int8-rounded", "fp8", "fp8-static", *IN_LANES[:4]]
 #: What makes products of each kind.
 WAYS = {
     **{f"{name}-add": (name, ADD) for name in IN_BYTES},
@@ -143,7 +139,6 @@ WAYS = {
     **{f"{name}-parts": (name, replace(MATRIX, block_n=16, parts=4)) for name in IN_BYTES},
     **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
     **{f"{name}-splits": (name, replace(LANES, parts=1, splits=2, lanes=16)) for name in IN_LANES},
-    **{f"{name}-token": (name, TOKEN) for name in FOR_TOKEN},
 }
 each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 
@@ -168,8 +163,6 @@ BOUND = 2 * torch.finfo(BF16).eps
 def test_products(name, tile, n, k, tokens, draw, device):
     if tile is ADD and tokens > 4:
         tile = replace(MATRIX, block_t=32)
-    if tile is TOKEN:
-        tokens = min(tokens, 2)
     x = draw(tokens, k, dtype=BF16).to(device)
     weight = KINDS[name](draw(n, k).to(device) / 10)
     bias, delta = draw(n, dtype=BF16).to(device), draw(tokens, n, dtype=BF16).to(device)

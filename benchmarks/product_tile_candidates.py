@@ -70,18 +70,20 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
     elif tokens > TOKENS[-1]:
         yield from _for_hundreds(gated)
     elif tokens == 1:
-        yield from _lanes_for_one(case.kind, k) if in_lanes else _matrix_for_one(k)
+        yield from _lanes_for_one(case, k) if in_lanes else _matrix_for_one(k)
     elif in_lanes:
         yield from _lanes_for_some(case, tokens, gated)
     else:
         yield from _matrix_for_some(case, tokens, gated)
 
 
-def _lanes_for_one(kind: str, k: int) -> Iterator[Tile]:
+def _lanes_for_one(case: Case, k: int) -> Iterator[Tile]:
     shapes = ((8, 8, 4), (16, 4, 4), (16, 8, 8), (32, 4, 8))
-    for (block_n, parts, warps), stages in product(shapes, (2, 4) if kind == "int4" else (3,)):
-        for ahead in (0, k):
-            yield LaneTile(block_n, parts, warps, stages, ahead=ahead)
+    normed = SHAPES[case.shape][2] in ("norm", "gate") and case.kind == "int4"
+    for block_n, parts, warps in shapes:
+        for stages, ahead in ((2, 0), (2, k), (4, k)) if case.kind == "int4" else ((3, 0), (3, k)):
+            for norms in (False, True) if normed and ahead else (False,):
+                yield LaneTile(block_n, parts, warps, stages, ahead=ahead, norms=norms)
 
 
 def _matrix_for_one(k: int) -> Iterator[Tile]:

@@ -56,6 +56,9 @@ class LaneTile:
     lanes: int = 64
     #: Bytes of each row that are asked for before the input is there.
     ahead: int = 0
+    #: Whether the input's norm is part of it, for the few tokens whose inputs take little; of
+    #: bfloat16, whose products with the norm's weight stay in range. Without splits.
+    norms: bool = False
 
 
 Tile = AddTile | MatrixTile | LaneTile

@@ -47,7 +47,7 @@ from tokenpod.kernels.triton import (
     slots,
     steps,
 )
-from tokenpod.kernels.triton.quantised import lane_products, widen
+from tokenpod.kernels.triton.quantised import lane_products, laned, widen
 from tokenpod.kernels.triton.quantised import products as quantised_products
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.tiles import Kind, measured
@@ -96,6 +96,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         expert_token_stored,
         quantised_products,
         lane_products,
+        laned,
         widen,
     )
     for module in choosing:

@@ -2,11 +2,15 @@
 
 The three take turns, `--rounds` times. A gap counts while requests come: from when they are sent
 until the last of them has ended; calm stretches have about as many steps as schemas take. The
-streams' tokens come together, so a step is one gap.
+streams' tokens come together, so a step is one gap. They begin anew in each round: longer contexts
+make longer steps.
+
+`hostile` ones are constraints that would take the library minutes or end it: all are refused.
 """
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -14,20 +18,35 @@ import torch
 from constrained_engine import Bench, schema, sizes
 from constrained_turns import Turns
 
-KINDS = "calm", "plain", "schemas"
+from tokenpod.core.constraints import Constraint, JsonSchema
+
+KINDS = "calm", "plain", "schemas", "hostile"
 #: Steps of a calm stretch, about as many as 200 schemas take; and between two stretches.
-_CALM, _BETWEEN = 40, 4
+_CALM, _BETWEEN = 50, 4
+#: Hostile requests of a stretch; the first takes too long, the second lets the stack overflow.
+_HOSTILE = 4
 #: Rounds whose gaps are put together for one 99th percentile: there are quartiles of those.
 _TOGETHER = 6
 #: Positions of a stream that are left for its end.
 _SPARE = 40
 
 
+def hostile(number: int) -> Constraint:
+    """One of its own."""
+    if number % 2:
+        each = [{"type": "integer", "multipleOf": n} for n in (97, 101, 103, 107 + number)]
+        return JsonSchema(json.dumps({"allOf": each}))
+    row = [{"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(3000 + number)]
+    last = {str(len(row)): {"type": "integer"}}
+    defs = {str(i): each for i, each in enumerate(row)} | last
+    return JsonSchema(json.dumps({"$ref": "#/$defs/0", "$defs": defs}))
+
+
 class Arrivals:
     """Streams, and what comes beside them."""
 
     def __init__(self, bench: Bench) -> None:
-        self._bench, self._schemas = bench, 10_000
+        self._bench, self._number = bench, 10_000
         self._new = sizes(bench.asked)[0] - _SPARE
         self._streams: list[int] = []
 
@@ -43,22 +62,26 @@ class Arrivals:
         """Milliseconds of the gaps of one stream, while requests of a kind come."""
         bench, times = self._bench, self._bench.client.times
         first = self._streams[0]
-        if len(times[first]) > self._new - 600:
-            self.begin()
-            first = self._streams[0]
         self._turn_until(len(times[first]) + _BETWEEN)
-        begun, new = len(times[first]), set[int]()
-        for _ in range(bench.asked.arrivals if kind != "calm" else 0):
-            self._schemas += 1
-            # One token each: what is measured is their coming, and not a larger batch.
-            wanted = schema(self._schemas) if kind == "schemas" else None
-            new.add(bench.ask(wanted, 1, prompt=4))
+        begun = len(times[first])
+        # One token each: what is measured is their coming, and not a larger batch.
+        new = {bench.ask(each, 1, prompt=4) for each in self._asked(kind)}
         while new & bench.client.left:
             bench.loop.turn()
         if not new:
             self._turn_until(begun + _CALM)
         assert first in bench.client.left, "the streams have ended: fewer --arrivals"
+        if kind == "hostile":
+            assert len(bench.client.refused) == len(new), bench.client.refused
+            bench.client.refused.clear()
         return [(b - a) * 1e3 for a, b in pairwise(times[first][begun - 1 :])]
+
+    def _asked(self, kind: str) -> list[Constraint | None]:
+        """What the requests of a stretch ask for."""
+        count = {"calm": 0, "hostile": _HOSTILE}.get(kind, self._bench.asked.arrivals)
+        first, self._number = self._number, self._number + count
+        made = {"schemas": schema, "hostile": hostile}.get(kind, lambda number: None)
+        return [made(number) for number in range(first, self._number)]
 
     def end(self) -> None:
         """End the streams."""
@@ -78,11 +101,15 @@ def arrivals(bench: Bench) -> None:
         for kind in KINDS:
             beside.stretch(kind)
         for at in range(bench.asked.rounds):
-            for kind in (*KINDS[at % 3 :], *KINDS[: at % 3]):
+            beside.begin()
+            # Hostile ones take long to be refused: some of them will do.
+            kinds = KINDS[: None if at % 6 == 0 else -1]
+            for kind in (*kinds[at % len(kinds) :], *kinds[: at % len(kinds)]):
                 found[kind].append(beside.stretch(kind))
         told(found)
         turns = Turns(bench)
         for _ in range(max(bench.asked.rounds // 4, 1)):
+            beside.begin()
             beside.stretch("schemas")
         turns.stop()
         beside.end()
@@ -108,11 +135,12 @@ def told(found: dict[str, list[list[float]]]) -> None:
             f"{low:.2f} {middle:.2f} {high:.2f}",
             flush=True,
         )
-    for other in ("calm", "plain"):
-        more = p99s["schemas"] / p99s[other] - 1
+    for kind, other in (("schemas", "calm"), ("schemas", "plain"), ("hostile", "calm")):
+        n = min(len(p99s[kind]), len(p99s[other]))
+        more = p99s[kind][:n] / p99s[other][:n] - 1
         low, middle, high = np.percentile(more[1:], (25, 50, 75))
         print(
-            f"          p99 beside schemas {more[0]:+.1%} of `{other}`; quartiles {low:+.1%}"
+            f"          p99 beside {kind} {more[0]:+.1%} of `{other}`; quartiles {low:+.1%}"
             f" {middle:+.1%} {high:+.1%}",
             flush=True,
         )

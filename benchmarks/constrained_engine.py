@@ -66,7 +66,8 @@ class Bench:
         self.asked = asked
         self.client = Client()
         positions, prefill = sizes(asked)
-        masks = Masks(Library, vocab, ConstraintLimits(workers=asked.workers))
+        limits = ConstraintLimits(workers=asked.workers, compile_seconds=2.0)
+        masks = Masks(Library, vocab, limits, trials=True)
         self.loop = EngineLoop(
             self.client,
             Scheduler(

@@ -84,7 +84,8 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         followers=member.followers if member else None,
     )
     overlap = assembled.overlap
-    masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
+    masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
+    masked = MaskedSteps(masks, overlap=overlap)
     loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
     loop.run()
 

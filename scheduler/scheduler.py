@@ -209,9 +209,9 @@ class Scheduler:
         """Sequences that can't go on before their next mask is there: see `masked`."""
         return self._constrained.waiting
 
-    def masked(self, sequence_id: int) -> None:
-        """The next mask of a sequence is there."""
-        self._constrained.masked(sequence_id)
+    def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
+        """The next masks of these sequences are there; see `Constrained.masked`."""
+        self._constrained.masked(sequence_ids, most)
 
     def end_constrained(self, sequence_id: int, problem: str = "") -> None:
         """End a sequence: its constraint allows nothing more; or with a problem, refuse it.

@@ -244,7 +244,7 @@ def test_a_constrained_row_has_no_drafts_that_are_not_known_yet(small, expected)
     scheduler = Scheduler(limits, drafting=lambda kv: Drafting(source, MOST, kv))
     scheduler.submit(request(1, [1, 2], max_new_tokens=9, drafts=2, constraint=Regex("a+")))
     scheduler.submit(request(2, [1, 2], max_new_tokens=9, drafts=2))
-    scheduler.masked(1)
+    scheduler.masked([1])
     most = {1: 0, 2: 0}
     while (step := scheduler.plan(0)) is not None:
         for sequence, samples in zip(step.sequences, step.plan.r_samples.tolist(), strict=True):

@@ -219,7 +219,7 @@ def load_draft(
             if options.draft_tree:
                 raise ModelError(
                     f"draft_tree is {options.draft_tree}, and Medusa heads draft chains alone: what"
-                    " they read is known of one token for each position"
+                    " they read is kept by position, and several tokens of a tree have one"
                 )
             return load_medusa(
                 folder,

@@ -318,13 +318,13 @@ def _counted_of_trees(
     plan: StepPlan, tokens: list[int], there: Mapping[int, int]
 ) -> tuple[list[int], list[bool]]:
     """The same, of each row what counts first."""
-    counts = [True] * len(tokens)
-    for turn in rounds(plan):
+    counts, turns = [True] * len(tokens), [*rounds(plan)]
+    for turn in turns:
         before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
         for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
             right = not turn.place or (counts[before[i]] and tokens[before[i]] == drafts[i])
             counts[at] = right and turn.place < there.get(row, turn.place + 1)
-    rows = np.concatenate([turn.rows for turn in rounds(plan)])
+    rows = np.concatenate([turn.rows for turn in turns])
     order = np.lexsort((~np.array(counts), rows)).tolist()
     return order, [counts[at] for at in order]
 

@@ -21,12 +21,8 @@ import triton
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.adapter_kernels import (
-    expand_rows,
-    expand_tiles,
-    plan_tiles,
-    shrink_tiles,
-)
+from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
+from tokenpod.kernels.triton.adapter_rows import expand_rows
 from tokenpod.kernels.triton.launch import launch_options
 
 #: Steps of up to so many tokens are planned by one launch.

@@ -55,8 +55,8 @@ class Tiles(NamedTuple):
 
 #: For steps of up to so many tokens; beyond, the last.
 TILES = (
-    (16, Tiles(4, 256, 8, 4, 128, 1, by_row=True)),
-    (128, Tiles(4, 256, 4, 4, 128, 1, by_row=True)),
+    (16, Tiles(8, 256, 8, 4, 128, 1, by_row=True)),
+    (128, Tiles(8, 256, 4, 4, 128, 1, by_row=True)),
     (256, Tiles(16, 256, 4, 4, 256, 4)),
     (1 << 31, Tiles(64, 128, 1, 4, 128, 4)),
 )

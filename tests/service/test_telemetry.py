@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, outlast, serving
 
-from tokenpod.core.outputs import FinishCode, Load, Started
+from tokenpod.core.outputs import FinishCode, Load, MaskCounts, Started
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.config import ServerSettings
@@ -537,6 +537,16 @@ def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector
     assert collector.points("tokenpod.kv.utilization")[0][1].as_double == pytest.approx(0.4)
     assert collector.points("tokenpod.adapters.running")[0][1].as_int == 2
     assert collector.points("tokenpod.preemptions")[0][1].as_int == 7
+
+
+def test_what_constraints_cost_is_observed(telemetry: Telemetry, collector: Collector) -> None:
+    masks = MaskCounts(900, 4, 30_000_000, cached=8, compiled=5, refused=2)
+    telemetry.watch(lambda: Load(0, 0, 0, slots=1, free_slots=1, evictable_slots=0, masks=masks))
+    telemetry.shutdown()
+    names = "masks", "masks.late", "masks.time", "compiled", "cached", "refused"
+    points = [collector.points(f"tokenpod.constraints.{name}")[0][1] for name in names]
+    found = [point.as_int or point.as_double for point in points]
+    assert found == [900, 4, pytest.approx(0.03), 5, 8, 2]
 
 
 async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:

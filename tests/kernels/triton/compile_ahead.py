@@ -47,7 +47,7 @@ from tokenpod.kernels.triton import (
     slots,
     steps,
 )
-from tokenpod.kernels.triton.quantised import lane_products, widen
+from tokenpod.kernels.triton.quantised import lane_products, laned, widen
 from tokenpod.kernels.triton.quantised import products as quantised_products
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.tiles import Kind, measured
@@ -96,6 +96,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         expert_token_stored,
         quantised_products,
         lane_products,
+        laned,
         widen,
     )
     for module in choosing:
@@ -335,6 +336,8 @@ def others() -> None:
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    steps.branch(torch.zeros((2, 5), dtype=torch.int64), one, table)
+    steps.spread(one[:, None].expand(3, 2).clone(), one.repeat(2), one, 50)
     moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
     moved.gather(one, rows)
     moved.scatter(rows, one)

@@ -8,7 +8,7 @@ from itertools import product
 
 from gpu_quantised import SHAPES
 
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, MatrixTile, Tile
+from tokenpod.kernels.triton.quantised.tiles import AddTile, LaneTile, MatrixTile, Tile
 
 #: By the name that the table has for it.
 NAMES = {
@@ -70,11 +70,19 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
     elif tokens > TOKENS[-1]:
         yield from _for_hundreds(gated)
     elif tokens == 1:
+        if case.kind == "int8":
+            yield from _adds_for_one(k)
         yield from _lanes_for_one(case, k) if in_lanes else _matrix_for_one(k)
     elif in_lanes:
         yield from _lanes_for_some(case, tokens, gated)
     else:
         yield from _matrix_for_some(case, tokens, gated)
+
+
+def _adds_for_one(k: int) -> Iterator[Tile]:
+    shapes = ((8, 1024, 4), (4, 1024, 4), (16, 1024, 4), (8, 512, 2), (8, 2048, 8), (4, 2048, 8))
+    for (block_n, block_k, warps), ahead in product(shapes, (0, 1024, k)):
+        yield AddTile(block_n, block_k, warps, ahead)
 
 
 def _lanes_for_one(case: Case, k: int) -> Iterator[Tile]:

@@ -18,6 +18,8 @@ class AddTile:
     #: Inputs that it reads at a time.
     block_k: int
     warps: int = 4
+    #: Bytes of each row that are asked for before the input is there, beyond the first ones.
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def _lanes_for_one(case: Case, k: int) -> Iterator[Tile]:
 
 
 def _matrix_for_one(k: int) -> Iterator[Tile]:
-    shapes = ((8, 8, 4, 128), (16, 4, 4, 256), (4, 16, 4, 128), (16, 8, 8, 128))
+    shapes = ((8, 8, 4, 128), (16, 4, 4, 256))
     for (block_n, parts, warps, block_k), stages in product(shapes, (3, 5)):
         for ahead in (0, k):
             yield MatrixTile(block_n, block_k, 64, warps, stages, parts, ahead=ahead)

@@ -16,7 +16,7 @@ from tokenpod.kernels.triton.launch import await_inputs, capability, launch_opti
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product import add_up, asks_rows
 from tokenpod.kernels.triton.product_kernels import ask_rows
-from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
+from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, lane_unit, plus_zero
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
 from tokenpod.kernels.triton.quantised.tiles import LaneTile
@@ -177,6 +177,7 @@ def lane_product(
         w = lane_planes(at_w + its_step * LANES, LANES, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
         z = step_zeros(zero, own, its_step // SUB, rows, PLANES, PER_GROUP)
         sums = _add_planes(sums, w, v, s, z, zero, KIND, PLANES, PER_GROUP, ASSEMBLY)
+    sums *= lane_unit(KIND, x.dtype.element_ty, ASSEMBLY)
     if norm_weight is not None:
         # The norm divides sums: they are linear in what it divides inputs by.
         of_token = token[:, None] == token[None, :]
@@ -297,11 +298,11 @@ def _add_planes(
     z0, z1, z2, z3 = z
     w0, w1, w2, w3 = w
     v0, v1, v2, v3 = v
-    w0 = plus_zero(w0, z0, zero, v0.dtype, ASSEMBLY)
-    w1 = plus_zero(w1, z1, zero, v0.dtype, ASSEMBLY)
+    w0 = plus_zero(w0, z0, zero, KIND, v0.dtype, ASSEMBLY)
+    w1 = plus_zero(w1, z1, zero, KIND, v0.dtype, ASSEMBLY)
     if PLANES == 4:
-        w2 = plus_zero(w2, z2, zero, v0.dtype, ASSEMBLY)
-        w3 = plus_zero(w3, z3, zero, v0.dtype, ASSEMBLY)
+        w2 = plus_zero(w2, z2, zero, KIND, v0.dtype, ASSEMBLY)
+        w3 = plus_zero(w3, z3, zero, KIND, v0.dtype, ASSEMBLY)
     dot = tl.dot(w0, v0, input_precision="ieee")
     if PER_GROUP % 2 != 0:
         sums += dot * factor_of(s0, KIND)[:, None]

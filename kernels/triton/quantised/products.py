@@ -245,7 +245,6 @@ def multiply(
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         PANEL=tile.panel,
-        AHEAD=min(tile.ahead, width) if asks_rows(stored) else 0,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **launch_options(y.device),

@@ -28,8 +28,8 @@ class SlowMatcher(GuidanceMatcher):
 class Library(Guidance):
     """Choices are slow."""
 
-    def compile(self, constraint: Constraint) -> GuidanceMatcher:
-        made = super().compile(constraint)
+    def compile(self, constraint: Constraint, prepared: str = "") -> GuidanceMatcher:
+        made = super().compile(constraint, prepared)
         if isinstance(constraint, Choice):
             return SlowMatcher(made._matcher, made._vocab)
         return made

@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
     parser.add_argument("--behind", action="store_true")
+    parser.set_defaults(tree=0)
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--profile", type=int, default=0, metavar="KERNELS")
     options = parser.parse_args()
@@ -166,7 +167,7 @@ def graphs(made: Assembled, options: argparse.Namespace) -> None:
     """What captured steps take alone."""
     executor: Any = made.executor
     _, decode, drafted, _ = executor._graphs[False]
-    small = executor._proposals._graphs
+    small = executor._proposals._graphs[1]
     found: dict[str, float] = {"small step": alone(small.fitting(1))}
     found["plain"] = alone(decode.fitting(1))
     for size in sorted({drafted.fitting(n + 1).counts.tokens for n in (1, 3, 6, 8, 16)}):

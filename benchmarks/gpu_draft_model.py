@@ -1,6 +1,7 @@
 """What a draft model brings on one GPU, its own time included, at an acceptance that is set.
 
-    python -P benchmarks/gpu_draft_model.py [--draft 150m|1b|eagle3] [--right 0.75] [--speculate 8]
+    python -P benchmarks/gpu_draft_model.py [--draft 150m] [--right 0.75] [--speculate 8]
+                                            [--tree 31]
 
 The served model is that of gpu_drafts.py, an 8B Llama shape that says t + 1 after token t. The
 draft model has random weights of a small shape and the same head, but that after a set share of all
@@ -8,7 +9,13 @@ tokens, drawn at random, it says something else: so each draft is right by chanc
 the others. Everything that a draft model costs is there: its forward pass beside each step, its
 small steps, its head, its draws. The aim is 2.0 at batch 1 and three tokens of four. `eagle3` is a
 head of the published sizes for the served model, with random weights; what it says is overruled
-behind its last product, which costs one launch more.
+behind its last product, which costs a few launches more. `medusa` are as many heads as --speculate
+says (publishers have 3 to 5), with products over the vocabulary of their own, right as the draft
+model's head is; `medusa-shared` go through the served model's, and are overruled.
+
+With `--tree` drafts may be trees: of the tokens that the draft model is wrong about some are its
+second or third choice, as often as those of `benchmarks/draft_pair.py` are. `always` is without the
+choice of what pays.
 
 Each case runs on two engines by turns, one of which has no draft model; ratios are of the medians
 of tokens per second from the first token on. `small step`, `forward` and `drawing` are medians of
@@ -19,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -47,9 +55,11 @@ from tokenpod.kernels.registry import operations_for
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.eagle import EagleHead, EagleSpec
 from tokenpod.models.eagle import weights_of as eagle_weights
+from tokenpod.models.medusa import MedusaHeads, MedusaSpec
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
+from tokenpod.scheduler.tree_shapes import CHANCES
 
 #: Few, so that few sizes of steps are captured.
 POSITIONS, ROWS, PREFILL, SLOTS = 4096, 16, 256, 1 << 16
@@ -127,8 +137,9 @@ class _Timed:
 
     def wait(self) -> StepResult:
         result = self.launched.wait()
-        drafts = int(self.plan.r_samples.max(initial=0)) - 1
-        if drafts > 0:
+        if self.plan.drafts:
+            tree = self.plan.branches
+            drafts = int(self.plan.r_samples.max() - 1 if tree is None else tree.t_depth.max())
             took = 1e3 * (time.perf_counter() - self.began)
             small = result.drafting_ns / drafts / 1e6
             forward = (result.forward_ns - result.drafting_ns) / 1e6
@@ -138,9 +149,11 @@ class _Timed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draft", choices=[*DRAFTS, "eagle3"], default="150m")
+    drafts = [*DRAFTS, "eagle3", "medusa", "medusa-shared"]
+    parser.add_argument("--draft", choices=drafts, default="150m")
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
+    parser.add_argument("--tree", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=[*CASES])
     parser.add_argument("--json", type=Path)
@@ -148,8 +161,9 @@ def main() -> None:
     plain, drafting = engines(options)
     results = []
     for name in options.cases:
-        results.append(measure(plain, drafting, name, options))
-        print(json.dumps(results[-1]), flush=True)
+        for found in measure(plain, drafting, name, options):
+            results.append(found)
+            print(json.dumps(found), flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -159,12 +173,15 @@ def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
     let_segments_grow()
     device = torch.device("cuda")
     shapes = json.loads((Path(__file__).parent / "shapes.json").read_text())
-    served = counting(shapes["llama-3.1-8b"], device, wrong=0.0)
+    served = counting(shapes["llama-3.1-8b"], device)
     draft: DraftModel
     if options.draft == "eagle3":
-        draft = told_head(served, device, wrong=1 - options.right)
+        draft = told_head(served, device, options.right)
+    elif options.draft.startswith("medusa"):
+        own = options.draft == "medusa"
+        draft = medusa_heads(served, device, options.speculate, own=own, right=options.right)
     else:
-        draft = counting(DRAFTS[options.draft], device, wrong=1 - options.right)
+        draft = counting(DRAFTS[options.draft], device, options.right)
     asked = EngineOptions(
         model_folder="",
         dtype="bfloat16",
@@ -176,30 +193,44 @@ def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
     )
     plain = assemble(served, asked, positions=POSITIONS, device=device)
     fields = {name: getattr(asked, name) for name in asked.__struct_fields__}
-    drafted = EngineOptions(**fields | {"speculate": options.speculate})
+    fields |= {"speculate": options.speculate, "draft_tree": options.tree}
+    drafted = EngineOptions(**fields)
     return plain, assemble(served, drafted, positions=POSITIONS, device=device, draft=draft)
 
 
-def counting(shape: dict[str, Any], device: torch.device, *, wrong: float) -> Decoder:
-    """A model that says t + 1 after token t, and something else after this share of all tokens."""
+def counting(shape: dict[str, Any], device: torch.device, right: float = 1.0) -> Decoder:
+    """A model that says t + 1 after token t, or with the others does so later: see `choices`."""
 
     def count(weights: dict[str, Any]) -> None:
-        weights["head"] = weights["embedding"].roll(1, 0) / 64
-        weights["head"][chosen(wrong).to(device)] = 0
+        head = weights["embedding"].roll(1, 0) / 64
+        own, choice = head.clone(), choices(right).to(device)
+        for n, far in enumerate(_OTHERS, 1):
+            # Behind token t, t + 1 + far is said n + 1 times as loudly.
+            later = (choice >= n)[:, None]
+            head += (own * later * (n + 1)).roll(far, 0)
+        head -= own * (choice > len(_OTHERS))[:, None]
+        weights["head"] = head
 
     return random_model(family_of(shape), config_of(shape), device, change=count)
 
 
-def chosen(share: float) -> torch.Tensor:
-    """[vocabulary] bool: this share of all tokens, at random."""
+#: What is said before a token that is the second or third choice lies so far behind it.
+_OTHERS = (7, 13)
+
+
+def choices(right: float) -> torch.Tensor:
+    """[vocabulary] int64: as the how manieth choice each token is guessed, from 0; 3: never."""
+    first, *others = CHANCES[: 1 + len(_OTHERS)]
+    shares = [right, *(other * (1 - right) / (1 - first) for other in others)]
+    bounds = torch.tensor(shares).cumsum(0)
     chance = torch.rand(_LLAMA["vocab_size"], generator=torch.Generator().manual_seed(3))
-    return chance < share
+    return torch.bucketize(chance, bounds, right=True)
 
 
 class Told(EagleHead):
     """A head whose guess is token t + 1 behind token t, or some other one."""
 
-    wrong: torch.Tensor
+    choice: torch.Tensor
 
     def forward(
         self, t_token: torch.Tensor, t_before: torch.Tensor, batch: ForwardBatch, pool: KVPool
@@ -208,12 +239,17 @@ class Told(EagleHead):
         return super().forward(t_token, t_before, batch, pool)
 
     def logits(self, stream: torch.Tensor) -> torch.Tensor:
-        logits = super().logits(stream)
-        return logits.scatter_(1, self._next[:, None], self.wrong[self._next][:, None])
+        logits, choice = super().logits(stream), self.choice[self._next]
+        own = torch.where(choice > len(_OTHERS), -torch.inf, 1e4).to(logits)
+        logits.scatter_(1, self._next[:, None], own[:, None])
+        for n, far in enumerate(_OTHERS, 1):
+            other = torch.where(choice >= n, 1e4 * (n + 1), -torch.inf).to(logits)
+            logits.scatter_(1, self._next[:, None] + far, other[:, None])
+        return logits
 
 
-def told_head(served: Decoder, device: torch.device, wrong: float) -> Told:
-    """A head of random weights that is wrong behind this share of all tokens."""
+def told_head(served: Decoder, device: torch.device, right: float) -> Told:
+    """A head of random weights that is right about this share of all tokens."""
     spec = EagleSpec(config_of(_EAGLE), _EAGLE_GUESSES, served.config.hidden_size)
     torch.manual_seed(1)
     weights: dict[str, Any] = {
@@ -223,44 +259,111 @@ def told_head(served: Decoder, device: torch.device, wrong: float) -> Told:
     guesses = torch.randperm(spec.vocab_size)[:_EAGLE_GUESSES].sort().values
     ops = operations_for(device, torch.bfloat16)
     head = Told(spec, weights, ops, served, guesses)
-    scores = torch.where(chosen(wrong), -torch.inf, 1e4)
-    head.wrong = scores.to(device, torch.bfloat16)
+    head.choice = choices(right).to(device)
     return head
+
+
+class ToldHeads(MedusaHeads):
+    """Heads whose guesses are the tokens that come, or some other ones."""
+
+    wrong: torch.Tensor
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
+        logits = super().logits(hidden, heads)
+        # Their blocks add nothing: all say what the served model says, and count on from there.
+        places = torch.arange(1, heads + 1, device=hidden.device).repeat_interleave(len(hidden))
+        following = logits.argmax(1) + places
+        return logits.scatter_(1, following[:, None], self.wrong[following][:, None])
+
+
+def medusa_heads(
+    served: Decoder, device: torch.device, heads: int, *, own: bool, right: float
+) -> MedusaHeads:
+    """Heads of one block each, which are right about this share of all tokens."""
+    config, wrong = served.config, choices(right) > 0
+    width, tokens = config.hidden_size, config.vocab_size
+    spec = MedusaSpec(heads, 1, width, tokens if own else None, tokens, None, None, ())
+    kind = {"device": device, "dtype": torch.bfloat16}
+    weights: dict[str, Any] = {}
+    for i in range(heads):
+        weights[f"{i}.0"] = torch.zeros(width, width, **kind)
+        weights[f"{i}.0_bias"] = torch.zeros(width, **kind)
+        if own:
+            table = served.embed_tokens(torch.arange(tokens, device=device))
+            weights[f"{i}.head"] = table.roll(2 + i, 0) / 64
+            weights[f"{i}.head"][wrong.to(device)] = 0
+    ops = operations_for(device, torch.bfloat16)
+    if own:
+        return MedusaHeads(spec, heads, weights, ops, served)
+    told = ToldHeads(spec, heads, weights, ops, served)
+    told.wrong = torch.where(wrong, -torch.inf, 1e4).to(device, torch.bfloat16)
+    return told
+
+
+@dataclass
+class Way:
+    """How requests are answered, and what came of it."""
+
+    name: str
+    #: None: without drafts.
+    tree: int | None
+    costs: Costs | None = None
+    rates: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    timed: Timed | None = None
 
 
 def measure(
     plain: Assembled, drafting: Assembled, name: str, options: argparse.Namespace
-) -> dict[str, Any]:
-    """One case, with and without drafts by turns."""
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    drafted = accepted = 0
-    timed, costs = Timed(drafting.executor), Costs()
+) -> list[dict[str, Any]]:
+    """One case, without drafts and with them by turns."""
+    ways = [Way("without", None), Way("chain", 0, Costs())]
+    if options.tree:
+        ways += [Way("always a chain", 0), Way("always a tree", options.tree)]
+        ways.append(Way("tree", options.tree, Costs()))
+    for way in ways[1:]:
+        way.timed = Timed(drafting.executor)
+    order = random.Random(1)
     for turn in range(options.rounds + 1):
-        for drafts in (True, False) if turn % 2 else (False, True):
-            made = drafting if drafts else plain
-            executor = timed if drafts else plain.executor
-            rate, client = answer(made, executor, name, turn, costs, options)
+        for way in order.sample(ways, len(ways)):
+            rate, client = answer(plain if way.tree is None else drafting, way, name, turn, options)
             if turn:  # the first one warms up
-                rates[drafts].append(rate)
-                drafted, accepted = drafted + client.drafted, accepted + client.accepted
-            else:
-                timed.steps.clear()
-    with_drafts, without = (statistics.median(rates[drafts]) for drafts in (True, False))
+                way.rates.append(rate)
+                way.drafted, way.accepted = (
+                    way.drafted + client.drafted,
+                    way.accepted + client.accepted,
+                )
+            elif way.timed:
+                way.timed.steps.clear()
+    without = statistics.median(ways[0].rates)
+    return [told(name, way, without, ways[0].rates, options) for way in ways[1:]]
+
+
+def told(
+    name: str, way: Way, without: float, each: list[float], options: argparse.Namespace
+) -> dict[str, Any]:
+    """What a way came to."""
+    rate = statistics.median(way.rates)
     found = {
         "case": name,
         "draft": options.draft,
-        "tokens/s": round(with_drafts, 1),
+        "way": way.name,
+        "tokens/s": round(rate, 1),
         "without": round(without, 1),
-        "ratio": round(with_drafts / without, 3),
-        "pairs": [round(a / b, 3) for a, b in zip(rates[True], rates[False], strict=True)],
-        "drafted": drafted,
-        "accepted": round(accepted / drafted, 3) if drafted else None,
+        "ratio": round(rate / without, 3),
+        "pairs": [round(a / b, 3) for a, b in zip(way.rates, each, strict=True)],
+        "drafted": way.drafted,
+        "accepted": round(way.accepted / way.drafted, 3) if way.drafted else None,
     }
-    if timed.steps:
+    assert way.timed is not None
+    if way.timed.steps:
         small, forward, drawing, step = (
-            statistics.median(each) for each in zip(*timed.steps, strict=True)
+            statistics.median(each) for each in zip(*way.timed.steps, strict=True)
         )
         found |= {
+            "steps": len(way.timed.steps),
             "small step": round(small, 3),
             "forward": round(forward, 3),
             "drawing": round(drawing, 3),
@@ -270,24 +373,19 @@ def measure(
 
 
 def answer(
-    made: Assembled,
-    executor: Any,
-    name: str,
-    seed: int,
-    costs: Costs,
-    options: argparse.Namespace,
+    made: Assembled, way: Way, name: str, seed: int, options: argparse.Namespace
 ) -> tuple[float, Client]:
-    """Tokens per second of one case; `costs`: what is known of steps by then, as in a server."""
+    """Tokens per second of one case; what is known of steps by then stays, as in a server."""
     made.executor.release(range(ROWS + 1))
     requests = CASES[name](seed)
     client = Client(requests)
     limits = Limits(made.slots, ROWS, POSITIONS, PREFILL)
 
     def drafting(kv: Any) -> Drafting:
-        return Drafting(ModelDrafts(), options.speculate, kv, costs)
+        return Drafting(ModelDrafts(), options.speculate, kv, way.costs, tree=way.tree or 0)
 
-    chosen = drafting if isinstance(executor, Timed) else None
-    scheduler = Scheduler(limits, drafting=chosen)
+    scheduler = Scheduler(limits, drafting=None if way.tree is None else drafting)
+    executor: Any = way.timed or made.executor
     loop = EngineLoop(client, scheduler, executor, overlap=made.overlap)  # type: ignore[arg-type]
     while client.started < len(requests):
         loop.turn()

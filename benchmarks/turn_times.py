@@ -12,7 +12,7 @@ import numpy as np
 
 
 class TurnTimes:
-    """Times methods of objects or classes, turn by turn, until it is told to stop.
+    """Times methods of objects or classes, turn by turn, until `stop` is called.
 
     Args:
         turn: object and name of the method that is one turn.

@@ -30,7 +30,9 @@ class Kind(StrEnum):
 class Job:
     """What is converted, and within which limits."""
 
-    source: Path = argument("A folder with .bin files or safetensors, or a GGUF file.", "SOURCE")
+    source: Path = argument(
+        "A folder with .bin files (or medusa_lm_head.pt) or safetensors, or a GGUF file.", "SOURCE"
+    )
     folder: Path = argument("The folder to make.", "FOLDER")
     lora: Path | None = option("Merge the LoRA adapter in this folder (PEFT's layout).", "FOLDER")
     dtype: Kind | None = option(

@@ -22,7 +22,9 @@ class Wanted:
         "File with a token of the hub; otherwise HF_TOKEN or HF_TOKEN_PATH."
     )
     pickles: bool = option(
-        "Take pytorch_model.bin where there are no safetensors.", flag="--pickles", default=False
+        "Take pytorch_model.bin or medusa_lm_head.pt where there are no safetensors.",
+        flag="--pickles",
+        default=False,
     )
 
 

@@ -144,7 +144,7 @@ def report(
     if options.draft_folder == MTP:
         draft = footprint(folder, options.quantize, mtp=True)
     elif options.draft_folder:
-        draft = footprint(Path(options.draft_folder))
+        draft = footprint(Path(options.draft_folder), heads=options.speculate)
     if options.max_adapters and model.portions[1].adapter_numbers is None:
         raise SizeError(
             f"--max-adapters is {options.max_adapters}: {model.architecture} takes none"
@@ -189,16 +189,19 @@ def footprint(
     head: bool = False,
     max_total_tokens: int | None = None,
     mtp: bool = False,
+    heads: int | None = None,
 ) -> Footprint:
     """What the model in `folder` takes, or with `mtp` its layer that predicts further tokens.
 
-    Raises SizeError with what is wrong with it.
+    `heads`: how many are used, if the folder has Medusa heads. Raises SizeError with what is wrong.
     """
     command = [*FOOTPRINT_COMMAND, str(folder), *(["--mtp"] if mtp else [])]
     if quantize:
         command += ["--quantize", quantize, *(["--quantize-head"] if head else [])]
     if max_total_tokens is not None:
         command += ["--max-total-tokens", str(max_total_tokens)]
+    if heads is not None:
+        command += ["--heads", str(heads)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -43,6 +43,7 @@ _SETTINGS = (
     "memory_fraction",
     "speculate",
     "draft_model",
+    "draft_tree",
     "host_kv_bytes",
     "max_adapters",
     "max_adapter_rank",

@@ -182,7 +182,8 @@ def logits_each(options: EngineOptions) -> int:
 
 def most_drafts(options: EngineOptions) -> int:
     """Drafts for which executors have room in a step."""
-    return min(MOST_DRAFTS, options.speculate * options.max_batch_size)
+    chains = min(MOST_DRAFTS, options.speculate * options.max_batch_size)
+    return max(chains, options.draft_tree)
 
 
 def largest_step(

@@ -198,7 +198,7 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
     #: Tokens that a step may draft for a sequence, and what finds them: "ngram", "draft_model",
-    #: "eagle3" or "mtp".
+    #: "eagle3", "medusa" or "mtp".
     speculate: int = 0
     draft_method: str = ""
     #: Tokens whose keys and values the host's memory holds.
@@ -277,6 +277,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     host_kv_least_tokens: int = 1
     #: What becomes of a preempted sequence, by name (see scheduler/preemption.py).
     preemption: str = "auto"
+    #: Drafts of a row where they are a tree; 0: they never are.
+    draft_tree: int = 0
 
 
 ToEngine = (

@@ -11,7 +11,7 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "voca
 SMALL_FOLDERS = ("additional_chat_templates",)
 WEIGHTS = ("*.safetensors",)
 #: Pickles, which `tokenpod convert` reads, and a server never.
-PICKLES = ("pytorch_model*.bin",)
+PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt")
 #: Where a downloaded folder came from: the downloader's own, which no server reads.
 ORIGIN = "tokenpod-origin.json"
 #: Settings of weights that are not read.

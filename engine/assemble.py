@@ -35,6 +35,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
+from tokenpod.scheduler.tree_shapes import ranks_of, tree_of
 
 __all__ = ["Assembled", "EngineError", "assemble"]
 
@@ -205,6 +206,7 @@ def _on_device(
         adapted=adapted,
         adapters=model.adapters,
         drafts=drafts,
+        ranks=ranks_of(tree_of(options.draft_tree, options.speculate)),
         draft=_draft(draft, model, options, rows + prompt + drafts, device),
         host=host,
     )
@@ -306,7 +308,8 @@ def _draft(
     """A draft model with a pool of so many slots, if there is one."""
     if draft is None:
         return None
-    return draft_of(draft, model, make_pool(draft, slots, device), options.speculate)
+    pool, rows = make_pool(draft, slots, device), options.max_batch_size + 1
+    return draft_of(draft, model, pool, options.speculate, rows)
 
 
 def make_pool(

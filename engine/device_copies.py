@@ -62,7 +62,8 @@ class DeviceCopies(HostCopies):
     def use(self, pools: Sequence[KVPool]) -> None:
         """See `HostCopies`."""
         self._take(pools)
-        self._slots = SlotRows(self._stored) if self._pieces else None
+        self._slots = SlotRows(self._stored) if SlotRows.can_move(self._stored) else None
+        assert self._slots or not self._pieces, "tokens of the pool are no whole words"
 
     def begin(self, plan: StepPlan) -> None:
         """See `HostCopies`."""
@@ -87,6 +88,15 @@ class DeviceCopies(HostCopies):
         while self._coming and self._coming[0][0] <= step:
             _, moment = self._coming.popleft()
             moment.wait()
+
+    def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `HostCopies`: two launches for all layers."""
+        if self._slots is None:
+            super()._move(source, target)
+            return
+        rows = self._slots.rows(len(source))
+        self._slots.gather(source, rows)
+        self._slots.scatter(rows, target)
 
     def _go_out(self, slots: torch.Tensor, host_slots: np.ndarray, host: HostPool) -> None:
         assert self._slots is not None

@@ -13,9 +13,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
+from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import BothTiles, Draft
@@ -31,6 +34,7 @@ from tokenpod.engine.graphs import (
 from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Unknown, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
@@ -61,6 +65,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
+        ranks: most drafts that follow one token; more than 1: they may be trees.
         adapted: whether steps in which rows have adapters are captured too.
         host: holds keys and values for later; None: nothing is held.
     """
@@ -76,13 +81,15 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_tokens: int,
         device: torch.device,
         drafts: int = 0,
+        ranks: int = 1,
         adapted: bool = False,
         adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
         host: HostPool | None = None,
     ) -> None:
-        # The last row is padding's.
-        table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
+        # Behind the rows' lines are padding's and those of branches.
+        lines = rows + 1 + (MOST_BRANCHES if ranks > 1 else 0)
+        table = torch.zeros((lines, max_positions), dtype=torch.int32, device=device)
         super().__init__(
             model,
             pool,
@@ -94,12 +101,17 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             adapters=adapters,
             draft=draft,
         )
+        self._branches = BranchLines(table, rows + 1)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
-        self._proposals: Proposals | None = None
+        self._proposals: Proposals | ParallelProposals | None = None
         #: Drafts for the step that is being launched, see `Proposals.find`.
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         self._unknown: Unknown | None = None
-        if draft is not None:
+        if isinstance(draft, ParallelDraft):
+            self._proposals = ParallelProposals(
+                draft, sampler, last_token=self._last_token, upload=self._upload
+            )
+        elif draft is not None:
             self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
             self._proposals = Proposals(
                 draft,
@@ -108,6 +120,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 row_table=table,
                 last_token=self._last_token,
                 upload=self._upload,
+                ranks=ranks,
             )
         self._drafts, self._adapted = drafts, adapted
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
@@ -160,6 +173,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
+        if len(self._row_table) > self._rows + 1:
+            self._branches.load()
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -168,6 +183,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         mailbox = self._mailboxes[self._turn % _DEPTH]
         mailbox.staging.begin()
         return mailbox
+
+    def _fill(self, host: Integers, plan: StepPlan) -> None:
+        super()._fill(host, plan)
+        self._branches.name(plan, host)
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         assert self._proposals is not None
@@ -292,9 +311,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _of_draft(self, batch: ForwardBatch, integers: Integers) -> ForwardBatch:
         """The step with the draft model's tiles."""
-        if batch.paged is None or batch.paged.tiles is None:
+        tiled = batch.paged is not None and batch.paged.tiles is not None
+        if not (tiled and isinstance(self._tiles, BothTiles)):
             return batch
-        assert isinstance(self._tiles, BothTiles)
+        assert batch.paged is not None
         tiles = self._tiles.of_draft(integers.tiles)
         return replace(batch, paged=replace(batch.paged, tiles=tiles))
 
@@ -329,6 +349,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             runs = self._runs[plan.r_row[at]]
             if cut_runs(runs, int(plan.r_start[at])):
                 append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
+        self._branches.write(plan, self._mailboxes[self._turn % _DEPTH].staging)
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""

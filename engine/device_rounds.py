@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
 from tokenpod.engine.mailbox import Staging
-from tokenpod.engine.rounds import Drawing, Ints, Round, allowed, drafts_at, mask_words, rounds
+from tokenpod.engine.rounds import Drawing, Ints, Paths, Round, allowed, mask_words
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
@@ -59,7 +60,13 @@ class DeviceDrawing(Drawing):
             self._draw_joined(turns, masks)
             return
         for turn in turns:
-            self._draw_one(turn, masks)
+            for part in self._parts(len(turn.rows)):
+                self._draw_one(turn.part(part), masks)
+
+    def _parts(self, n: int) -> Iterator[slice]:
+        """As many samples at a time as the sampler has room for, which trees may have more of."""
+        most = len(self._last_token) - 1  # of the last row is padding
+        return (slice(at, at + most) for at in range(0, n, most))
 
     def _draw_one(self, turn: Round, masks: Masks | None) -> None:
         """Draw a round, with nothing where the draft before was wrong."""
@@ -72,7 +79,7 @@ class DeviceDrawing(Drawing):
         if turn.place:
             numbers[3] += self._shift
         numbers[4] = turn.before if turn.place else -1
-        numbers[5] = drafts_at(plan, turn)
+        numbers[5] = turn.behind
         rows, positions, at, index, before, drafts = self._staging.upload(numbers)
         bits = None if masks is None else self._bits([turn], masks)
         if turn.place:
@@ -89,8 +96,6 @@ class DeviceDrawing(Drawing):
     def _may_join(self, turns: Sequence[Round]) -> bool:
         """Whether these rounds can be drawn as one: a few launches, not some for each."""
         plan = self.plan
-        if sum(len(turn.rows) for turn in turns) >= len(self._last_token):
-            return False  # of the last row is padding
         rows = np.unique(np.concatenate([turn.rows for turn in turns]))
         return not self._sampler.edits(plan.r_row[rows[plan.r_samples[rows] > 1]].tolist())
 
@@ -112,35 +117,35 @@ class DeviceDrawing(Drawing):
                 which + np.where(places > 0, self._shift, 0),
             ]
         ).astype(np.int64)
-        rows, positions, at, index = self._staging.upload(numbers)
+        uploaded = self._staging.upload(numbers)
         bits = None if masks is None else self._bits(turns, masks)
-        scores = self._logits_at(numbers[3], index)
-        self._sampler.begin(scores, rows, positions, bits)
-        drawn = self._sampler.finish(scores, rows, positions, masks=bits)
-        self._enter(drawn, _stretch(which, at))
+        for part in self._parts(len(which)):
+            rows, positions, at, index = uploaded[:, part]
+            scores, own = self._logits_at(numbers[3, part], index), None
+            if bits is not None:
+                own = bits[part]
+            self._sampler.begin(scores, rows, positions, own)
+            drawn = self._sampler.finish(scores, rows, positions, masks=own)
+            self._enter(drawn, _stretch(which[part], at))
         self._remember_last(np.unique(drawing))
 
     def _remember_last(self, rows: Ints) -> None:
         """Note the last token that counts of each of these rows of the plan, now they are drawn.
 
-        It is the first one behind which there is a wrong draft, no draft, or nothing was drawn.
+        It is the one behind most drafts that are right, each of them drawn itself.
         """
-        plan, tokens = self.plan, self.drawn.tokens
-        turns = [turn.of(np.isin(np.arange(plan.rows), rows)) for turn in rounds(plan)]
-        # Of each row: its samples, and which tokens they are right behind. Where a row has fewer,
-        # none: no token equals that.
-        at = np.zeros((len(turns), len(rows)), np.int64)
-        behind = np.full((len(turns), len(rows)), -1)
-        for turn in turns:
-            which = np.searchsorted(rows, turn.rows)
-            at[turn.place, which] = turn.at
-            if turn.place:
-                behind[turn.place, which] = drafts_at(plan, turn)
-        uploaded = self._staging.upload(np.concatenate([at, behind[1:], plan.r_row[rows][None]]))
-        own, drafts = tokens[uploaded[: len(turns)]], uploaded[len(turns) : -1]
-        right = (own[:-1] == self._t_token[drafts.clamp(min=0)]) & (drafts >= 0) & (own[1:] >= 0)
-        last = right.to(torch.int64).cumprod(0).sum(0, keepdim=True)
-        remember(own.gather(0, last)[0], uploaded[-1], self._last_token)
+        tokens, paths = self.drawn.tokens, Paths.of(self.plan, rows)
+        numbers = [paths.at, paths.own, paths.before, paths.behind, paths.drafts]
+        numbers.append(self.plan.r_row[rows])
+        flat = np.concatenate([each.ravel() for each in numbers]).astype(np.int64)
+        sizes = [each.size for each in numbers]
+        uploaded = torch.split(self._staging.upload(flat), sizes)
+        at, own, before, behind, drafts, row = uploaded
+        right = (tokens[before] == self._t_token[behind]) & (tokens[own] >= 0)
+        counts = pad(right, (0, 1), value=True)[drafts].view(paths.drafts.shape).all(2)
+        order = torch.arange(1, len(counts) + 1, device=tokens.device)[:, None]
+        last = (counts * order).argmax(0, keepdim=True)
+        remember(tokens[at].view(paths.at.shape).gather(0, last)[0], row, self._last_token)
 
     def _bits(self, turns: Sequence[Round], masks: Masks) -> torch.Tensor:
         """The masks of these rounds' samples."""

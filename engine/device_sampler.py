@@ -7,8 +7,8 @@ them. It draws what `HostSampler`, the specification, draws.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+
 import torch
 import triton
 
@@ -23,6 +23,7 @@ from tokenpod.core.sampling import (
     SamplingTable,
 )
 from tokenpod.engine.device_launches import Asked, Launches, Tiles
+from tokenpod.engine.device_rows import enter_rows, upload
 from tokenpod.engine.sampler import LeaderTokens, Sampler, Samples, edits_of
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
@@ -125,27 +126,32 @@ class DeviceSampler(Sampler):
         return self.launches.draws
 
     def set_row(self, row: int, new: NewRow) -> None:
-        """Give a row to a sequence.
+        """Give a row to a sequence: see `set_rows`."""
+        self.set_rows([row], [new])
+
+    def set_rows(self, rows: Sequence[int], asks: Sequence[NewRow]) -> None:
+        """Give rows to sequences.
 
         Copies are in the order of the current stream, so steps before it are not disturbed.
 
         Raises:
-            ValueError: it has more logit biases, end and allowed tokens, and tokens of bad words
-                than a row has room for.
+            ValueError: one has more logit biases, end and allowed tokens, and tokens of bad words
+                than a row has room for. No row has changed.
         """
-        ids, values = edits_of(new)
-        if len(ids) > self._most_edits:
-            problem = f"{len(ids)} logit biases, end and allowed tokens, and tokens of bad words"
-            raise ValueError(f"{problem}; a row has room for {self._most_edits}")
-        super().set_row(row, new)
+        edits = [edits_of(new) for new in asks]
+        for ids, _ in edits:
+            if len(ids) > self._most_edits:
+                problem = f"{len(ids)} logit biases, end and allowed tokens, and tokens of bad"
+                raise ValueError(f"{problem} words; a row has room for {self._most_edits}")
         self._launches = None
-        if len(ids):
-            self._upload(self._edit_ids[row], ids)
-            self._upload(self._edit_values[row], values)
-        if self._words[row, self._table.place("flags")] & COUNTED:
-            counts = sampling_rows.pack_counts(new.request.prompt, new.outputs, self._vocab_size)
-            self._upload(self._counts[row], counts)
-        self._upload(self.device_words[row], self._words[row])
+        for row, new in zip(rows, asks, strict=True):
+            super().set_row(row, new)
+            if self._words[row, self._table.place("flags")] & COUNTED:
+                prompt, outputs = new.request.prompt, new.outputs
+                counts = sampling_rows.pack_counts(prompt, outputs, self._vocab_size)
+                self._counts[row].copy_(upload(counts, self._device))
+        own = self.device_words, self._edit_ids, self._edit_values
+        enter_rows(rows, self._words[[*rows]], edits, *own)
 
     def clear_row(self, row: int) -> None:
         """Forget a row."""
@@ -323,11 +329,3 @@ class DeviceSampler(Sampler):
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _upload(self, row: torch.Tensor, values: npt.NDArray[np.generic]) -> None:
-        """Fill the beginning of a row, in the order of the stream and without waiting for it."""
-        source = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            # Pinned memory is not used again before the copy is done.
-            source = source.pin_memory()
-        row[: len(source)].copy_(source, non_blocking=True)

@@ -25,6 +25,7 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.engine.executor import CapturableModel, Model
 from tokenpod.engine.head_draft import HeadDraft
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 from tokenpod.kernels.pool import KVLayout, KVPool
@@ -34,14 +35,15 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import LoadedModel, ModelFacts
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
+from tokenpod.models.medusa import MedusaHeads, is_medusa, load_medusa
 from tokenpod.models.mtp import MtpHead, load_mtp
 
 #: Tokens by which vocabularies of one tokenizer may differ, for the sake of even shapes.
 _PADDING = 1024
 
 
-class Draft(Protocol):
-    """What finds drafts: a model or a head, and its keys and values."""
+class ChainDraft(Protocol):
+    """A model or a head that guesses token after token, in small steps; its keys and values."""
 
     #: With as many slots as the served model's.
     pool: KVPool
@@ -68,6 +70,10 @@ class Draft(Protocol):
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
         """A step's rows as its own tiles are to have them."""
         ...
+
+
+#: What finds drafts.
+Draft = ChainDraft | ParallelDraft
 
 
 class DraftModel(Protocol):
@@ -105,7 +111,7 @@ class DraftFacts(Protocol):
 
 @dataclass(slots=True)
 class SmallModel:
-    """A draft model of a family of ours; see `Draft`.
+    """A draft model of a family of ours; see `ChainDraft`.
 
     Args:
         model: whole on every rank.
@@ -126,7 +132,7 @@ class SmallModel:
     def compute(
         self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
     ) -> torch.Tensor:
-        """See `Draft.compute`."""
+        """See `ChainDraft.compute`."""
         if not (own.t_slot.is_cuda and torch.cuda.is_current_stream_capturing()):
             hidden = served.forward(batch, pool)
             self.model.forward(self._own(own), self.pool)
@@ -147,11 +153,11 @@ class SmallModel:
         return self.model.prepare_capture(rows)
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
-        """See `Draft.tile_rows`."""
+        """See `ChainDraft.tile_rows`."""
         return rows
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `Draft.logits`."""
+        """See `ChainDraft.logits`."""
         batch = self._own(batch)
         found = self.model.logits(self.model.forward(batch, self.pool), batch)[:, : self.wanted]
         if found.shape[1] == self.wanted:
@@ -188,6 +194,19 @@ def load_draft(
                 override=json.loads(options.config_override or "{}"),
                 require_manifest=options.require_manifest,
             )
+        if is_medusa(folder):
+            if options.draft_tree:
+                raise ModelError(
+                    f"draft_tree is {options.draft_tree}, and Medusa heads draft chains alone: what"
+                    " they read is kept by position, and several tokens of a tree have one"
+                )
+            return load_medusa(
+                folder,
+                _of_ours(served),
+                heads=options.speculate,
+                device=device,
+                require_manifest=options.require_manifest,
+            )
         if is_eagle(folder):
             return load_eagle(
                 folder,
@@ -215,7 +234,7 @@ def load_draft(
 def _of_ours(served: LoadedModel) -> Decoder:
     if not isinstance(served, Decoder):
         raise ModelError(
-            f"a head reads the served model's layers, and {served.config.architecture} is computed"
+            f"a head reads what the served model does, and {served.config.architecture} is computed"
             f" by {served.config.runs_on}"
         )
     return served
@@ -237,8 +256,11 @@ def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | No
     return None
 
 
-def draft_of(model: DraftModel, served: LoadedModel, pool: KVPool, most: int) -> Draft:
-    """What an executor drafts with: a model that `load_draft` has loaded."""
+def draft_of(model: DraftModel, served: LoadedModel, pool: KVPool, most: int, rows: int) -> Draft:
+    """What an executor of so many rows drafts with: a model that `load_draft` has loaded."""
+    if isinstance(model, MedusaHeads):
+        assert isinstance(served, Decoder)
+        return ParallelDraft(model, pool, most, rows, served.device)
     if isinstance(model, EagleHead | MtpHead):
         return HeadDraft(model, pool, most)
     assert isinstance(model, Decoder)

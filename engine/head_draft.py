@@ -59,7 +59,7 @@ class Head(Protocol):
 
 @dataclass(slots=True)
 class HeadDraft:
-    """A head and its pool; see `draft.Draft`."""
+    """A head and its pool; see `draft.ChainDraft`."""
 
     head: Head
     pool: KVPool
@@ -68,7 +68,7 @@ class HeadDraft:
     def compute(
         self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
     ) -> torch.Tensor:
-        """See `Draft.compute`."""
+        """See `ChainDraft.compute`."""
         assert isinstance(served, Decoder)
         hidden, streams = served.forward_tapped(batch, pool, self.head.taps)
         features = self.head.features_of(hidden, streams)
@@ -79,7 +79,7 @@ class HeadDraft:
         return hidden
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `Draft.logits`."""
+        """See `ChainDraft.logits`."""
         entries = _entries(batch)
         stream = self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
         self.head.features(self.pool).index_copy_(0, entries.batch.t_slot, stream)
@@ -90,7 +90,7 @@ class HeadDraft:
         return self.head.prepare_capture(rows)
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
-        """See `Draft.tile_rows`."""
+        """See `ChainDraft.tile_rows`."""
         return _without_firsts(rows)
 
 

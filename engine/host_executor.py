@@ -9,13 +9,16 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
+from tokenpod.engine.branch_rows import runs_to
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Masks, Model
 from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import (
+    Asked,
     Drawing,
     Ints,
     Round,
@@ -27,7 +30,7 @@ from tokenpod.engine.rounds import (
 )
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
-from tokenpod.kernels.batch import ForwardBatch, Run, append_run, append_slots, cut_runs
+from tokenpod.kernels.batch import ForwardBatch, append_run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
@@ -107,37 +110,62 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         """Find drafts, and put them into the plan."""
         del mailbox
-        known = self._resolved(plan.t_token[unknown.firsts], plan.r_row[unknown.rows])
-        for place in range(unknown.most):
-            which = unknown.counts > place
-            at, rows = unknown.firsts[which] + place, plan.r_row[unknown.rows[which]]
-            tokens = known if place == 0 else plan.t_token[at]
-            starts = plan.r_start[unknown.rows[which]] + place
-            batch = self._small_step(rows, tokens, starts, plan.t_slot[at])
-            outputs = plan.r_output[unknown.rows[which]] + place
+        if isinstance(draft, ParallelDraft):
+            self._guess(plan, unknown, draft)
+            return
+        asked = unknown.asked(plan)
+        for place in range(asked.steps):
+            some = asked.of(asked.place == place)
+            rows = plan.r_row[some.rows]
+            batch = self._small_step(plan, some, self._resolved(plan.t_token[some.at], rows))
+            outputs = (plan.r_output[some.rows] + place).tolist()
             logits = draft.logits(batch).float()
-            drafts = self._sampler.propose(logits, rows.tolist(), outputs.tolist())
-            plan.t_token[at + 1] = drafts.numpy()
+            found: Ints = np.empty((len(rows), some.ranks), np.int64)
+            for rank in range(some.ranks):
+                drafts = self._sampler.propose(logits, rows.tolist(), outputs)
+                found[:, rank] = _others(drafts.numpy(), found[:, :rank], logits.shape[1])
+                if rank + 1 < some.ranks:
+                    logits = logits.scatter(1, drafts[:, None], -torch.inf)
+            wanted = some.drafts[:, : some.ranks]
+            plan.t_token[wanted[wanted >= 0]] = found[wanted >= 0]
+
+    def _guess(self, plan: StepPlan, unknown: Unknown, draft: ParallelDraft) -> None:
+        """The same by heads that guess all drafts of a row at once."""
+        rows = plan.r_row[unknown.rows]
+        known = plan.r_start[unknown.rows].astype(np.int64) - 1
+        logits = draft.logits(
+            torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(known), unknown.most
+        )
+        for place, scores in enumerate(logits.float().view(unknown.most, len(rows), -1)):
+            which = unknown.counts > place
+            outputs = plan.r_output[unknown.rows[which]] + place
+            scores = scores[torch.from_numpy(which)]
+            drafts = self._sampler.propose(scores, rows[which].tolist(), outputs.tolist())
+            plan.t_token[unknown.firsts[which] + 1 + place] = drafts.numpy()
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
         return np.where(tokens == LAST, self._last_token.numpy()[rows], tokens)
 
-    def _small_step(self, rows: Ints, tokens: Ints, starts: Ints, slots: Ints) -> ForwardBatch:
-        """One token of each row, whose slots have been noted, and perhaps those of more tokens."""
-        runs: list[list[Run]] = [[*self._runs[row]] for row in rows.tolist()]
-        contexts = (starts + 1).tolist()
-        for own, context in zip(runs, contexts, strict=True):
-            cut_runs(own, context)
+    def _small_step(self, plan: StepPlan, some: Asked, tokens: Ints) -> ForwardBatch:
+        """These tokens, each as a row, whose slots have been noted, and those of others."""
+        rows, starts = plan.r_row[some.rows], plan.r_start[some.rows] + some.place
+        runs = [
+            runs_to(self._runs[row], plan, at, token)
+            for row, at, token in zip(
+                rows.tolist(), some.rows.tolist(), some.at.tolist(), strict=True
+            )
+        ]
         t_token, t_position, t_slot = (
-            torch.from_numpy(column.astype(np.int64)) for column in (tokens, starts, slots)
+            torch.from_numpy(column.astype(np.int64))
+            for column in (tokens, starts, plan.t_slot[some.at])
         )
         return ForwardBatch(
             t_token=t_token,
             t_position=t_position,
             t_slot=t_slot,
             b_start=list(range(len(rows) + 1)),
-            b_context=contexts,
+            b_context=(starts + 1).tolist(),
             b_runs=runs,
             b_row=rows.tolist(),
             row_table=self._row_table,
@@ -169,6 +197,15 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         known = tokens.numpy()
         known[:] = self._resolved(known, integers.t_row.numpy())
         return tokens
+
+
+def _others(drafts: Ints, known: Ints, vocab_size: int) -> Ints:
+    """[m] drafts, but where one is known [m, n] already, a token beside it."""
+    found = drafts.copy()
+    for _ in range(len(known.T)):  # each of them can be met once
+        met = (known == found[:, None]).any(1)
+        found[met] = (found[met] + 1) % vocab_size
+    return found
 
 
 class _HostDrawing(Drawing):

@@ -141,13 +141,17 @@ def fill(into: Integers, plan: StepPlan) -> None:
         into.t_row[:tokens] = np.repeat(plan.r_row, plan.r_tokens)
         offsets = np.repeat(plan.r_start - starts[:-1], plan.r_tokens)
         np.add(offsets, np.arange(tokens), out=into.t_position[:tokens])
+    if plan.branches is not None:
+        np.add(
+            plan.r_start.repeat(plan.r_tokens), plan.branches.t_depth, out=into.t_position[:tokens]
+        )
     if plan.embeds:
         into.t_token[given_tokens(plan)] = 0
     if len(into.t_adapter):
         adapters = np.repeat(plan.r_adapter, plan.r_tokens) if len(plan.r_adapter) else 0
         into.t_adapter[:tokens] = adapters
     if plan.drafts:
-        _fill_rounds(into, plan, starts)
+        _fill_rounds(into, plan)
     elif plan.sampling == rows:
         np.subtract(starts[1:], 1, out=into.logit_index[:rows])
         into.sample_row[:rows] = plan.r_row
@@ -160,12 +164,11 @@ def fill(into: Integers, plan: StepPlan) -> None:
         into.sample_position[:n] = plan.r_output[which]
 
 
-def _fill_rounds(into: Integers, plan: StepPlan, starts: Ints) -> None:
+def _fill_rounds(into: Integers, plan: StepPlan) -> None:
     at = 0
     for turn in rounds(plan):
         end = at + len(turn.rows)
-        wanted = starts[turn.rows + 1] - plan.r_samples[turn.rows] + turn.place
-        into.logit_index[at:end] = wanted
+        into.logit_index[at:end] = turn.behind
         if turn.place == 0:
             into.sample_row[:end] = plan.r_row[turn.rows]
             into.sample_position[:end] = plan.r_output[turn.rows]
@@ -199,9 +202,11 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
     into.t_position[tokens:] = 0
     into.t_slot[tokens:] = sink
     into.t_row[tokens:] = padding_row
-    into.logit_index[samples : len(into.sample_row)] = 0
+    # What is noted of a row's samples must not be another token's.
+    sampled = into.logit_index[0] if samples else 0
+    into.logit_index[samples : len(into.sample_row)] = sampled
     if room_for_drafts:
-        into.logit_index[len(into.sample_row) + drafts :] = 0
+        into.logit_index[len(into.sample_row) + drafts :] = sampled
     into.sample_row[samples:] = padding_row
     into.sample_position[samples:] = 0
     into.t_adapter[tokens:] = 0

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.core.branches import Branches, Tree
 from tokenpod.core.plan import LAST, UNSAMPLED, StepPlan
 from tokenpod.engine.executor import Masks, StepResult, Words
 from tokenpod.engine.sampler import Samples
@@ -30,7 +31,7 @@ Ints = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The samples number `place` of m rows."""
+    """The samples number `place` of m rows; of a tree each that may be it, of which one can be."""
 
     place: int
     #: [m] rows of the plan, rising.
@@ -39,36 +40,133 @@ class Round:
     at: Ints
     #: [m] where each row's sample before it is.
     before: Ints
+    #: [m] behind which token of the step each is drawn: behind a draft that must equal that one.
+    behind: Ints
 
     def of(self, wanted: npt.NDArray[np.bool_]) -> Round:
         """The round of those rows of the plan that are wanted."""
-        which = wanted[self.rows]
-        return Round(self.place, self.rows[which], self.at[which], self.before[which])
+        return self.part(wanted[self.rows])
+
+    def part(self, which: npt.NDArray[np.bool_] | slice) -> Round:
+        """Some of it."""
+        some = (each[which] for each in (self.rows, self.at, self.before, self.behind))
+        return Round(self.place, *some)
 
 
 def rounds(plan: StepPlan) -> Iterator[Round]:
     """The rounds of a step: none, mostly one."""
+    if plan.branches is not None:
+        yield from _rounds_of_trees(plan, plan.branches)
+        return
     most = int(plan.r_samples.max()) if plan.drafts else min(plan.sampling, 1)
     done, last = 0, np.full(plan.rows, -1) if most > 1 else _NOTHING
+    firsts = plan.r_tokens.cumsum() - plan.r_samples
     for place in range(most):
         rows = np.flatnonzero(plan.r_samples > place)
         at = np.arange(done, done + len(rows))
-        yield Round(place, rows, at, last[rows] if place else at)
+        yield Round(place, rows, at, last[rows] if place else at, firsts[rows] + place)
         if most > 1:
             last[rows] = at
         done += len(rows)
 
 
+def _rounds_of_trees(plan: StepPlan, branches: Branches) -> Iterator[Round]:
+    """The same by depth: of what a row may sample at one, all but one is behind wrong drafts."""
+    rows = np.arange(plan.rows).repeat(plan.r_samples)
+    firsts = (plan.r_tokens.cumsum() - plan.r_samples)[rows]
+    tokens = firsts + np.arange(len(rows)) - (plan.r_samples.cumsum() - plan.r_samples)[rows]
+    places = branches.t_depth[tokens] - branches.t_depth[firsts]
+    sample_of = np.full(plan.tokens, -1)
+    sample_of[tokens[places.argsort(kind="stable")]] = np.arange(len(tokens))
+    for place in range(int(places.max(initial=-1)) + 1):
+        which = places == place
+        at, own = sample_of[tokens[which]], branches.t_before[tokens[which]]
+        yield Round(place, rows[which], at, sample_of[own] if place else at, tokens[which])
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Which drafts are before each sample of R rows, N of a row at most and D drafts before one.
+
+    F of the samples are behind drafts.
+    """
+
+    #: [N, R] where a row's samples are among those of the step, round after round; where it has
+    #: fewer, its last again.
+    at: Ints
+    #: [F] the same of those behind a draft, of the sample before each, and which token of the step
+    #: the draft is.
+    own: Ints
+    before: Ints
+    behind: Ints
+    #: [N, R, D] which of the F samples are on the way to each of `at`, itself included; F: none.
+    drafts: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan, rows: Ints) -> Paths:
+        """Of these rows of the plan, rising, each of which is sampled."""
+        turns = [turn.of(np.isin(np.arange(plan.rows), rows)) for turn in rounds(plan)]
+        turns = [turn for turn in turns if len(turn.rows)]
+        own, before, behind = (
+            np.concatenate([_NOTHING, *(getattr(turn, name) for turn in turns[1:])])
+            for name in ("at", "before", "behind")
+        )
+        paths: dict[int, list[int]] = {at: [] for at in turns[0].at.tolist()}
+        for f, (at, last) in enumerate(zip(own.tolist(), before.tolist(), strict=True)):
+            paths[at] = [*paths[last], f]
+        samples: dict[int, list[int]] = {row: [] for row in rows.tolist()}
+        for turn in turns:
+            for row, at in zip(turn.rows.tolist(), turn.at.tolist(), strict=True):
+                samples[row].append(at)
+        most = max(map(len, samples.values()))
+        table = [[*each, *each[-1:] * (most - len(each))] for each in samples.values()]
+        drafts = np.full((most, len(rows), len(turns)), len(own))
+        for r, each in enumerate(table):
+            for n, at in enumerate(each):
+                drafts[n, r, : len(paths[at])] = paths[at]
+        return cls(np.array(table).T, own, before, behind, drafts)
+
+
 def drafts_of(plan: StepPlan, turn: Round) -> Ints:
     """[m] the drafts that the tokens drawn before this round must equal."""
-    return plan.t_token[drafts_at(plan, turn)]
+    return plan.t_token[turn.behind]
 
 
-def drafts_at(plan: StepPlan, turn: Round) -> Ints:
-    """[m] which tokens of the step those drafts are."""
-    ends = plan.r_tokens.cumsum()[turn.rows]
-    at: Ints = ends - plan.r_samples[turn.rows] + turn.place
-    return at
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """[N] the tokens of a step behind which a draft model guesses, small step after small step."""
+
+    #: How many drafts are before a token: which small step it is in.
+    place: Ints
+    #: Which of the tokens of that.
+    column: Ints
+    #: Which row of the plan, and which token of the step.
+    rows: Ints
+    at: Ints
+    #: [N, ranks] which tokens of the step follow, the likeliest first; -1: no more do.
+    drafts: Ints
+
+    @classmethod
+    def by_place(cls, place: Ints, rows: Ints, at: Ints, drafts: Ints) -> Asked:
+        """Of tokens in any order."""
+        order = place.argsort(kind="stable")
+        place, rows, at, drafts = (each[order] for each in (place, rows, at, drafts))
+        return cls(place, np.arange(len(place)) - place.searchsorted(place), rows, at, drafts)
+
+    def of(self, which: npt.NDArray[np.bool_]) -> Asked:
+        """Some of them."""
+        columns = (self.place, self.column, self.rows, self.at, self.drafts)
+        return Asked(*(column[which] for column in columns))
+
+    @property
+    def steps(self) -> int:
+        """How many small steps there are."""
+        return int(self.place[-1]) + 1
+
+    @property
+    def ranks(self) -> int:
+        """How many tokens follow one, at most."""
+        return int((self.drafts >= 0).any(0).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +208,32 @@ class Unknown:
 
     @property
     def places(self) -> Ints:
-        """[n] of each, how many drafts of its row are before it."""
+        """[n] of each, how many drafts of its row are before it in the step."""
         before = self.counts.cumsum() - self.counts
         return np.arange(int(self.counts.sum())) - before.repeat(self.counts)
+
+    def asked(self, plan: StepPlan) -> Asked:
+        """What small steps are made of."""
+        if plan.branches is None:
+            at = self.tokens - 1
+            return Asked.by_place(self.places, self.rows.repeat(self.counts), at, at[:, None] + 1)
+        trees = []
+        for row, first in zip(self.rows.tolist(), self.firsts.tolist(), strict=True):
+            end = first + int(plan.r_tokens[row])
+            trees.append((row, first, Tree.of(tuple(plan.t_parent[first:end].tolist()))))
+        most = max(tree.following.shape[1] for _, _, tree in trees)
+        drafts = np.full((sum(len(tree.asked) for _, _, tree in trees), most), -1)
+        done = 0
+        for _, first, tree in trees:
+            n, ranks = tree.following.shape
+            drafts[done : done + n, :ranks] = tree.following + first * (tree.following >= 0)
+            done += n
+        return Asked.by_place(
+            np.concatenate([tree.depth[tree.asked] for _, _, tree in trees]),
+            self.rows.repeat([len(tree.asked) for _, _, tree in trees]),
+            np.concatenate([tree.asked + first for _, first, tree in trees]),
+            drafts,
+        )
 
 
 def unmasked_rounds(plan: StepPlan) -> list[Round]:
@@ -161,16 +282,17 @@ def row_after_row(
     """
     if not there and not plan.drafts:
         return drawn
-    tokens = list(drawn.tokens)
-    for turn in rounds(plan):
+    tokens, turns = list(drawn.tokens), [*rounds(plan)]
+    for turn in turns:
         before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
         for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
             # What is no token is no draft, so that nothing after a wrong draft counts.
             wrong = turn.place > 0 and tokens[before[i]] != drafts[i]
             if wrong or turn.place >= there.get(row, turn.place + 1):
                 tokens[at] = UNSAMPLED
-    rows = np.concatenate([turn.rows for turn in rounds(plan)])
-    order = rows.argsort(kind="stable").tolist()
+    rows = np.concatenate([turn.rows for turn in turns])
+    # Of a tree what counts comes first, too.
+    order = np.lexsort((np.array(tokens) == UNSAMPLED, rows)).tolist()
     place = {at: i for i, at in enumerate(order)}
     return replace(
         drawn,

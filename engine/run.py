@@ -14,7 +14,8 @@ import torch
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
-from tokenpod.engine.adapters import Adapters, OwnAdapters, fused_folder, read_given, space_of
+from tokenpod.engine.adapter_reading import fused_folder, read_given, space_of
+from tokenpod.engine.adapters import Adapters, OwnAdapters
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
@@ -33,6 +34,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
+from tokenpod.models.medusa import is_medusa
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
 from tokenpod.scheduler.kv import KV
@@ -83,7 +85,8 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         followers=member.followers if member else None,
     )
     overlap = assembled.overlap
-    masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
+    masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
+    masked = MaskedSteps(masks, overlap=overlap)
     loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
     loop.run()
 
@@ -93,7 +96,8 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     if not options.speculate:
         return None
     source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
-    return lambda kv: Drafting(source, options.speculate, kv, Costs())
+    tree = options.draft_tree
+    return lambda kv: Drafting(source, options.speculate, kv, Costs(), tree=tree)
 
 
 def _method(options: EngineOptions) -> str:
@@ -104,7 +108,10 @@ def _method(options: EngineOptions) -> str:
         return "ngram"
     if options.draft_folder == MTP:
         return MTP
-    return "eagle3" if is_eagle(Path(options.draft_folder)) else "draft_model"
+    folder = Path(options.draft_folder)
+    if is_medusa(folder):
+        return "medusa"
+    return "eagle3" if is_eagle(folder) else "draft_model"
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
@@ -116,7 +123,8 @@ def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoRetur
     for plan in member.plans(adapters):
         launched = executor.launch(plan)
         if flying is not None:
-            flying.wait()
+            with adapters.pace:
+                flying.wait()
         flying = launched
     raise AssertionError("plans end with an error")
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import DRAWS, EDITED, ROW_WORDS, TABLE, SamplingTable
@@ -104,7 +105,11 @@ class Sampler:
 
     def take_rows(self, plan: StepPlan) -> None:
         """Give rows to a plan's new sequences."""
-        for row, new in zip(plan.n_row.tolist(), plan.asks, strict=True):
+        self.set_rows(plan.n_row.tolist(), plan.asks)
+
+    def set_rows(self, rows: Sequence[int], asks: Sequence[NewRow]) -> None:
+        """Give rows to sequences."""
+        for row, new in zip(rows, asks, strict=True):
             self.set_row(row, new)
 
     def set_row(self, row: int, new: NewRow) -> None:
@@ -147,7 +152,8 @@ class LeaderTokens:
         self._group = group
         #: `NewRow.flags` of live rows.
         self._flags: dict[int, int] = {}
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        # Of branches of trees there may be several drafts for a row at a time.
+        self._tokens = torch.zeros(rows + MOST_BRANCHES, dtype=torch.int64, device=device)
 
     @property
     def draws(self) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
+from tokenpod.engine.branch_rows import with_branches
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.host_copies import HostCopies
@@ -71,7 +72,8 @@ class StepExecutor(ABC, Generic[S]):
         sampler: for as many rows.
         rows: sequences that can be live at once.
         device: where the model is.
-        row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
+        row_table: [lines, max_positions] int32 slots, or of no size where runs are read. Behind
+            the rows' lines are padding's and those of branches.
         copies: makes the copies that plans ask for.
         adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
@@ -105,6 +107,8 @@ class StepExecutor(ABC, Generic[S]):
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         #: Of each row: what is asked of its prompt's tokens. Followers report nothing.
         self._wanted = [Wanted()] * rows
+        #: The row table's line of the first branch of a tree of drafts; None: there is no table.
+        self._first_line = rows + 1 if row_table.numel() else None
         #: The last step, if it may wait for masks.
         self._unsampled: Flight | None = None
 
@@ -153,7 +157,7 @@ class StepExecutor(ABC, Generic[S]):
 
     @abstractmethod
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
-        """Find the drafts that a plan leaves open: one small step for each of a row's drafts."""
+        """Find the drafts that a plan leaves open: a small step for each of `Unknown.levels`."""
 
     @abstractmethod
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
@@ -198,8 +202,19 @@ class StepExecutor(ABC, Generic[S]):
         for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
-            if len(prefix) and self._row_table.numel():
-                self._row_table[row, : len(prefix)] = self._upload(prefix)
+        if len(plan.prefix_slot) and self._row_table.numel():
+            self._enter_prefixes(plan)
+
+    def _enter_prefixes(self, plan: StepPlan) -> None:
+        """Enter the slots of new rows' cached prefixes in the row table: one copy for all rows."""
+        n, lengths = len(plan.prefix_slot), plan.n_prefix
+        rows = plan.n_row.astype(np.int64) * self._row_table.shape[1]
+        begins = lengths.cumsum() - lengths
+        numbers = np.empty((2, n), np.int64)
+        numbers[0] = np.repeat(rows - begins, lengths) + np.arange(n)
+        numbers[1] = plan.prefix_slot
+        at, slots = self._upload(numbers)
+        self._row_table.view(-1).index_copy_(0, at, slots.to(self._row_table.dtype))
 
     def _forward(
         self, plan: StepPlan, mailbox: Mailbox
@@ -217,7 +232,8 @@ class StepExecutor(ABC, Generic[S]):
         scored: dict[int, PromptScores] = {}
         if len(plan.scored_token):
             for at, following in scored_rows(plan):
-                scored[at] = self._score_prompt(following, hidden, batch, at)
+                first, asked = int(plan.r_tokens[:at].sum()), self._wanted[plan.r_row[at]]
+                scored[at] = self._score_prompt(following, hidden, batch, first, asked)
         logits = self._model.logits(hidden, batch) if plan.sampling else None
         return logits, integers, scored
 
@@ -230,13 +246,16 @@ class StepExecutor(ABC, Generic[S]):
 
     def _ragged(self, host: Integers, plan: StepPlan) -> RaggedRows:
         rows = plan.r_row.tolist()
-        return RaggedRows(
+        ragged = RaggedRows(
             b_start=host.b_start[: len(rows) + 1].tolist(),
             b_context=host.b_context[: len(rows)].tolist(),
             b_runs=[self._runs[row] for row in rows],
             b_row=rows,
             single_rows=plan.singles,
         )
+        if plan.branches is None:
+            return ragged
+        return with_branches(ragged, plan, first_line=self._first_line)
 
     def _batch(
         self, integers: Integers, rows: RaggedRows, t_token: torch.Tensor | None = None
@@ -267,10 +286,10 @@ class StepExecutor(ABC, Generic[S]):
         return GivenEmbeddings(self._upload(index), self._upload(rows))
 
     def _score_prompt(
-        self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, row: int
+        self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int, asked: Wanted
     ) -> PromptScores:
+        """Of a row whose tokens begin with the step's `first`, what follows them."""
         following = self._upload(tokens.astype(np.int64))
-        first, asked = batch.b_start[row], self._wanted[batch.b_row[row]]
         pieces = []
         for at in range(0, len(following), _SCORED_AT_ONCE):
             part = following[at : at + _SCORED_AT_ONCE]

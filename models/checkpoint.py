@@ -27,16 +27,17 @@ INDEX = "model.safetensors.index.json"
 class Checkpoint:
     """The tensors of a folder, by name; open until closed.
 
-    Raises ModelError for a missing, truncated or malformed file.
+    `single`: how the file is called, if it is one. Raises ModelError for a missing, truncated or
+    malformed file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         self._files = ExitStack()
         readers = self._files.enter_context(ThreadPoolExecutor(READERS, "weights"))
         self._pieces = Pieces(readers)
         self._where: dict[str, TensorFile] = {}
         #: The files that it is made of.
-        self.files = files_of(folder)
+        self.files = files_of(folder, single)
         try:
             for path in self.files:
                 self._open(path)

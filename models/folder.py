@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from tokenpod.models.tier.choose import Loader
 
 
+#: What config.json has of Medusa heads, and what their tensors begin with in a model's checkpoint.
+HEADS, HEADS_WITHIN = "medusa_num_heads", "medusa_head."
+
+
 class Described(NamedTuple):
     """What config.json says."""
 
@@ -147,7 +151,7 @@ def read_layout(
             reader=reader,
             optional=optional,
             surplus=chosen.surplus,
-            beyond=(*family.unused, *beyond_names(spec, chosen, prefix)),
+            beyond=(*family.unused, *beyond_names(spec, chosen, prefix), HEADS_WITHIN),
         )
     return layout
 
@@ -180,6 +184,12 @@ def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
 
 def _family(fields: Fields) -> Family | None:
     """None: we don't have the model; transformers may."""
+    if HEADS in fields and "architectures" not in fields:
+        base = fields.values.get("base_model_name_or_path")
+        raise ModelError(
+            f"{fields.source} is that of Medusa heads: serve their model, {base}, with --speculate"
+            " and this folder as --draft-model"
+        )
     names = fields.texts("architectures")
     return next((f for f in FAMILIES if names and names[0] in f.architectures), None)
 

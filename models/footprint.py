@@ -24,6 +24,7 @@ from tokenpod.models.folder import is_native, read_layout, tier_of
 from tokenpod.models.head_spec import HeadSpec
 from tokenpod.models.layout import Layout
 from tokenpod.models.load import check_alone
+from tokenpod.models.medusa import MOST_POSITIONS, is_medusa, open_medusa, read_medusa
 from tokenpod.models.mtp import mtp_layout
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.errors import NotServed
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--max-total-tokens", type=int)
     parser.add_argument("--mtp", action="store_true", help="its layer that predicts further tokens")
+    parser.add_argument("--heads", type=int, help="of Medusa heads, how many are used")
     asked = parser.parse_args()
     try:
         footprint = footprint_of(
@@ -48,6 +50,7 @@ def main() -> int:
             head=asked.quantize_head,
             max_total_tokens=asked.max_total_tokens,
             mtp=asked.mtp,
+            heads=asked.heads,
         )
     except ModelError as error:
         print(error, file=sys.stderr)
@@ -63,10 +66,12 @@ def footprint_of(
     head: bool = False,
     max_total_tokens: int | None = None,
     mtp: bool = False,
+    heads: int | None = None,
 ) -> Footprint:
     """The footprint of the model in `folder`, which needs no more than its config.json.
 
-    With `mtp` that of its layer that predicts further tokens, beside it.
+    With `mtp` that of its layer that predicts further tokens, beside it; with `heads` that of
+    so many Medusa heads, if those are there, whose config.json does not say how large they are.
 
     Where its safetensors files are there too, their tensors are checked against it. Raises
     ModelError for what could not be served, with its products in the format `quantize`, and with
@@ -75,6 +80,8 @@ def footprint_of(
     """
     if is_eagle(folder):
         return _of_head(folder)
+    if heads is not None and is_medusa(folder):
+        return _of_medusa(folder, heads)
     if not is_native(folder):
         if mtp:
             raise ModelError(f"{folder}: transformers computes it, without layers that predict")
@@ -101,6 +108,22 @@ def _of_head(folder: Path) -> Footprint:
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
         portions={1: Portion(numbers, sum(kv.numbers for kv in spec.kv_layouts))},
+    )
+
+
+def _of_medusa(folder: Path, heads: int) -> Footprint:
+    """Of the first Medusa heads in a folder; each rank has all of them."""
+    with open_medusa(folder) as checkpoint:
+        spec = read_medusa(folder, checkpoint)
+    return Footprint(
+        architecture=spec.architecture,
+        dtype=None,
+        from_tensors=True,
+        hidden_size=spec.width,
+        intermediate_size=spec.width,
+        vocab_size=spec.vocab_size,
+        max_positions=MOST_POSITIONS,
+        portions={1: Portion(WHOLE.numbers(spec.first(heads)), 0)},
     )
 
 

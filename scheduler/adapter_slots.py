@@ -12,7 +12,7 @@ lies in the KV cache.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.radix import Slots
@@ -161,13 +161,18 @@ class AdapterSlots:
             self._ready[slot] = adapter, index
         self._users[adapter] += len(slots)
 
-    def take_ready(self) -> list[tuple[int, int, int]]:
-        """Slots, adapters and indices to be filled before the next step, since the last call."""
+    def take_ready(self, unfilled: Collection[int]) -> list[tuple[int, int, int]]:
+        """Slots, adapters and indices to be filled before the next step, since the last call.
+
+        `unfilled`: the slots of them that are not somebody else's by now.
+        """
+        if not self._ready:
+            return []
         ready, self._ready = self._ready, {}
         for adapter, used in Counter(adapter for adapter, _ in ready.values()).items():
             self._users[adapter] -= used
             self._drop_unused(adapter)
-        return [(slot, *token) for slot, token in ready.items()]
+        return [(slot, *token) for slot, token in ready.items() if slot in unfilled]
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless each slot is free or has one adapter, used as counted."""

@@ -9,7 +9,7 @@ needs computed is always sampled, and only rows that decode can miss a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tokenpod.scheduler.sequence import Sequence
 
@@ -57,14 +57,21 @@ class Constrained:
         sequence.paused = 1
         self._paused[sequence.id] = sequence
 
-    def masked(self, sequence_id: int) -> None:
-        """The next mask of one of `waiting` is there."""
-        if sequence := self._paused.pop(sequence_id, None):
-            sequence.paused = 0
-            return
-        if (first := self._first.get(sequence_id)) is not None:
-            self._masked.add(sequence_id)
-            self._let_go(first)
+    def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
+        """The next masks of some of `waiting` are there.
+
+        Args:
+            sequence_ids: theirs.
+            most: of those that are held so many are queued, samples of one request counting once;
+                the others stay among `waiting`. None: all.
+        """
+        queued = 0
+        for sequence_id in sequence_ids:
+            if sequence := self._paused.pop(sequence_id, None):
+                sequence.paused = 0
+            elif (first := self._first.get(sequence_id)) is not None and queued != most:
+                self._masked.add(sequence_id)
+                queued += self._let_go(first)
 
     def forget(self, sequence: Sequence) -> bool:
         """A sequence has ended; whether it was held."""
@@ -80,13 +87,15 @@ class Constrained:
         self._let_go(first)
         return True
 
-    def _let_go(self, first: int) -> None:
-        """Queue samples if all of their masks are there."""
+    def _let_go(self, first: int) -> bool:
+        """Queue samples if all of their masks are there; whether they are."""
         samples = self.held[first]
-        if all(s.id in self._masked for s in samples):
+        whole = all(s.id in self._masked for s in samples)
+        if whole:
             del self.held[first]
             for sequence in samples:
                 self._masked.discard(sequence.id)
                 del self._first[sequence.id]
             if samples:
                 self._enqueue(samples)
+        return whole

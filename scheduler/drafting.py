@@ -14,37 +14,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.plan import LAST, UNSAMPLED
+from tokenpod.scheduler.draft_choice import Choice, Choosing
 from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.odds import Floats, Odds
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step
 from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Ints
-
-Flags = npt.NDArray[np.bool_]
+from tokenpod.scheduler.tree_shapes import (
+    Shape,
+    depth_of,
+    is_chain,
+    tree_of,
+    way_along,
+    widths_of,
+)
 
 #: In steps of more rows nothing is drafted, nor watched: weights are read for many rows already.
 MOST_ROWS = 64
-#: Drafting must promise so much more than not drafting.
-_MARGIN = 1.02
-#: Steps of the same rows for which a choice holds; and those whose times show what drafts cost.
-_CHOICE_HOLDS = 8
-_TRIALS = 4
-#: Guesses that are watched before any is drafted.
-_WATCHED_FIRST = 8
-#: A source that can't be watched is judged after so many steps with so many drafts of a row: the
-#: first ones may be slow (memory is taken, kernels are loaded), and of a size the shortest counts.
-_TRIES = 3
-_TRIED_WITH = 2
-#: One that was found not to pay is tried again after so many choices.
-_TRIED_AGAIN = 256
 
 
 class DraftSource(Protocol):
@@ -65,6 +58,26 @@ class DraftSource(Protocol):
         """The sequence is over."""
 
 
+class TreeSource(DraftSource, Protocol):
+    """Guesses several tokens for a place."""
+
+    def propose_tree(self, sequence: Sequence, shape: Shape) -> list[int]:
+        """A token for each draft of a tree; those that follow the same one are different.
+
+        `plan.LAST` stands for tokens that the executor finds.
+        """
+        ...
+
+
+class Guess(NamedTuple):
+    """A sequence and what may follow its last token: at least one token."""
+
+    sequence: Sequence
+    tokens: list[int]
+    #: Which follows which; empty: each the one before it.
+    shape: Shape = ()
+
+
 class ModelDrafts:
     """A source whose guesses the executor makes, with a draft model."""
 
@@ -74,6 +87,11 @@ class ModelDrafts:
         """See `DraftSource`."""
         del sequence
         return [LAST] * most
+
+    def propose_tree(self, sequence: Sequence, shape: Shape) -> list[int]:
+        """See `TreeSource`."""
+        del sequence
+        return [LAST] * len(shape)
 
     def forget(self, sequence: Sequence) -> None:
         """See `DraftSource`."""
@@ -86,8 +104,7 @@ class Split:
     sequences: list[Sequence]
     #: [n] their places.
     places: Ints
-    #: Sequences and what may follow their last token, at least one token each.
-    drafts: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    drafts: list[Guess] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -95,11 +112,17 @@ class Landed:
     """A sequence whose drafts have been checked, before it is given the tokens that were drawn."""
 
     sequence: Sequence
-    drafted: int
-    #: Drafts that equal what was drawn: the first ones.
+    #: Drafts, by how many drafts are before them.
+    widths: tuple[int, ...]
+    #: Drafts that equal what was drawn: those behind each other from the first on.
     right: int
     #: Outputs that it had.
     outputs: int
+
+    @property
+    def drafted(self) -> int:
+        """Drafts in all."""
+        return sum(self.widths)
 
     @property
     def wrong(self) -> int:
@@ -112,42 +135,35 @@ class Landed:
         return min(self.right, len(self.sequence.outputs) - self.outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Who is to draft, how much at most; for whom that was decided, and for how many steps."""
-
-    draws: Flags
-    most: int
-    places: Ints
-    holds: int
-
-
 class Drafting:
     """Decides who drafts, and how much.
 
     Args:
         source: of guesses.
-        most: drafts of one row in a step.
+        most: drafts of one row in a step that are behind each other.
         kv: of the sequences.
         costs: what steps take, learned from them; None: draft always, as much as may be.
+        tree: drafts of one row in a step where they are a tree, more than `most`, of a source that
+            can find these; 0: they never are.
     """
 
-    def __init__(self, source: DraftSource, most: int, kv: KV, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        source: DraftSource,
+        most: int,
+        kv: KV,
+        costs: Costs | None = None,
+        *,
+        tree: int = 0,
+    ) -> None:
         self._source = source
         self._most = most
         self._kv = kv
         self._costs = costs
         #: Rows with drafts in steps that have not settled.
         self._flying = 0
-        #: Whether steps are launched before the one before has settled.
-        self._overlaps = False
         self._watching = False
-        self._odds = Odds(hopeful=not source.watched)
-        #: Choices since something was drafted.
-        self._idle = 0
-        self._choice: _Choice | None = None
-        #: Steps with drafts since there was one without.
-        self._streak = 0
+        self._choosing = Choosing(most, tree, costs, watched=source.watched)
         #: By sequence id: a guess that is compared with what comes, and how much of it was right.
         self._watched: dict[int, tuple[list[int], int]] = {}
 
@@ -176,30 +192,42 @@ class Drafting:
         if not (few and may.any()):
             return Split(sequences, places)
         flying = table.in_flight[places] > 0
-        self._overlaps = self._overlaps or bool(flying.any())
-        choice = self._chosen(places, may)
+        self._choosing.overlaps |= bool(flying.any())
+        choice = self._choosing.choose(places, may)
         if not choice.draws.any():
             return Split(sequences, places)
         plain = ~choice.draws
         split = Split([], places)
         ready = choice.draws & ~flying
-        each = np.minimum(table.bound[places] - table.computed[places] - 1, table.drafts[places])
-        left = max(room, 0)
+        each = np.minimum(table.bound[places] - table.computed[places] - 1, max(room, 0))
+        left, branches = max(room, 0), MOST_BRANCHES
         if wait and self._flying:
             ready[:] = False
         for at in np.flatnonzero(ready).tolist():
-            n = min(choice.most, int(each[at]), left)
-            tokens = self._source.propose(sequences[at], n) if n > 0 else []
+            guess = self._guess(sequences[at], choice, min(int(each[at]), left), branches)
             self._watched.pop(sequences[at].id, None)
-            if tokens:
-                split.drafts.append((sequences[at], tokens))
-                left -= len(tokens)
+            if guess.tokens:
+                split.drafts.append(guess)
+                left -= len(guess.tokens)
+                branches -= len(guess.shape)
             else:
                 plain[at] = True
         self._flying += len(split.drafts)
         split.places = places[plain]
         split.sequences = [sequences[at] for at in np.flatnonzero(plain).tolist()]
         return split
+
+    def _guess(self, sequence: Sequence, choice: Choice, most: int, branches: int) -> Guess:
+        """Up to `most` drafts, and in a tree up to so many; none: there is no guess."""
+        depth = min(choice.depth, sequence.request.drafts)
+        # Trees that are less deep are broader: more drafts follow one token than there is room for.
+        if choice.is_tree and depth == choice.depth and not sequence.constrained:
+            shape = tree_of(min(choice.drafts, most), depth)
+            if len(shape) <= branches and not is_chain(shape):
+                source = cast(TreeSource, self._source)
+                return Guess(sequence, source.propose_tree(sequence, shape), shape)
+        n = min(depth, most)
+        return Guess(sequence, self._source.propose(sequence, n) if n > 0 else [])
 
     def land(
         self, step: Step, tokens: Listing[int], took: int, drafting_ns: int = 0
@@ -216,11 +244,11 @@ class Drafting:
         """
         found: dict[int, Landed] = {}
         if self._costs is not None and not step.prompt_tokens:
-            drafts = step.plan.drafts > 0
-            self._costs.note(step.plan.tokens, took - drafting_ns, drafts=drafts, gap=step.gap)
+            n = step.plan.drafts
+            self._costs.note(step.plan.tokens, took - drafting_ns, drafts=n > 0, gap=step.gap)
             if drafting_ns:
-                most = max(int(step.plan.r_samples[row]) for row, _ in step.drafting) - 1
-                self._costs.note_small(len(step.drafting), drafting_ns // most)
+                most = max(depth_of(step.shape_of(row)) for row, _ in step.drafting)
+                self._costs.note_small(-(-n // most), drafting_ns // most)
         for row, first in step.drafting:
             self._flying -= 1
             sequence = step.sequences[row]
@@ -228,14 +256,37 @@ class Drafting:
             sequence.drafted = 0
             if sequence.dead:
                 continue
-            drawn = [*tokens[first + 1 : first + 1 + drafted], UNSAMPLED]
-            landed = Landed(sequence, drafted, drawn.index(UNSAMPLED), len(sequence.outputs))
+            drawn = [*tokens[first : first + 1 + drafted], UNSAMPLED]
+            way = self._keep(step, row, drawn[: max(drawn.index(UNSAMPLED), 1)])
+            widths = widths_of(step.shape_of(row))
+            landed = Landed(sequence, widths, len(way), len(sequence.outputs))
             if landed.wrong:
                 self._kv.take_back(sequence, landed.wrong)
                 sequence.launched -= landed.wrong
-            self._odds.checked(sequence.place, drafted, landed.right)
+            self._note(sequence.place, landed, way)
             found[sequence.id] = landed
         return found
+
+    def _keep(self, step: Step, row: int, drawn: list[int]) -> list[int]:
+        """Have what right drafts have computed lie where a chain's would; their numbers, from 1."""
+        shape = step.shape_of(row)
+        if is_chain(shape):
+            return [*range(1, len(drawn))]
+        end = int(step.plan.r_tokens[: row + 1].sum())
+        way = way_along(shape, step.plan.t_token[end - len(shape) : end].tolist(), drawn)
+        slots = step.plan.t_slot[end - len(shape) - 1 : end].tolist()
+        for at, number in enumerate(way, 1):
+            if number != at:
+                self._kv.pool.move(slots[number], slots[at])
+        return way
+
+    def _note(self, place: int, landed: Landed, way: list[int]) -> None:
+        """Note how many of a row's drafts were right, of a tree's also how many of its trunk."""
+        odds, right, depth = self._choosing.odds, landed.right, len(landed.widths)
+        if landed.drafted > depth:
+            self._choosing.tree_odds.checked(place, depth, right)
+            right = sum(number == at for at, number in enumerate(way, 1))
+        odds.checked(place, depth, right)
 
     def watch(self, sequence: Sequence, token: int) -> None:
         """A token has been drawn without drafts, and is not among the sequence's yet."""
@@ -248,84 +299,21 @@ class Drafting:
         guessed, right = self._watched.pop(sequence.id, ([], 0))
         guessed = guessed or self._source.propose(sequence, self._most)
         if not guessed:
-            self._odds.none(sequence.place)
+            self._choosing.odds.none(sequence.place)
         elif guessed[right] != token:
-            self._odds.checked(sequence.place, len(guessed), right)
+            self._choosing.odds.checked(sequence.place, len(guessed), right)
         elif right + 1 == len(guessed):
-            self._odds.checked(sequence.place, len(guessed), right + 1)
+            self._choosing.odds.checked(sequence.place, len(guessed), right + 1)
         else:
             self._watched[sequence.id] = guessed, right + 1
 
     def began(self, sequences: Iterable[Sequence]) -> None:
         """Sequences exist: nothing is known of them."""
         for sequence in sequences:
-            self._odds.reset(sequence.place)
+            self._choosing.odds.reset(sequence.place)
+            self._choosing.tree_odds.reset(sequence.place)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence is over."""
         self._source.forget(sequence)
         self._watched.pop(sequence.id, None)
-
-    # -- whether it pays -----------------------------------------------------------------------
-
-    def _chosen(self, places: Ints, may: Flags) -> _Choice:
-        last = self._choice
-        if last is None or not last.holds or not np.array_equal(last.places, places):
-            draws, most = self._choose(places, may)
-            self._streak = self._streak + 1 if draws.any() else 0
-            holds = 1 if 0 < self._streak <= _TRIALS else _CHOICE_HOLDS
-            last = _Choice(draws, most, places, holds)
-        self._choice = _Choice(last.draws, last.most, places, last.holds - 1)
-        return last
-
-    def _choose(self, places: Ints, may: Flags) -> tuple[Flags, int]:
-        """[n] who is to draft, and how many tokens at most."""
-        if self._costs is None:
-            return may, self._most
-        least, chosen = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0)
-        if least == 0 or (self._source.watched and self._odds.cases < _WATCHED_FIRST):
-            return chosen
-        if not self._source.watched:
-            if self._idle >= _TRIED_AGAIN:
-                self._odds, self._idle, self._costs.tries = Odds(hopeful=True), 0, 0
-            if self._costs.tries < _TRIES:
-                return may, min(_TRIED_WITH, self._most)
-        # What pays even if chance was kind is eligible. Of that a draft model does what is likely
-        # to pay most; a source of which there is only now and then a guess what is sure to.
-        sure = self._odds.of(places)
-        likely = sure if self._source.watched else self._odds.of(places, cautious=False)
-        best = 0.0
-        for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
-            if most > self._most:
-                continue
-            rate, draws = self._rate(len(places), may, sure, most)
-            if rate > least:
-                rate, _ = self._rate(len(places), draws, likely, most)
-                if rate > best:
-                    best, chosen = rate, (draws, most)
-        self._idle = 0 if chosen[1] else self._idle + 1
-        return chosen
-
-    def _rate(
-        self, n: int, may: Flags, odds: tuple[Floats, Floats, Floats], most: int
-    ) -> tuple[float, Flags]:
-        """Tokens per nanosecond if who gains by up to `most` drafts has them, and who that is."""
-        assert self._costs is not None
-        some, first, further = odds
-        gain = some * first * (1 - further**most) / (1 - further)
-        cost = some * most
-        price = self._costs.price(n, float(cost[may].sum()))
-        draws = may & (gain > cost * price)
-        drafting = int(draws.sum())
-        if not drafting:
-            return 0.0, draws
-        tokens, more = n + float(cost[draws].sum()), float(gain[draws].sum())
-        others = n - drafting
-        took = self._costs.of(tokens) + most * self._costs.small(drafting)
-        if not self._overlaps:
-            return (n + more) / took, draws
-        if not others:
-            return (n + more) / (took + self._costs.gap), draws
-        # While the rows with drafts wait for their step, the others are in another one.
-        twice = took + self._costs.of(others, drafts=False)
-        return (drafting + more + 2 * others) / twice, draws

@@ -18,10 +18,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from tokenpod.core.capacity import BLOCK
+from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.scheduler.block_keys import Key, next_key, root_key
 from tokenpod.scheduler.host_tier import HostTier
 from tokenpod.scheduler.radix import Node, Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.work import Limits
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -258,6 +260,20 @@ class HostKV:
         """The key of what is left of these tokens behind whole blocks: no whole block has it."""
         whole = len(tokens) // self._block
         return next_key(sequence.hosted.keys[whole], tokens[whole * self._block :])
+
+
+def host_of(limits: Limits) -> HostKV | None:
+    """For these limits; None: nothing goes to the host's memory."""
+    if not limits.host_slots:
+        return None
+    return HostKV(
+        limits.host_slots,
+        # The slot behind the pool's last one takes padding.
+        first=limits.slots + PROBE_TOKENS + 1,
+        caching=limits.caching,
+        least=limits.host_least,
+        block=limits.host_block,
+    )
 
 
 def _start(node: Node) -> int:

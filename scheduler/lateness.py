@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 
 from tokenpod.core.outputs import FailureCode, FinishCode
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.ends import failures, finish, reported
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pace import Pace
-from tokenpod.scheduler.queue import Queue
+from tokenpod.scheduler.planners import Planners
 from tokenpod.scheduler.sequence import EndState, Sequence
 from tokenpod.scheduler.work import Settled
 
@@ -22,8 +21,8 @@ class Lateness:
     Args:
         sequences: every sequence that exists, by id.
         kv: of the scheduler, as the next three.
-        queue: who waits.
-        batcher: who runs.
+        planners: who waits, and who runs.
+        deadlines: their moments.
         pace: how long prompts take at the least.
         end: ends a sequence in a state.
     """
@@ -32,19 +31,18 @@ class Lateness:
         self,
         sequences: Mapping[int, Sequence],
         kv: KV,
-        queue: Queue,
-        batcher: Batcher,
+        planners: Planners,
         *,
+        deadlines: Deadlines,
         pace: Pace,
         end: Callable[[Sequence, EndState], None],
     ) -> None:
         self._sequences = sequences
         self._kv = kv
-        self._queue = queue
-        self._batcher = batcher
+        self._planners = planners
         self._pace = pace
         self._end = end
-        self._deadlines = Deadlines()
+        self._deadlines = deadlines
         #: First samples of requests that came since the last look.
         self._new: list[Sequence] = []
 
@@ -57,10 +55,6 @@ class Lateness:
         """Watch a new request, by its first sample."""
         self._new.append(first)
         self._deadlines.add(first.request)
-
-    def forget(self, sequence_id: int) -> None:
-        """A sequence is gone."""
-        self._deadlines.forget(sequence_id)
 
     def drop(self, now: int, events: Settled) -> None:
         """End whoever is late, and whoever will be."""
@@ -94,8 +88,9 @@ class Lateness:
     def _drop_hopeless(self, now: int, events: Settled) -> None:
         """End sequences that can't have their first token in time, before it costs anything."""
         new, self._new = self._new, []
+        waiting = self._planners.queue.head[:1]
         # Others in the queue were checked when they came, and will be again at its head.
-        for sequence in (*new, *self._queue.head[:1], *self._batcher.prefilling):
+        for sequence in (*new, *waiting, *self._planners.batcher.prefilling):
             deadline = sequence.request.deadline_at
             if sequence.dead or sequence.outputs or deadline is None:
                 continue

@@ -56,6 +56,17 @@ class Outcomes:
         self._end = end
         self._refuse = refuse
 
+    def check_drafts(
+        self, step: Step, tokens: Listing[int], took: int, drafting_ns: int
+    ) -> Mapping[int, Landed]:
+        """Take back what wrong drafts of a step have computed; see `Drafting.land`."""
+        if self._drafting is None:
+            return {}
+        drafted = self._drafting.land(step, tokens, took, drafting_ns)
+        for draft in drafted.values():
+            self._routed.taken_back(draft.sequence, draft.wrong)
+        return drafted
+
     def take_each(
         self,
         step: Step,
@@ -89,7 +100,7 @@ class Outcomes:
 
     def counted(self, draft: Landed) -> Drafted:
         """Count a row's drafts, and tell of them."""
-        self._counts.drafts(draft.drafted, draft.accepted)
+        self._counts.drafts(draft.widths, draft.accepted)
         return Drafted(draft.sequence.id, draft.drafted, draft.accepted)
 
     def take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:

@@ -204,8 +204,8 @@ class Routed:
         if self._drafting is not None:
             split = self._drafting.split(decoding, places, wait=False, room=MOST_DRAFTS - taken)
             decoding, places = split.sequences, split.places
-            for sequence, drafts in split.drafts:
-                step.draft(sequence, drafts)
+            for sequence, drafts, shape in split.drafts:
+                step.draft(sequence, drafts, shape=shape)
                 self.reserved -= 1 + len(drafts)
         if decoding:
             step.decode(decoding, places)

@@ -11,38 +11,35 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
 
-import msgspec
-
 from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
-from tokenpod.core.outputs import Failure, FailureCode, FinishCode, Load
+from tokenpod.core.outputs import Failure, Load
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.adapter_slots import AdapterSlots
-from tokenpod.scheduler.admission import Admission, Ledger
-from tokenpod.scheduler.batcher import Batcher
+from tokenpod.scheduler.admission import Admission
+from tokenpod.scheduler.arrivals import Arrivals
 from tokenpod.scheduler.batching import Batching, Mixed
 from tokenpod.scheduler.beam_search import Top
-from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.counts import Counts
-from tokenpod.scheduler.drafting import Drafting, Landed
-from tokenpod.scheduler.ends import finish
+from tokenpod.scheduler.deadlines import Deadlines
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.ends import Ends, alive
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.forced import Forced
-from tokenpod.scheduler.given import VectorIds
-from tokenpod.scheduler.host_kv import HostKV
+from tokenpod.scheduler.host_kv import HostKV, host_of
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.lateness import Lateness
+from tokenpod.scheduler.load_counts import load_of
 from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.pace import Pace
+from tokenpod.scheduler.planners import Planners
 from tokenpod.scheduler.preemption import Always, Preemption
-from tokenpod.scheduler.probe import Probes
-from tokenpod.scheduler.queue import Planner, Queue
-from tokenpod.scheduler.refusals import malformed, never_fits, too_much
-from tokenpod.scheduler.routed import Routed
+from tokenpod.scheduler.refusals import malformed, too_much
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
+from tokenpod.scheduler.sequence import EndState, Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.step_clock import StepClock
 from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
@@ -79,20 +76,12 @@ class Scheduler:
         forced_costs: Costs | None = None,
     ) -> None:
         self.limits = limits
-        caching = limits.prefix_caching and limits.sharing
-        by_uses = limits.prefix_eviction == "lfu"
-        slots = limits.slots + PROBE_TOKENS
-        host = None
-        if limits.host_slots:
-            # The slot behind the pool's last one takes padding.
-            host = HostKV(
-                limits.host_slots,
-                first=slots + 1,
-                caching=caching,
-                least=limits.host_least,
-                block=limits.host_block,
-            )
-        self.kv = KV(slots, caching=caching, by_uses=by_uses, host=host)
+        self.kv = KV(
+            limits.slots + PROBE_TOKENS,
+            caching=limits.caching,
+            by_uses=limits.prefix_eviction == "lfu",
+            host=host_of(limits),
+        )
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
@@ -102,39 +91,53 @@ class Scheduler:
         #: Tokens that constraints force.
         self.forced = Forced(self._rows, limits.forced, forced_costs)
         self._drafting = drafting(self.kv) if drafting else None
-        self._batcher = Batcher(
-            self.kv,
-            self._rows,
-            self._admission,
-            self._batching,
-            self._requeue,
-            self.forced,
-            self._drafting,
-            swaps=lambda sequence: preemption.swaps(sequence, self._alive(sequence.request)),
-        )
-        self._routed = Routed(self._rows, self.forced, self._drafting)
-        self._probes = Probes(self.kv, self._rows)
-        planners: dict[Owner, Planner] = {
-            Owner.BATCHER: self._batcher,
-            Owner.ROUTER: self._routed,
-        }
-        self._queue = Queue(
-            self.kv,
-            self._rows,
-            planners,
-            ledger=self._ledger,
-            joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
-            adapters=self.adapters,
-            swapped_first=preemption.swapped_first,
-        )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
+        self._planners = Planners(
+            self.kv,
+            self._rows,
+            self.adapters,
+            admission=self._admission,
+            batching=self._batching,
+            forced=self.forced,
+            drafting=self._drafting,
+            prefill_tokens=limits.prefill_tokens,
+            swapped_first=preemption.swapped_first,
+            requeue=lambda samples: self._arrivals.requeue(samples),
+            swaps=lambda each: preemption.swaps(each, alive(self._sequences, each.request)),
+        )
+        self._batcher, self._routed = self._planners.batcher, self._planners.routed
+        self._queue = self._planners.queue
         self._constrained = Constrained(self._queue.add_again)
-        self._vectors = VectorIds()
-        self._pace = Pace(limits.prefill_tokens)
+        self._arrivals = Arrivals(
+            limits,
+            self._sequences,
+            table=self.kv.table,
+            adapters=self.adapters,
+            drafting=self._drafting,
+            queue=self._queue,
+            constrained=self._constrained,
+        )
+        deadlines = Deadlines()
         self._counts = Counts()
+        self._ends = Ends(
+            self._sequences,
+            self._planners,
+            self._constrained,
+            kv=self.kv,
+            adapters=self.adapters,
+            drafting=self._drafting,
+            deadlines=deadlines,
+            counts=self._counts,
+        )
+        self._pace = Pace(limits.prefill_tokens)
         self._late = Lateness(
-            self._sequences, self.kv, self._queue, self._batcher, pace=self._pace, end=self._end
+            self._sequences,
+            self.kv,
+            self._planners,
+            deadlines=deadlines,
+            pace=self._pace,
+            end=self._ends.end,
         )
         self._outcomes = self._OUTCOMES(
             self.kv,
@@ -143,33 +146,29 @@ class Scheduler:
             self._constrained,
             self._drafting,
             counts=self._counts,
-            end=self._end,
+            end=self._ends.end,
             refuse=self.end_constrained,
         )
-        self._settled_at = 0
         self._steps = 0
-        #: Steps that have not settled; and nothing could run since the last one.
-        self._under_way, self._rested = 0, True
+        self._clock = StepClock()
         self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once (see `drain_events`)."""
-        problem, code = never_fits(request, self.limits), FailureCode.INVALID_ARGUMENT
-        if not problem and not self.adapters.knows(request.adapter):
-            problem, code = "its adapter has been unloaded", FailureCode.NOT_FOUND
-        if problem:
+        if refusal := self._arrivals.refusal(request):
+            problem, code = refusal
             for sequence_id in request.sequence_ids:
                 self._events.failures.append(Failure(sequence_id, code, problem))
             self._counts.end(EndState.IGNORED)
             return
         if request.probe:
-            self._probes.add(*self._make(request, Owner.PROBE))
+            self._planners.probes.add(*self._arrivals.make(request, Owner.PROBE))
             return
-        samples = self._make(request, Owner.BATCHER)
+        samples = self._arrivals.make(request, Owner.BATCHER)
         for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
-            self._enqueue(together)
+            self._arrivals.enqueue(together)
         self._late.add(samples[0])
 
     def advance(self, op: Advance) -> Failure | None:
@@ -178,11 +177,9 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
-        # A router's request of an adapter that has gone is the base model's, as of any other name.
-        known = [r if self.adapters.knows(r.adapter) else _of_base(r) for r in op.start]
-        fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
+        fresh = [s for request in op.start for s in self._arrivals.make(request, Owner.ROUTER)]
         for sequence in fresh:
-            self._enqueue([sequence])
+            self._arrivals.enqueue([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
         self._routed.begin(op, fresh, resumed)
         return None
@@ -203,7 +200,7 @@ class Scheduler:
         """
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
-                self._end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
+                self._ends.end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
 
     # -- constraints ---------------------------------------------------------------------------
 
@@ -212,9 +209,9 @@ class Scheduler:
         """Sequences that can't go on before their next mask is there: see `masked`."""
         return self._constrained.waiting
 
-    def masked(self, sequence_id: int) -> None:
-        """The next mask of a sequence is there."""
-        self._constrained.masked(sequence_id)
+    def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
+        """The next masks of these sequences are there; see `Constrained.masked`."""
+        self._constrained.masked(sequence_ids, most)
 
     def end_constrained(self, sequence_id: int, problem: str = "") -> None:
         """End a sequence: its constraint allows nothing more; or with a problem, refuse it.
@@ -229,35 +226,30 @@ class Scheduler:
     def plan(self, now: int) -> Step | None:
         """The next step, or None if nothing can run."""
         self._late.drop(now, self._events)
-        self._end_constrained()
-        # Nothing comes back in a step in which something has to go.
-        if not self._queue.swapped or not self._batcher.lacks_room(self._slots_for_batcher):
-            self._queue.admit()
+        self._ends.end_constrained(self._events)
+        self._planners.admit()
         builder = StepBuilder(self.kv, now)
         host = self.kv.host
         if host is not None:
             host.step = self._steps + 1
-        self._plan(builder)
+        self._planners.plan(builder)
         if builder.empty and host is not None and host.flying:
             # There is nothing else to compute: the step waits for the copies.
             self._land(host, self._steps + 1)
-            self._plan(builder)
+            self._planners.plan(builder)
             assert host.issued or not builder.empty, "copies to slots that may have gone"
         if builder.empty:
-            self._rested = self._rested or not self._under_way
+            self._clock.idle()
             return None
         self._steps += 1
-        busy = not (self._rested or self._under_way)
-        builder.gap = now - self._settled_at if busy else None
-        self._under_way += 1
-        self._rested = False
+        builder.gap = self._clock.planned(now)
         rows = self._rows
         return builder.finish(
             self._steps,
             rows.take_fresh(),
             rows.take_freed(),
             self.adapters.take_puts(),
-            self._ready(),
+            self.adapters.take_ready(self.kv.pool.take_unfilled()),
         )
 
     def settle(
@@ -284,24 +276,17 @@ class Scheduler:
         if self.kv.table.constrained:
             # What has become of constraints is told no later than the answer to a router's step.
             settled, self._events = self._events, settled
-        # A step that was planned during another began no sooner than that one ended.
-        took = now - max(step.planned_at, self._settled_at)
+        took = self._clock.settled(step.planned_at, now)
         self._pace.note(step.prompt_tokens, took)
         self.forced.settled(step, took)
-        self._settled_at = now
-        self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
-        left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
-        drafted: dict[int, Landed] = {}
-        if self._drafting:
-            drafted = self._drafting.land(step, tokens, took, drafting_ns)
-        for draft in drafted.values():
-            self._routed.taken_back(draft.sequence, draft.wrong)
+        left = step.ended(self.kv.table)
+        drafted = self._outcomes.check_drafts(step, tokens, took, drafting_ns)
         self._outcomes.take_each(step, tokens, tops, drafted, now, settled)
         settled.drafted = [self._outcomes.counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
-                self._free(sequence)
+                self._ends.free(sequence)
         self._batcher.settled()
         if self.kv.host is not None:
             self._land(self.kv.host, step.plan.step if arrived is None else arrived)
@@ -319,13 +304,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any sequence could be advanced."""
-        return bool(
-            self._batcher.running
-            or len(self._queue)
-            or self._routed.ops
-            or len(self._probes)
-            or self._constrained.held
-        )
+        return self._planners.busy or bool(self._constrained.held)
 
     @property
     def stalls(self) -> int:
@@ -334,25 +313,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """The counts that go to the service with every step."""
-        load = Load(
-            running=self._batcher.running + len(self._routed.sequences),
-            waiting=len(self._queue) - self._queue.swapped + len(self._constrained.held),
-            waiting_tokens=self._queue.tokens + self._constrained.held_tokens,
-            slots=self.limits.slots,
-            free_slots=max(self.kv.free - PROBE_TOKENS, 0),
-            evictable_slots=self.kv.tree.evictable,
-            preemptions=self._batcher.preemptions,
-            prompt_tokens=self._counts.prompt_tokens,
-            cached_tokens=self._counts.cached_tokens,
-            evicted_tokens=self.kv.tree.evicted,
-            adapters=len(self.adapters.in_use),
-            swapped=self._queue.swapped,
-            ended=self._counts.ended,
-            drafted_at=[*self._counts.drafted],
-            accepted_at=[*self._counts.accepted],
-        )
-        host = self.kv.host
-        return load if host is None else msgspec.structs.replace(load, **host.counts)
+        return load_of(self.kv, self._planners, self._constrained, self.adapters, self._counts)
 
     def watch_cache(self, *, wanted: bool) -> None:
         """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
@@ -373,131 +334,15 @@ class Scheduler:
         self.kv.check(self._sequences.values())
         self._rows.check(self._sequences.values())
         self.adapters.check(self._sequences.values())
-        promised = sum(s.bound - s.computed for s in self._routed.sequences)
-        assert promised == self._routed.reserved, (promised, self._routed.reserved)
+        self._planners.check()
 
     # -- parts ---------------------------------------------------------------------------------
-
-    def _plan(self, builder: StepBuilder) -> None:
-        """Add routers' rows, then the batcher's; if both have prompts each gets half the budget.
-
-        Probes have a budget of their own: PROBE_TOKENS.
-        """
-        batcher, budget = self._batcher, self.limits.prefill_tokens
-        self._routed.plan(builder, budget - budget // 2 if batcher.has_prompts else budget)
-        batcher.plan(builder, budget - builder.prompt_tokens, self._slots_for_batcher)
-        self._probes.plan(builder)
-
-    @property
-    def _slots_for_batcher(self) -> int:
-        return self.kv.available - self._routed.reserved - self._probes.reserved
 
     def _land(self, host: HostKV, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""
         landed = host.land(step)
         for sequence in landed:
             if sequence.dead and not sequence.in_flight:
-                self._free(sequence)
+                self._ends.free(sequence)
         if landed:
-            self._batcher.settled()
-            self._queue.freed()
-
-    def _ledger(self) -> Ledger:
-        """A ledger with everything that has been admitted."""
-        ledger = self._admission.ledger()
-        self._batcher.add_to(ledger)
-        self._routed.add_to(ledger)
-        return ledger
-
-    def _ready(self) -> list[tuple[int, int, int]]:
-        """What the next plan fills; what was evicted before it is somebody else's."""
-        unfilled = self.kv.take_unfilled()
-        return [token for token in self.adapters.take_ready() if token[0] in unfilled]
-
-    def _requeue(self, samples: list[Sequence]) -> None:
-        for sequence in samples:
-            self.adapters.give_back(sequence)
-        if samples[0].constrained:
-            self._constrained.hold(samples)
-        else:
-            self._queue.add_again(samples)
-        self._queue.freed()
-
-    def _enqueue(self, samples: list[Sequence]) -> None:
-        """Queue new samples; under a constraint once it is compiled and has its first mask."""
-        self._queue.number(samples)
-        if samples[0].constrained:
-            self._constrained.hold(samples)
-        else:
-            self._queue.add_again(samples)
-
-    def _make(self, request: Request, owner: Owner) -> list[Sequence]:
-        prompt = self._vectors.prompt_of(request)
-        table, samples = self.kv.table, len(request.sequence_ids)
-        sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
-        self._sequences |= {sequence.id: sequence for sequence in sequences}
-        for sequence in sequences:
-            self.adapters.enter(sequence)
-        if request.beam is not None:
-            group = Group(request, request.beam, sequences)
-            for sequence in sequences:
-                sequence.group = group
-        if self._drafting:
-            self._drafting.began(sequences)
-        return sequences
-
-    def _end_constrained(self) -> None:
-        """End sequences whose constraints allow nothing more, or were refused."""
-        for sequence_id, (sequence, problem) in [*self._constrained.over.items()]:
-            if sequence.owner is Owner.ROUTER and not self._routed.names(sequence):
-                continue
-            if problem:
-                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
-                self._events.failures.append(failure)
-            else:
-                finish(self._events, sequence_id, FinishCode.CONSTRAINT)
-            state = END_STATES[FinishCode.CONSTRAINT]
-            self._end(sequence, EndState.IGNORED if problem else state)
-
-    def _end(self, sequence: Sequence, state: EndState = EndState.ABORTED) -> None:
-        if sequence.dead:
-            return
-        # Of a search the first one last: those that wait for its prompt would be queued again.
-        beams = [sequence] if sequence.group is None else reversed(sequence.group.sequences)
-        for each in beams:
-            self._end_one(each, state)
-
-    def _end_one(self, sequence: Sequence, state: EndState) -> None:
-        sequence.ended_as = state
-        if sequence.owner is not Owner.PROBE and not self._alive(sequence.request):
-            self._counts.end(state)
-        if not (self._constrained.forget(sequence) or self._queue.remove(sequence)):
-            self._batcher.remove(sequence)
-        if not sequence.in_flight:
-            self._free(sequence)
-
-    def _alive(self, request: Request) -> int:
-        """Samples of a request that have not ended."""
-        samples = map(self._sequences.get, request.sequence_ids)
-        return sum(sample is not None and not sample.dead for sample in samples)
-
-    def _free(self, sequence: Sequence) -> None:
-        self._admission.ended(sequence)
-        if self._drafting:
-            self._drafting.forget(sequence)
-        self.kv.release(sequence)
-        if self.kv.host is not None:
-            self.kv.host.came_back(sequence)
-        self._rows.give_back(sequence)
-        for planner in (self._batcher, self._routed, self._probes):
-            planner.released(sequence)
-        self._queue.freed()
-        self._late.forget(sequence.id)
-        del self._sequences[sequence.id]
-        self.adapters.leave(sequence)
-        sequence.leave()
-
-
-def _of_base(request: Request) -> Request:
-    """The same of the base model."""
-    return msgspec.structs.replace(request, adapter=0, virtual_tokens=0, virtual_kv=False)
+            self._planners.landed()

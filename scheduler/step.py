@@ -15,7 +15,8 @@ from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pieces import ChosenToken, Piece
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.table import Ints, Table
+from tokenpod.scheduler.tree_shapes import Shape, chain_of
 
 _NOBODY: Ints = np.empty(0, np.int64)
 
@@ -55,9 +56,21 @@ class Step:
         found = zip(rows.tolist(), firsts[rows].tolist(), strict=True)
         return [(row, first) for row, first in found if row not in self.forced]
 
+    def ended(self, table: Table) -> list[Sequence]:
+        """Its sequences that have ended since it was planned."""
+        ended = table.ended[self.places]
+        return [self.sequences[at] for at in ended.nonzero()[0].tolist()] if ended.any() else []
+
     def drafts_of(self, row: int) -> int:
         """How many drafts a row of the plan has."""
         return max(int(self.plan.r_samples[row]) - 1, 0)
+
+    def shape_of(self, row: int) -> Shape:
+        """Which of them follows which."""
+        if not len(self.plan.t_parent):
+            return chain_of(self.drafts_of(row))
+        end = int(self.plan.r_tokens[: row + 1].sum())
+        return tuple(self.plan.t_parent[end - self.drafts_of(row) : end].tolist())
 
     @cached_property
     def rows_of_firsts(self) -> dict[int, int]:
@@ -99,9 +112,7 @@ class StepBuilder:
             OutOfSlots: fewer slots than sequences are available.
         """
         kv, table = self._kv, self._kv.table
-        others, slots = kv.extend_each(places)
-        for at in others.tolist():
-            slots[at] = kv.extend(sequences[at], 1)[0]
+        slots = kv.extend_each(sequences, places)
         table.computed[places] += 1
         table.launched[places] += 1
         self._decoding += sequences
@@ -118,11 +129,13 @@ class StepBuilder:
         self._pieces.append(Piece(sequence, start, slots))
         self.prompt_tokens += n
 
-    def draft(self, sequence: Sequence, drafts: list[int], *, forced: bool = False) -> None:
+    def draft(
+        self, sequence: Sequence, drafts: list[int], *, shape: Shape = (), forced: bool = False
+    ) -> None:
         """Add the next token of a sequence that decodes, and what may follow it.
 
         It has no step in flight, and is in no other one before this has settled; or with `forced`,
-        nothing else can follow it.
+        nothing else can follow it. `shape`: of a tree; by default each draft follows the last.
         """
         start, n = sequence.computed, 1 + len(drafts)
         slots = self._kv.extend(sequence, n)
@@ -130,7 +143,7 @@ class StepBuilder:
         sequence.launched += n
         if not forced:
             self._kv.table.drafted[sequence.place] = len(drafts)
-        self._pieces.append(Piece(sequence, start, slots, drafts, forced))
+        self._pieces.append(Piece(sequence, start, slots, drafts, forced, shape))
 
     def extend_beams(self, sequences: list[Sequence]) -> None:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
@@ -184,9 +197,10 @@ class StepBuilder:
         given = self._given(ones, longer, order)
         prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
         source, target, awaited = self._kv.copies()
+        tokens = len(order) + sum(len(piece.slots) for piece in longer)
         counts = Counts(
             rows=len(places),
-            tokens=len(order) + sum(len(piece.slots) for piece in longer),
+            tokens=tokens,
             scored=sum(map(len, scored.values())),
             freed=len(freed),
             new=len(fresh),
@@ -200,6 +214,7 @@ class StepBuilder:
             ready=len(ready or ()),
             copies=len(source),
             awaited=len(awaited),
+            parents=tokens if any(piece.shape for piece in longer) else 0,
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -221,6 +236,9 @@ class StepBuilder:
             plan.ready_slot[:], plan.ready_adapter[:], plan.ready_index[:] = columns
         if len(source) or awaited:
             plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
+        if counts.parents:
+            parents = [parent for piece in longer for parent in piece.parents]
+            plan.t_parent[:] = [*[-1] * len(order), *parents]
         if counts.masked:
             plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
         if freed:

@@ -45,6 +45,11 @@ class Limits:
     #: Tokens that their masks force, of one row in a step besides its next one, at most.
     forced: int = 0
 
+    @property
+    def caching(self) -> bool:
+        """Whether later prompts find what has been computed."""
+        return self.prefix_caching and self.sharing
+
 
 @dataclass(slots=True)
 class Settled:

@@ -263,10 +263,13 @@ class Settings(BaseSettings):
     """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams) or by
     draft-model: it keeps those that it would have generated. Tokens stay the same. 0: none."""
     draft_model: str | None = _memory(None)
-    """A small model or an EAGLE-3 head that drafts instead of n-grams: a folder, or a name that is
-    in the local Hugging Face cache; or mtp, the layer of the served model's own checkpoint that
-    predicts further tokens. A model's vocabulary must be the served one's; each rank has all of
-    it."""
+    """A small model, an EAGLE-3 head or Medusa heads that draft instead of n-grams: a folder, or a
+    name that is in the local Hugging Face cache; or mtp, the layer of the served model's own
+    checkpoint that predicts further tokens. A model's vocabulary must be the served one's; each
+    rank has all of it."""
+    draft_tree: int = _memory(0, ge=0, le=31)
+    """Drafts of a sequence in a step if they are a tree: several for one place, from draft-model,
+    more than speculate in all. Few sequences at a time have trees, where these pay. 0: none."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

@@ -107,7 +107,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
-    odd |= {"prefix_eviction": "lfu"}
+    odd |= {"prefix_eviction": "lfu", "draft_tree": "13"}
     odd |= {
         "require_manifest": "true",
         "quantize_head": "true",

@@ -6,20 +6,24 @@ and it lets go of the interpreter's lock while it compiles and while it makes a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import llguidance
 import msgspec
 
-from tokenpod.core.constraints import Constraint, JsonSchema, Reasoned, Tagged
+from tokenpod.core.constraints import Constraint, Grammar, JsonSchema, Reasoned, Tagged
 from tokenpod.engine.constraints.guidance_batch import Batches
 from tokenpod.engine.constraints.guidance_matcher import GuidanceMatcher, told
-from tokenpod.engine.constraints.lark import grammar_of
+from tokenpod.engine.constraints.lark import grammar_of, lark_of
 from tokenpod.engine.constraints.library import Advanced, Matcher, Refused
 
 #: Its tree of tokens holds none that is longer; those are never drawn under a constraint.
 _MOST_TOKEN_BYTES = 255
+#: Of its errors: where in a grammar something is, and the grammar's lines around.
+_LEAD = re.compile(r"(?:at )?(\d+)\((\d+)\): (?:failed to compile JSON schema: )?")
+_LISTING = re.compile(r"\n *\d+ \| ")
 _ANY_OBJECT = JsonSchema('{"type": "object"}')
 #: Fuel is what its lexer does, some 14 to 50 of a thousand a millisecond; items are its parser's.
 _LIMITS = llguidance.LLParserLimits(
@@ -72,14 +76,25 @@ class Guidance:
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=[self._vocab])
         self._batches: Batches | None = None
 
-    def compile(self, constraint: Constraint) -> GuidanceMatcher:
-        """See `Library`."""
-        made = self._compile(constraint)
+    def prepare(self, constraint: Constraint) -> tuple[str, GuidanceMatcher]:
+        """A grammar for the library, and the matcher that it makes of it. Raises Refused."""
+        grammar = grammar_of(constraint, self._special)
+        made = self._made(grammar)
         loose = _loosened(constraint)
         if made.is_error() and loose is not constraint:
-            made = self._compile(loose)
+            grammar = grammar_of(loose, self._special)
+            made = self._made(grammar)
         if made.is_error():
-            raise Refused(told(made.get_error()))
+            raise Refused(_problem(made.get_error(), constraint))
+        return grammar, GuidanceMatcher(made, self._vocab)
+
+    def compile(self, constraint: Constraint, prepared: str = "") -> GuidanceMatcher:
+        """See `Library`."""
+        if not prepared:
+            return self.prepare(constraint)[1]
+        made = self._made(prepared)
+        if made.is_error():
+            raise Refused(_problem(made.get_error(), constraint))
         return GuidanceMatcher(made, self._vocab)
 
     def joins(self, matcher: Matcher) -> bool:
@@ -91,9 +106,22 @@ class Guidance:
         batches = self._batches = self._batches or Batches(self._vocab, threads)
         return batches.advance([(_own(matcher), token) for matcher, token in taken])
 
-    def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
-        grammar = grammar_of(constraint, self._special)
+    def _made(self, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _problem(error: str, constraint: Constraint) -> str:
+    """What is wrong, for the client: of what we make of its constraint it knows nothing."""
+    found = _LEAD.match(error)
+    problem = told(_LISTING.split(error)[0][found.end() if found else 0 :])
+    if (
+        found
+        and isinstance(constraint, Grammar)
+        and lark_of(constraint.source) == constraint.source
+    ):
+        # The first line is ours.
+        return f"line {int(found[1]) - 1}, column {found[2]}: {problem}"
+    return problem
 
 
 def _own(matcher: Matcher) -> GuidanceMatcher:

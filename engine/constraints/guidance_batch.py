@@ -74,7 +74,8 @@ class Batches:
         read = self._executor.consume_token_par(tokens)
         going_on = [(tokens[i][0], at) for i, at in enumerate(wanted) if read[i]]
         address, size = found.ctypes.data, found.strides[0]
-        self._executor.unsafe_compute_mask_ptr(going_on, address, size, len(found))
+        if going_on:  # of none it is an error
+            self._executor.unsafe_compute_mask_ptr(going_on, address, size, len(found))
         for at in wanted:
             # How long each took is not known: sooner or later it is tried alone.
             taken[at][0].took //= 2

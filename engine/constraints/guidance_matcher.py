@@ -12,6 +12,8 @@ from tokenpod.engine.constraints.library import LimitReached, Words
 _WORD_BYTES = 4
 #: Characters of an error that a client gets.
 _MOST_SHOWN = 500
+#: What it calls by a name of its own.
+_NAMED = {"NoExtensionBias": "no text conforms to it"}
 
 
 class GuidanceMatcher:
@@ -81,4 +83,5 @@ def without_end(masks: Words, vocab: int) -> np.ndarray:
 def told(error: str) -> str:
     """The first lines of an error, as one."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
+    text = _NAMED.get(text, text)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

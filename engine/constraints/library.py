@@ -67,8 +67,13 @@ class Advanced:
 class Library(Protocol):
     """Compiles constraints for one vocabulary. Its calls let other threads run."""
 
-    def compile(self, constraint: Constraint) -> Matcher:
-        """A matcher at the beginning of a text. Raises Refused."""
+    def compile(self, constraint: Constraint, prepared: str = "") -> Matcher:
+        """A matcher at the beginning of a text. Raises Refused.
+
+        Args:
+            constraint: it.
+            prepared: what a trial made of it (trial.py); empty: there was none.
+        """
         ...
 
     def joins(self, matcher: Matcher) -> bool:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
-from tokenpod.core.constraints import Constraint, ConstraintLimits
+from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FinishCode, MaskCounts
 from tokenpod.core.requests import Request
-from tokenpod.engine.constraints.cache import MOST_SHARING, CompileCache, Compiled
-from tokenpod.engine.constraints.compiling import Compiling
-from tokenpod.engine.constraints.library import SLOW_NS, Library, LimitReached, Refused, Words
+from tokenpod.engine.constraints.compiling import Compiler, LibraryOf
+from tokenpod.engine.constraints.library import SLOW_NS, LimitReached, Words
 from tokenpod.engine.constraints.text import ConstrainedText
 from tokenpod.engine.constraints.together import read_together
 from tokenpod.engine.constraints.workers import Workers
@@ -25,7 +23,6 @@ from tokenpod.engine.constraints.workers import Workers
 log = logging.getLogger("tokenpod.engine")
 
 _DONE = object()
-_NEVER = "this model's vocabulary can't be used for constraints"
 
 
 class Masks:
@@ -36,77 +33,54 @@ class Masks:
         vocab_size: width of the model's logits.
         limits: what constraints may cost.
         clock: nanoseconds.
+        trials: whether constraints are compiled in other processes first (trial.py).
     """
 
     def __init__(
         self,
-        library: Callable[[list[bytes], list[int]], Library],
+        library: LibraryOf,
         vocab_size: int,
         limits: ConstraintLimits,
         clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        trials: bool = False,
     ) -> None:
-        self._make_library = library
-        self._vocab_size = vocab_size
         self._limits = limits
         self._clock = clock
-        self._library: Library | None = None
-        self._known = threading.Event()
-        self._workers: Workers | None = None
-        self._cache = CompileCache(limits.cache_bytes)
+        self._compiler = Compiler(library, vocab_size, limits, clock, trials=trials)
+        self._started: Workers | None = None
         self._texts: dict[int, ConstrainedText] = {}
-        self._compiling: deque[Compiling] = deque()
         #: Guards texts' jobs, and `_awaited`: the texts that the loop waits for, and until when.
         self._lock = threading.Lock()
         self._awaited: dict[ConstrainedText, Callable[[], bool]] = {}
         self._all_there = threading.Event()
-        self._needed = self._late = self._nanoseconds = self._refused = 0
+        self._needed = self._late = self._nanoseconds = 0
 
     # -- requests ------------------------------------------------------------------------------
 
     def learn(self, vocabulary: Vocabulary) -> None:
         """Read a vocabulary, in a worker. Constraints wait until that is done."""
-        tokens = vocabulary.tokens[: self._vocab_size]
-        tokens = tokens + [b""] * (self._vocab_size - len(tokens))
-        self._workers = self._workers or Workers(self._limits.workers)
-        self._workers.run(partial(self._learn, tokens, vocabulary.special), "compile")
+        self._compiler.learn(vocabulary, self._workers)
 
     def begin(self, request: Request) -> None:
-        """Compile a request's constraint; see `refusals` and `ready`."""
-        self._workers = self._workers or Workers(self._limits.workers)
-        job = Compiling(request, self._clock())
-        self._compiling.append(job)
-        self._workers.run(partial(self._compile, job), "compile")
+        """Compile a request's constraint; see `refusals` and `is_ready`."""
+        self._compiler.begin(request, self._workers)
 
     def refusals(self) -> list[tuple[Request, str]]:
         """Requests whose constraints can't be compiled, or not in time, and why."""
-        if not self._compiling:
+        if not self._compiler.busy:
             return []
-        found: list[tuple[Request, str]] = []
-        left: deque[Compiling] = deque()
-        most = self._limits.compile_seconds
-        for job in self._compiling:
-            late = self._clock() - job.asked_at > most * 1e9
-            if job.done and not job.problem:
-                assert job.texts is not None
-                for sequence_id, text in zip(job.request.sequence_ids, job.texts, strict=True):
-                    if sequence_id not in job.gone:
-                        self._texts[sequence_id] = text
-            elif job.done or late:
-                problem = job.problem or f"constraint: takes more than {most:g} s to compile"
-                found.append((job.request, problem))
-                self._refused += 1
-            else:
-                left.append(job)
-        self._compiling = left
-        return found
+        texts, refusals = self._compiler.settled()
+        self._texts |= texts
+        return refusals
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """These sequences are over."""
-        if self._texts or self._compiling:
-            for sequence_id in sequence_ids:
+        if self._texts or self._compiler.busy:
+            gone = [*sequence_ids]
+            for sequence_id in gone:
                 self._texts.pop(sequence_id, None)
-                for job in self._compiling:
-                    job.gone.add(sequence_id)
+            self._compiler.forget(gone)
 
     # -- tokens --------------------------------------------------------------------------------
 
@@ -115,7 +89,6 @@ class Masks:
 
     def took(self, taken: Mapping[int, Sequence[int]]) -> None:
         """Sequences have got tokens, each of them allowed, and go on: make their next masks."""
-        assert self._library is not None or not taken
         together = []
         for sequence_id, tokens in taken.items():
             text = self._texts[sequence_id]
@@ -130,8 +103,7 @@ class Masks:
             [(text, token)] = together
             self._do(text, text.read([token]))
         elif together:
-            assert self._workers is not None
-            self._read_together(together, self._workers)
+            self._read_together(together)
 
     def look_along(self, sequence_id: int, output: int, drafts: Sequence[int]) -> None:
         """Make the masks behind drafts that are to be checked, from output number `output` on."""
@@ -225,10 +197,14 @@ class Masks:
     @property
     def counts(self) -> MaskCounts:
         """What it has cost so far."""
-        cache = self._cache
-        return MaskCounts(
-            self._needed, self._late, self._nanoseconds, cache.hits, cache.misses, self._refused
-        )
+        made = self._compiler
+        compiled = made.cache.hits, made.cache.misses, made.refused
+        return MaskCounts(self._needed, self._late, self._nanoseconds, *compiled)
+
+    @property
+    def _workers(self) -> Workers:
+        self._started = self._started or Workers(self._limits.workers)
+        return self._started
 
     def _wait(self, texts: dict[ConstrainedText, Callable[[], bool]], until: int) -> None:
         """Wait until what is asked of these texts is so; workers look after each mask."""
@@ -243,7 +219,6 @@ class Masks:
 
     def _do(self, text: ConstrainedText, job: Iterator[None]) -> None:
         """Let a worker do a job, behind those that this text has already."""
-        assert self._workers is not None
         with self._lock:
             text.jobs.append(job)
             if text.busy:
@@ -253,19 +228,20 @@ class Masks:
 
     def _joins(self, text: ConstrainedText) -> bool:
         """Whether a text's next mask is made together with others'."""
-        apart = text.busy or text.slow or text.suspect
-        return not apart and self._library is not None and self._library.joins(text.matcher)
+        library, apart = self._compiler.library, text.busy or text.slow or text.suspect
+        return not apart and library is not None and library.joins(text.matcher)
 
-    def _read_together(self, texts: list[tuple[ConstrainedText, int]], workers: Workers) -> None:
+    def _read_together(self, texts: list[tuple[ConstrainedText, int]]) -> None:
         """Read a token of each text and make the next masks, in the loop's thread.
 
         Nothing is quicker: between threads the interpreter's lock changes hands several times a
         mask, while the loop plans. No clock ends a text here: the library's limits do.
         """
-        assert self._library is not None
+        library = self._compiler.library
+        assert library is not None
         began = self._clock()
         try:
-            for text in read_together(self._library, texts, workers.together):
+            for text in read_together(library, texts, self._workers.together):
                 text.suspect = True
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -277,42 +253,6 @@ class Masks:
             self._nanoseconds += self._clock() - began
 
     # -- in workers ----------------------------------------------------------------------------
-
-    def _learn(self, tokens: list[bytes], special: list[int]) -> None:
-        try:
-            self._library = self._make_library(tokens, special)
-        except BaseException as error:
-            log.error("constraints are off", extra={"reason": str(error)[:200]})
-        self._known.set()
-
-    def _compile(self, job: Compiling) -> None:
-        constraint = job.request.constraint
-        assert constraint is not None
-        try:
-            self._known.wait()
-            if self._library is None:
-                raise Refused(_NEVER)
-            make, n = partial(self._compiled, constraint), len(job.request.sequence_ids)
-            texts: list[ConstrainedText] = []
-            while len(texts) < n:
-                some = min(n - len(texts), MOST_SHARING)
-                compiled = self._cache.get(constraint, make, some)
-                texts += [ConstrainedText(job.request, compiled) for _ in range(some)]
-            job.texts = texts
-            if texts[0].over:
-                raise Refused("no token can begin a text that conforms to it")
-        except (Refused, LimitReached) as error:
-            job.problem = f"constraint: {error}"
-        except BaseException as error:
-            log.error("a constraint was not compiled", extra={"reason": type(error).__name__})
-            job.problem = "constraint: the library failed to compile it"
-        job.done = True
-
-    def _compiled(self, constraint: Constraint) -> Compiled:
-        assert self._library is not None
-        matcher = self._library.compile(constraint)
-        words = np.zeros(-(-self._vocab_size // 32), np.int32)
-        return Compiled(matcher, words, matcher.fill(words))
 
     def _work(self, text: ConstrainedText) -> None:
         """Do a text's jobs, until it has none."""

@@ -3,6 +3,7 @@
     fast    masks that are made one by one, most often in microseconds
     slow    those of matchers whose last mask took long: nobody else waits behind them
     compile constraints with their first masks, one at a time on small machines
+    dear    those that take long to compile: nobody else waits behind them
 
 Texts whose masks have been quick need none of them (`together`). The library lets go of the
 interpreter's lock while it works (measured by benchmarks/constraints.py). No thread has a lower
@@ -22,6 +23,8 @@ from queue import SimpleQueue
 #: worker gets it back after each mask, and by default would wait 5 ms while the loop plans.
 _SWITCH_SECONDS = 0.0005
 _MOST_WORKERS, _MOST_TOGETHER = 8, 16
+#: The library goes down as deep as grammars do: what has passed a trial must have room.
+_STACK_BYTES = 8 << 20
 _SLOW_WORKERS, _MOST_COMPILERS = 2, 2
 
 
@@ -38,11 +41,15 @@ class Workers:
         cores = len(os.sched_getaffinity(0))
         #: How many the library may have for masks that are made together.
         self.together = count or max(1, min(cores - 1, _MOST_TOGETHER))
+        #: How many compile.
+        self.compilers = max(1, min(cores // 4, _MOST_COMPILERS))
         kinds = {
             "fast": count or max(1, min(cores // 2, _MOST_WORKERS)),
             "slow": _SLOW_WORKERS,
-            "compile": max(1, min(cores // 4, _MOST_COMPILERS)),
+            "compile": self.compilers,
+            "dear": 1,
         }
+        before = threading.stack_size(_STACK_BYTES)
         self._jobs: dict[str, SimpleQueue[Callable[[], None]]] = {}
         for kind, threads in kinds.items():
             jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -50,6 +57,7 @@ class Workers:
             for at in range(threads):
                 name = f"constraints-{kind}-{at}"
                 threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
+        threading.stack_size(before)
 
     def run(self, job: Callable[[], None], kind: str) -> None:
         """Do a job, which raises nothing, in a thread of this kind."""

@@ -29,6 +29,16 @@ class SlotRows:
         self._parts = torch.tensor(columns, dtype=torch.int64, device=tensors[0].device)
         self._words = sum(words)
 
+    @staticmethod
+    def can_move(tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are such tensors."""
+        return all(each[0].nbytes % 4 == 0 and each.is_contiguous() for each in tensors)
+
+    def rows(self, n: int) -> torch.Tensor:
+        """[n, bytes] uint8: room for n tokens."""
+        shape = (n, 4 * self._words)
+        return torch.empty(shape, dtype=torch.uint8, device=self._parts.device)
+
     def gather(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Rows [n, bytes] uint8, contiguous, become what slots [n] int64 hold."""
         self._move(slots, rows, to_rows=True)

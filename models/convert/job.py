@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from tokenpod.core.manifest import digest_of, write_manifest
-from tokenpod.core.model_files import small_files
+from tokenpod.core.model_files import PICKLES, small_files
 from tokenpod.models.checkpoint import INDEX as INDEX_NAME
 from tokenpod.models.checkpoint import SINGLE as SINGLE_NAME
 from tokenpod.models.checkpoint import Checkpoint
@@ -25,6 +25,7 @@ from tokenpod.models.convert.writer import Planned, Progress, write_tensors
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.folder import read_config, read_layout
+from tokenpod.models.medusa import is_medusa, open_medusa, read_medusa
 
 #: Room for the largest tensors that there are, twice, and what libraries need.
 _MEMORY = 8 << 30
@@ -34,14 +35,14 @@ class Job(msgspec.Struct, frozen=True):
     """What to convert.
 
     Attributes:
-        source: a folder with `.bin` files or safetensors, or a GGUF file.
+        source: a folder with pickles or safetensors, or a GGUF file.
         folder: empty, for the result.
         lora: an adapter's folder, to be merged.
         dtype: of real numbers: "float32", "bfloat16", "float16"; None: as they are, and bfloat16
             for quantised ones.
         shard_bytes: the most that a file of the result has.
         memory: bytes that the process may have beyond what it has at first; None: 8 GiB, and
-            twice the largest `.bin` file.
+            twice the largest pickle.
         seconds: of a processor that the process may take.
     """
 
@@ -96,7 +97,8 @@ def memory_of(job: Job) -> int:
     """Bytes of memory that the conversion may have."""
     if job.memory is not None:
         return job.memory
-    pickled = [path.stat().st_size for path in Path(job.source).glob("*.bin")]
+    found = (path for kind in PICKLES for path in Path(job.source).glob(kind))
+    pickled = [path.stat().st_size for path in found]
     return _MEMORY + 2 * max(pickled, default=0)
 
 
@@ -109,7 +111,7 @@ def _source(path: Path, dtype: torch.dtype | None) -> Source:
         raise ModelError(f"{path}: there is no such folder or file")
     if any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
         return Safetensors(path)
-    if any((path / name).is_file() for name in (pickles.SINGLE, pickles.INDEX)):
+    if any((path / name).is_file() for name in (pickles.SINGLE, pickles.INDEX, pickles.HEADS)):
         return pickles.Pickles(path)
     found = sorted(path.glob("*.gguf"))
     if found and found == parts_of(found[0]):
@@ -138,6 +140,10 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 def _problem(folder: Path) -> str | None:
     """Why the server's own decoder can't read the result; None: it can."""
     try:
+        if is_medusa(folder):
+            with open_medusa(folder) as checkpoint:
+                read_medusa(folder, checkpoint)
+            return None
         read_config(folder)
         with Checkpoint(folder) as checkpoint:
             read_layout(folder, checkpoint)

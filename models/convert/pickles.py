@@ -1,4 +1,4 @@
-"""PyTorch's `.bin` checkpoints, read by its unpickler that makes tensors and nothing else."""
+"""PyTorch's pickled checkpoints, read by its unpickler that makes tensors and nothing else."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from tokenpod.models.errors import ModelError
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
+#: What Medusa heads are published as.
+HEADS = "medusa_lm_head.pt"
 
 
 class Pickles:
-    """A folder with `pytorch_model.bin`, or several files and an index.
+    """A folder with `pytorch_model.bin`, several files and an index, or Medusa heads.
 
     One file is open at a time. Those of torch 1.6 and later are mapped; older ones are in memory.
     """
@@ -32,7 +34,8 @@ class Pickles:
     def tensors(self) -> Sequence[Planned]:
         """All of them; ModelError for a name that two files have."""
         found: dict[str, Planned] = {}
-        for path in files_of(self._folder, SINGLE, INDEX):
+        single = HEADS if (self._folder / HEADS).is_file() else SINGLE
+        for path in files_of(self._folder, single, INDEX):
             for name, tensor in self._state(path).items():
                 if name in found:
                     raise ModelError(f"{path}: {name} is also in another file")

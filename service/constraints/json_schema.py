@@ -11,6 +11,7 @@ import math
 from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
+from tokenpod.service.constraints.endless import endless_part
 from tokenpod.service.constraints.formats import spell_format
 from tokenpod.service.constraints.regex import problem_of
 
@@ -80,7 +81,7 @@ def check_schema(schema: dict[str, Any]) -> Generator[None]:
     if draft is not None and not (isinstance(draft, str) and any(d in draft for d in _DRAFTS)):
         raise SchemaError("#/$schema", f"{draft!r:.100} is no draft that is known")
     waiting: list[tuple[Any, str, int]] = [(schema, "#", 0)]
-    looked = 0
+    looked, refers = 0, False
     while waiting:
         each, place, depth = waiting.pop()
         looked += 1
@@ -95,8 +96,11 @@ def check_schema(schema: dict[str, Any]) -> Generator[None]:
         for keyword in [name for name, neutral in _NEUTRAL.items() if each.get(name) is neutral]:
             del each[keyword]
         spell_format(each)
+        refers = refers or "$ref" in each
         for keyword, value in each.items():
             waiting += _below(keyword, value, f"{place}/{_escaped(keyword)}", depth)
+    if refers and (place := (yield from endless_part(schema))):
+        raise SchemaError(place, "no text has an end: each needs another one within")
 
 
 def _below(keyword: str, value: Any, place: str, depth: int) -> Iterator[tuple[Any, str, int]]:

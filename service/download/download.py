@@ -98,11 +98,13 @@ def _wanted(store: Store, *, pickles: bool) -> list[Remote]:
     if "config.json" not in names:
         raise DownloadError(f"{store.source} is no model: it has no config.json")
     if not any(name.endswith(".safetensors") and is_weights(name) for name in names):
-        if not any(name.endswith(".bin") and is_weights(name, pickles=True) for name in names):
+        known = [name for name in sorted(names) if is_weights(name, pickles=True)]
+        pickled = [name for name in known if not name.endswith(".json")]
+        if not pickled:
             raise DownloadError(f"{store.source} is no model: it has no safetensors")
         if not pickles:
             hint = "--pickles takes it, for tokenpod convert"
-            raise DownloadError(f"{store.source} has weights as pytorch_model.bin alone; {hint}")
+            raise DownloadError(f"{store.source} has weights as {pickled[0]} alone; {hint}")
     else:
         pickles = False
     wanted = [f for f in files if is_small(f.name) or is_weights(f.name, pickles=pickles)]

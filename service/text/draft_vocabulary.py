@@ -9,12 +9,16 @@ from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder has an EAGLE-3 head, which guesses some of the served model's tokens."""
+    """Whether a folder has an EAGLE-3 head or Medusa heads, which guess the served one's tokens."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("draft_vocab_size") is not None
+    if not isinstance(config, dict):
+        return False
+    if config.get("model_type") == "medusa" or config.get("architectures") == ["MedusaModel"]:
+        return True
+    return any(config.get(name) is not None for name in ("draft_vocab_size", "medusa_num_heads"))
 
 
 def check_draft(served: Tokenizer, folder: Path) -> None:

@@ -8,21 +8,19 @@ Neither torch nor grpc is imported.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import resource
 import signal
 import socket
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.own_limits import be_first_to_go, limit_memory
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.text.chat_template import ChatTemplateError
 from tokenpod.service.text.text_messages import (
@@ -52,7 +50,7 @@ def main() -> int:
     # The front end decides when to stop; a terminal's Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _be_first_to_go()
+    be_first_to_go()
     # The processes share the machine's cores already: a worker has one thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     link = Link[Any](socket.socket(fileno=int(sys.argv[1])), ToWorker)  # type: ignore[arg-type]
@@ -60,7 +58,7 @@ def main() -> int:
         options = link.receive(None)[0]
         assert isinstance(options, WorkerOptions), "the first message is WorkerOptions"
         tokenizer = _load(options.model)
-        _limit_memory(options.memory_bytes)
+        limit_memory(options.memory_bytes)
         link.send(Loaded())
         while True:
             for job in link.receive(None):
@@ -110,24 +108,6 @@ def _load(descriptor: int) -> Tokenizer:
         model = msgspec.msgpack.decode(view, type=TextModel)
     os.close(descriptor)
     return Tokenizer.of_model(model)
-
-
-def _limit_memory(more: int) -> None:
-    """Let the address space grow by so many bytes from here; then allocations fail."""
-    if sys.platform != "linux":
-        # Other systems do not enforce it.
-        return
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    # A failed allocation of the tokenizer's library aborts: that is an answer, not a crash to keep.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _be_first_to_go() -> None:
-    """When the container's memory runs out, a worker can be replaced and an engine can't."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import medusa_heads
 import pytest
 import torch
 from harness import serve
@@ -22,7 +23,7 @@ from tokenpod.commands.size import SizeError, footprint
 from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
-from tokenpod.core.model_size import Footprint
+from tokenpod.core.model_size import ITEM_BYTES, Footprint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
@@ -59,10 +60,13 @@ def told_here(
     *,
     head: bool = False,
     max_total_tokens: int | None = None,
+    heads: int | None = None,
 ) -> Footprint:
     """What the command's process would say, which imports torch anew each time."""
     try:
-        return footprint_of(folder, quantize, head=head, max_total_tokens=max_total_tokens)
+        return footprint_of(
+            folder, quantize, head=head, max_total_tokens=max_total_tokens, heads=heads
+        )
     except ModelError as error:
         raise SizeError(str(error)) from None
 
@@ -169,6 +173,17 @@ def test_a_draft_model_takes_its_weights_and_a_part_of_each_slot(big: Path):
     missing = size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "/no/where")
     assert missing.returncode != 0
     assert "--draft-model is /no/where" in missing.stderr
+
+
+def test_medusa_heads_take_weights_alone_and_no_slots(tmp_path: Path):
+    heads = medusa_heads.save(tmp_path / "heads")
+    drafts = "--speculate", 2, "--draft-model", heads
+    plain, found = (answer("--model-id", "demo", "--gpu", "h200", *more) for more in ((), drafts))
+    each = medusa_heads.BLOCKS * 256 * 257 + 256 * 4096
+    assert found["reserve_bytes"]["draft_model"] == 2 * each * ITEM_BYTES[plain["dtype"]]
+    assert found["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+    more = size("--model-id", "demo", "--gpu", "h200", *drafts, "--speculate", 5)
+    assert "it has 4 heads, which guess a token each, and --speculate is 5" in more.stderr
 
 
 def test_slots_for_adapters_are_counted(big: Path):

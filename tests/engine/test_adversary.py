@@ -10,10 +10,13 @@ import constrained
 import jsonschema
 import numpy as np
 import pytest
+import torch
 
 from tokenpod.core.constraints import JsonSchema
+from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import LimitReached, Refused
+from tokenpod.models import load as loading
 from tokenpod.service.constraints.json_schema import check_schema, read_schema
 
 WORDS = -(-constrained.VOCABULARY // 32)
@@ -104,6 +107,53 @@ def test_every_text_of_a_bounded_schema_ends_and_validates(library: Guidance, co
         assert text is not None, schema
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
     assert refused < count / 10
+
+
+def answers(
+    count: int, *, bounded: bool, new: int
+) -> tuple[list[tuple[dict[str, Any], FinishCode, str]], int]:
+    """What an engine answers to requests of which each has its schema; how many it refuses."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = loading.load_model(
+        constrained.DEMO,
+        dtype=torch.float32,
+        device=constrained.CPU,
+        progress=lambda done, total: None,
+    )
+    schemas = {i: a_schema(random.Random(i), bounded=bounded) for i in range(1, count + 1)}
+    asked = [
+        constrained.ask(i, JsonSchema(json.dumps(schema)), new=new, **constrained.RANDOM)
+        for i, schema in schemas.items()
+    ]
+    client = constrained.serve(model, constrained.Client(asked), rows=25, slots=10_000)
+    torch.set_num_threads(before)
+    found = []
+    for i, finish in client.finishes.items():
+        # It says of every answer whether it conforms, and is right.
+        assert client.satisfied[i] == (finish is FinishCode.EOS)
+        found.append((schemas[i], finish, client.text(i)))
+    return found, len(client.failures)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_answer_of_an_engine_to_a_bounded_schema_validates(count: int) -> None:
+    found, refused = answers(count, bounded=True, new=380)
+    assert refused < count / 10
+    assert len(found) + refused == count
+    for schema, finish, text in found:
+        assert finish is FinishCode.EOS, (schema, text)
+        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+
+@pytest.mark.slow
+def test_answers_to_unbounded_schemas_end_and_validate_where_they_end_by_themselves() -> None:
+    found, refused = answers(300, bounded=False, new=150)
+    assert len(found) + refused == 300
+    ended = [(schema, text) for schema, finish, text in found if finish is FinishCode.EOS]
+    assert len(ended) > 100
+    for schema, text in ended:
+        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
 
 
 def test_unbounded_schemas_hang_nothing(library: Guidance) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import threading
+import time
 
 import constrained
 import jsonschema
@@ -307,23 +308,63 @@ def test_compiled_constraints_are_cached_by_content(model):
     asked = [ask(i, JsonSchema(json.dumps(PERSON)), new=3) for i in range(1, 6)]
     client = serve(model, Client(asked))
     assert client.load.masks.cached + client.load.masks.compiled == 5
-    # Four texts share one that is compiled; two threads may compile the same one at once.
+    # Two texts share one that is compiled; two threads may compile the same one at once.
     assert client.load.masks.compiled <= 4
+
+
+def test_requests_that_are_compiled_at_once_begin_a_few_at_a_time_beside_others(model):
+    go_on, waiting = threading.Event(), []
+
+    class Library(Guidance):
+        def compile(self, constraint):
+            assert go_on.wait(60)
+            return super().compile(constraint)
+
+    def let_compile(loop):
+        waiting.append(len(loop.scheduler._constrained.held))
+        if len(client.tokens[1]) == 3:
+            go_on.set()
+            while not all(job.done for job in loop.masked._masks._compiler._jobs):
+                time.sleep(0.001)
+
+    asked = [ask(i, Regex("[ab]{3}"), new=5) for i in range(2, 12)]
+    client = Client([ask(1, None, new=30), *asked])
+    serve(model, client, library=Library, each_turn=let_compile, rows=13, slots=2000)
+    left = [n for at, n in enumerate(waiting) if not at or n != waiting[at - 1]]
+    assert left == [10, 6, 2, 0]
+    assert {client.finishes[i] for i in range(2, 12)} == {FinishCode.EOS}
 
 
 def test_a_few_texts_share_a_compiled_constraint(monkeypatch):
     class Made:
-        words = np.zeros(4, np.int32)
+        words, prepared = np.zeros(4, np.int32), ""
 
     made = [Made() for _ in range(9)]
     store, many = cache.CompileCache(10**7), Regex("a")
-    found = [store.get(many, lambda: made[store.misses]) for _ in range(9)]
-    assert found == [made[1]] * 4 + [made[2]] * 4 + [made[3]]
-    assert (store.hits, store.misses) == (6, 3)
+    found = [store.get(many, lambda before: made[store.misses]) for _ in range(9)]
+    assert found == [made[i] for i in (1, 1, 2, 2, 3, 3, 4, 4, 5)]
+    assert (store.hits, store.misses) == (4, 5)
     # One that takes long is compiled once.
     monkeypatch.setattr(cache, "_DEAR_NS", -1)
-    dear = [store.get(Regex("b"), lambda: made[store.misses], 3) for _ in range(9)]
-    assert dear == [made[4]] * 9
+    dear = [store.get(Regex("b"), lambda before: made[store.misses], 3) for _ in range(9)]
+    assert dear == [made[6]] * 9
+
+
+def test_what_was_not_used_for_longest_is_forgotten_once_the_bytes_are_over():
+    class Made:
+        words, prepared = np.zeros(4, np.int32), ""
+
+    store = cache.CompileCache(2 * cache._BASE_BYTES + 10_000)
+    for name in "abac":
+        store.get(Regex(name), lambda before: Made())
+    assert (store.hits, store.misses) == (1, 3)
+    store.get(Regex("b"), lambda before: Made())
+    assert (store.hits, store.misses) == (1, 4)
+    # One that is larger than all of it is not kept at all.
+    big = Regex("a" * 10_000)
+    for _ in range(2):
+        store.get(big, lambda before: Made())
+    assert (store.hits, store.misses) == (1, 6)
 
 
 def test_a_vocabulary_that_the_library_can_not_take_refuses_constraints_alone(model):

@@ -443,6 +443,16 @@ def test_padding_reads_nothing_and_writes_to_the_sink():
     assert integers.b_context.tolist() == [7, 0, 0, 0]
 
 
+def test_padding_samples_what_is_sampled_already():
+    """So whatever is noted of samples is never another token's, which may be the same row's."""
+    plan = plan_of(1, [PlanRow(3, 1, [50, 51], [8, 9])])
+    counts = Counts(6, 3, 3, tiles=8, drafts=2)
+    integers = views(np.full(counts.words, -9, np.int64), counts)
+    fill(integers, plan)
+    pad(integers, plan, padding_row=6, sink=160)
+    assert integers.logit_index.tolist() == [1] * 5
+
+
 def test_fields_are_aligned_whatever_their_lengths():
     for tokens in (1, 2, 3, 17):
         counts = Counts(tokens, 3, 2, tiles=5, drafts=1, adapters=True)

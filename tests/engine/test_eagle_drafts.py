@@ -11,7 +11,7 @@ import stepping
 import torch
 from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
 from harness import free_port
-from head_drafts import MOST, Watching, answer
+from head_drafts import MOST, Watching, answer, tree_behind
 from interpreted import DEVICE
 from safetensors.torch import load_file
 
@@ -30,15 +30,16 @@ def served():
     return load(None)
 
 
-def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served):
-    """In pieces of prompts, behind a prefix of the cache, behind wrong drafts, of sampled rows."""
+@pytest.mark.parametrize("tree", [0, 5])
+def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served, tree):
+    """In pieces of prompts, behind a prefix of the cache, behind wrong drafts."""
     head = load_eagle(eagle_heads.save(tmp_path / "head"), served, positions=64, device=CPU)
     prompts = [PROMPT, [*PROMPT[:17], 7, 9, 11]]
     asked = [
         Request([1 + i], prompt, SamplingParams(), StoppingParams(9), drafts=MOST)
         for i, prompt in enumerate(prompts)
     ]
-    link, drafted = answer(served, asked, head)
+    link, drafted = answer(served, asked, head, tree=tree)
     plain, _ = answer(served, asked)
     assert link.tokens == plain.tokens
     assert link.cached > 10
@@ -49,9 +50,13 @@ def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served):
         streams = streams_of(served, text, head.taps)
         assert len(drafted[i]) >= 6
         for (_, known), drafts in drafted[i].items():
-            tokens = torch.tensor(text[:known])
-            one, two = eagle_heads.defined(w, table, tokens, streams[:known])
-            assert drafts == [int(one[-1].argmax()), int(two.argmax())][: len(drafts)]
+            part = w, table, torch.tensor(text[:known]), streams[:known]
+            one, _ = eagle_heads.defined(*part)
+
+            def two(token, part=part):
+                return eagle_heads.defined(*part, then=token)[1]
+
+            assert drafts == tree_behind(one[-1], two, len(drafts))
 
 
 def streams_of(served, text, taps):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from constrained import CPU, DEMO, RANDOM, Client, ask, serve
 
-from tokenpod.core.constraints import Choice, JsonSchema, Regex
+from tokenpod.core.constraints import Choice, Grammar, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.models import load as loading
@@ -139,3 +139,22 @@ def test_masks_are_the_same_whoever_makes_them():
             assert want[0] == got[0]
             np.testing.assert_array_equal(want[1], got[1])
             assert want[2] == got[2]
+
+
+def test_one_that_reaches_a_limit_by_itself_leaves_the_others_theirs():
+    library = Guidance(constrained.TOKENS.tokens, [0, 1, 2])
+    row = "\n".join(f'r{i}: r{i + 1} "x"?' for i in range(600))
+    matchers = [
+        library.compile(Regex("y[ab]")),
+        library.compile(Grammar(f'start: r0\n{row}\nr600: "y"')),
+    ]
+    masks = np.zeros((2, constrained.VOCABULARY // 32), np.int32)
+    for matcher, mask in zip(matchers, masks, strict=True):
+        matcher.fill(mask)
+    # The first is made by the caller's thread, the second by the library's.
+    matchers[1].took = 10**9
+    y = constrained.TOKENS.tokens.index(b"y")
+    made = library.advance([(matcher, y) for matcher in matchers], 1)
+    assert list(made.over) == [1]
+    allowed = np.flatnonzero(np.unpackbits(made.words[0].view(np.uint8), bitorder="little"))
+    assert {constrained.TOKENS.tokens[token] for token in allowed} == {b"a", b"b"}

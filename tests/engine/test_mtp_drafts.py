@@ -6,7 +6,7 @@ import pytest
 import step_scenes
 import torch
 from demo_engine import CPU, SAMPLED
-from head_drafts import MOST, answer
+from head_drafts import MOST, answer, tree_behind
 from mtp_layers import make_predicting
 
 from tokenpod.core.errors import EngineError
@@ -45,7 +45,8 @@ def loaded(folder, device=CPU):
     return served, load_draft(options_of(folder), served, 64, device)
 
 
-def test_what_an_engine_drafts_is_what_the_definition_says(predicting):
+@pytest.mark.parametrize("tree", [0, 5])
+def test_what_an_engine_drafts_is_what_the_definition_says(predicting, tree):
     """In pieces of prompts, behind a prefix of the cache, and behind wrong drafts."""
     served, head = loaded(predicting.folder)
     assert _method(options_of(predicting.folder)) == "mtp"
@@ -55,7 +56,7 @@ def test_what_an_engine_drafts_is_what_the_definition_says(predicting):
         for i, prompt in enumerate(prompts)
     ]
     asked.append(Request([3], PROMPT, SAMPLED, StoppingParams(8), drafts=MOST))
-    link, drafted = answer(served, asked, head, prefill=6)
+    link, drafted = answer(served, asked, head, prefill=6, tree=tree)
     plain, _ = answer(served, asked, prefill=6)
     assert link.tokens == plain.tokens
     assert link.cached > 4
@@ -63,8 +64,12 @@ def test_what_an_engine_drafts_is_what_the_definition_says(predicting):
         text = [*prompt, *link.tokens[1 + i]]
         assert len(drafted[i]) >= 3
         for (_, known), drafts in drafted[i].items():
-            one, two = predicting.guesses(text[:known])
-            assert drafts == [int(one[-1].argmax()), int(two.argmax())][: len(drafts)]
+            one, _ = predicting.guesses(text[:known])
+
+            def two(token, part=text[:known]):
+                return predicting.guesses(part, token)[1]
+
+            assert drafts == tree_behind(one[-1], two, len(drafts))
 
 
 def test_a_model_without_such_layers_is_refused_in_one_line(tmp_path):

@@ -21,7 +21,7 @@ from step_scenes import SCENES, Scene, Told
 from tokenpod.engine.executor import Executor
 
 #: Those that are run where kernels are interpreted, and take seconds there.
-INTERPRETED_SCENES = ("found_drafts", "masks")
+INTERPRETED_SCENES = ("found_drafts", "trees", "found_trees", "masks")
 
 
 def cases() -> Iterator[Any]:

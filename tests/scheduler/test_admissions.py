@@ -69,7 +69,7 @@ def test_exact_never_needs_more_than_reserve(seed):
             ids += 1
             driver.advance(op, [request(ids, [3] * 4, max_new_tokens=6)])
         driver.turn()
-        exact, bounds = scheduler._ledger(), Bounds(scheduler.kv.table, 120)
+        exact, bounds = scheduler._planners.ledger(), Bounds(scheduler.kv.table, 120)
         scheduler._batcher.add_to(bounds)
         scheduler._routed.add_to(bounds)
         # Exact allows for two steps in which a sequence that has ended is not seen yet.

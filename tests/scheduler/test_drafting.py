@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 from scheduler_driver import request
@@ -13,6 +14,7 @@ from tokenpod.core.plan import LAST, UNSAMPLED
 from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs, StepTimes
+from tokenpod.scheduler.tree_shapes import CHANCES, depth_of
 
 MOST = 4
 MILLISECOND = 1_000_000
@@ -30,13 +32,27 @@ class Source:
         self.right, self.some = right, some
         self.watched, self.small = small is None, small or 0.0
         self.chance = random.Random(5)
-        self.asked = 0
+        self.asked = self.trees = 0
 
     def propose(self, sequence, most):
         self.asked += 1
         if self.chance.random() >= self.some:
             return []
         return [RIGHT if self.chance.random() < self.right else WRONG for _ in range(most)]
+
+    def propose_tree(self, sequence, shape):
+        """Others are right as often as they usually are."""
+        self.trees += 1
+        shares = [CHANCES[rank] / (1 - CHANCES[0]) for rank in (1, 2, 3)]
+        weights = [self.right, *((1 - self.right) * share for share in shares)]
+        drafts = [0] * len(shape)
+        for parent in {*shape}:
+            following = [at for at, before in enumerate(shape) if before == parent]
+            ranks = [*range(4), 4]
+            (rank,) = self.chance.choices(ranks, [*weights, max(1 - sum(weights), 0)])
+            for n, at in enumerate(following):
+                drafts[at] = RIGHT if n == rank else WRONG + n
+        return drafts
 
     def forget(self, sequence):
         pass
@@ -53,9 +69,11 @@ class Machine:
     #: What the first steps with drafts take besides, one after the other.
     first_uses: tuple[float, ...] = ()
 
-    def rate(self, rows, tokens, source=None):
+    def rate(self, rows, tokens, source=None, tree=0):
         """Tokens per millisecond of so many sequences of so many tokens, and drafted ones."""
-        drafting = None if source is None else lambda kv: Drafting(source, MOST, kv, Costs())
+        drafting = None
+        if source is not None:
+            drafting = partial(Drafting, source, MOST, costs=Costs(), tree=tree)
         limits = Limits(slots=200_000, max_rows=rows, max_positions=5000, prefill_tokens=1000)
         scheduler = Scheduler(limits, drafting=drafting)
         for i in range(rows):
@@ -69,7 +87,7 @@ class Machine:
                 took = int((self.fixed + self.token * step.plan.tokens) * MILLISECOND)
                 small = 0
                 if step.drafting and not source.watched:
-                    most = int(step.plan.r_samples.max()) - 1
+                    most = max(depth_of(step.shape_of(row)) for row, _ in step.drafting)
                     small = int(source.small * most * MILLISECOND)
                 if step.drafting:
                     slow = int(next(first_uses, 0.0) * MILLISECOND)
@@ -94,7 +112,11 @@ def drawn(plan):
         at += n
         if samples:
             assert LAST not in drafts
-            kept = next((i for i, d in enumerate(drafts) if d != RIGHT), len(drafts))
+            kept, last = 0, at - len(drafts) - 1
+            before = range(-1, at) if plan.branches is None else plan.branches.t_before
+            for token in range(at - len(drafts), at):
+                if before[token] == last and plan.t_token[token] == RIGHT:
+                    kept, last = kept + 1, token
             tokens += [RIGHT] * (kept + 1) + [UNSAMPLED] * (len(drafts) - kept)
     return tokens
 
@@ -139,6 +161,26 @@ def test_a_draft_model_is_used_where_its_own_time_pays(machine, rows, right, sma
     faster, drafted = machine.rate(rows, 1000, Source(right, small=small))
     assert drafted > 0
     assert faster / plain > least
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "right", "trees", "least"),
+    [
+        (GPU, 1, 0.75, True, 1.07),
+        (GPU, 2, 0.5, True, 1.07),
+        (GPU, 1, 0.97, False, 0.98),
+        (GPU, 16, 0.75, False, 0.98),
+        (CPU, 1, 0.5, False, 0.98),
+        (BUSY, 1, 0.75, False, 0.98),
+    ],
+)
+def test_trees_are_drafted_where_they_bring_more_than_chains(machine, rows, right, trees, least):
+    """Elsewhere they are tried now and then, at most."""
+    chains, _ = machine.rate(rows, 1000, Source(right, small=0.2))
+    seen = Source(right, small=0.2)
+    got, _ = machine.rate(rows, 1000, seen, tree=12)
+    assert (seen.trees > 100) == trees
+    assert got / chains > least
 
 
 @pytest.mark.parametrize("small", [None, 0.3])
@@ -202,7 +244,7 @@ def test_a_constrained_row_has_no_drafts_that_are_not_known_yet(small, expected)
     scheduler = Scheduler(limits, drafting=lambda kv: Drafting(source, MOST, kv))
     scheduler.submit(request(1, [1, 2], max_new_tokens=9, drafts=2, constraint=Regex("a+")))
     scheduler.submit(request(2, [1, 2], max_new_tokens=9, drafts=2))
-    scheduler.masked(1)
+    scheduler.masked([1])
     most = {1: 0, 2: 0}
     while (step := scheduler.plan(0)) is not None:
         for sequence, samples in zip(step.sequences, step.plan.r_samples.tolist(), strict=True):

@@ -204,6 +204,11 @@ def test_a_draft_model_needs_the_vocabulary_of_the_served_one(folder, tmp_path):
     assert repr(two) in str(no.value)
     with pytest.raises(TokenizerError, match=r"--draft-model is .*nothing: "):
         check_draft(served, tmp_path / "nothing")
+    for number, config in enumerate(({"draft_vocab_size": 9}, {"medusa_num_heads": 3})):
+        heads = tmp_path / f"heads{number}"
+        heads.mkdir()
+        (heads / "config.json").write_text(json.dumps(config))
+        check_draft(served, heads)
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):

@@ -180,6 +180,7 @@ def serve(
     executor=None,
     clock=None,
     price=None,
+    trials=False,
 ):
     """Answer a client's requests; by chance masks are late, and sequences preempted.
 
@@ -192,7 +193,9 @@ def serve(
     costs = Costs() if price else None
     scheduler = Scheduler(resources, drafting=drafting, forced_costs=costs)
     clock = clock or Clock()
-    masks = LateMasks(library, VOCABULARY, limits or ConstraintLimits(workers=1), clock)
+    masks = LateMasks(
+        library, VOCABULARY, limits or ConstraintLimits(workers=1), clock, trials=trials
+    )
     masks.late = late
     # Wait for every mask but those that are late on purpose: 100 s beyond a forward.
     masked = LateSteps(masks, overlap=overlap, clock=clock)

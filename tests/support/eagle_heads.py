@@ -80,11 +80,11 @@ def save(folder, made=None, sizes=DEMO, **fields):
     return folder
 
 
-def defined(w, table, tokens, streams, sizes=DEMO):
+def defined(w, table, tokens, streams, sizes=DEMO, then=None):
     """The definition: tokens from 1 on, each with the feature of the one before, and a guess more.
 
-    Returns logits [n, vocabulary] behind each entry, and those behind a further token, whose
-    feature is the last entry's stream.
+    Returns logits [n, vocabulary] behind each entry, and those behind a further token (`then`, by
+    default the likeliest), whose feature is the last entry's stream.
     """
     heads, keys, dim = sizes.heads, sizes.keys, sizes.dim
 
@@ -122,6 +122,6 @@ def defined(w, table, tokens, streams, sizes=DEMO):
 
     feature = streams @ w["fc.weight"].T
     entries = layer(table[tokens[1:]], feature[:-1])
-    guess = said(entries)[-1:].argmax(-1)
+    guess = said(entries)[-1:].argmax(-1) if then is None else torch.tensor([then])
     more = layer(table[torch.cat([tokens[1:], guess])], torch.cat([feature[:-1], entries[-1:]]))
     return said(entries), said(more)[-1]

@@ -11,10 +11,12 @@ from tokenpod.engine.draft import draft_of
 from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import Unknown
 from tokenpod.kernels.pool import KVPool
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.tree_shapes import tree_of
 
 SLOTS, MOST = 160, 2
 
@@ -48,18 +50,34 @@ def pool_of(model):
     return KVPool(slots=SLOTS, layouts=layouts, dtype=torch.float32, device=CPU)
 
 
-def answer(served, asked, head=None, prefill=8):
+def tree_behind(one, two, n):
+    """The `n` drafts of a tree: the likeliest behind a text and, by `two(token)`, behind those.
+
+    `one`: [vocabulary] what may follow the text.
+    """
+    drafts, said, used = [], [one], [0]
+    for parent in tree_of(n, MOST):
+        # The first time it is the likeliest, then the second.
+        token = int(said[parent].topk(used[parent] + 1).indices[-1])
+        used[parent] += 1
+        drafts.append(token)
+        said.append(two(token) if parent == 0 else None)
+        used.append(0)
+    return drafts
+
+
+def answer(served, asked, head=None, prefill=8, most=MOST, tree=0):
     """What was said, and the drafts; the second request comes when the first has ended."""
     draft = None
     kept = pool_of(served)
     if head is not None:
         own = pool_of(head)
-        draft = draft_of(head, served, own, MOST)
-        assert isinstance(draft, HeadDraft)
+        draft = draft_of(head, served, own, most, rows=3)
+        assert isinstance(draft, HeadDraft | ParallelDraft)
     executor = Watching(
         HostExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
     )
-    guesses = None if head is None else partial(Drafting, ModelDrafts(), MOST)
+    guesses = None if head is None else partial(Drafting, ModelDrafts(), most, tree=tree)
     scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)
     link = Recorder(asked)
     link.inbox = []

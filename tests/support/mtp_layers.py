@@ -25,12 +25,14 @@ class Predicting:
     own: dict[str, torch.Tensor]
 
     @torch.no_grad()
-    def guesses(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def guesses(
+        self, tokens: list[int], then: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [n - 1, vocabulary] behind each entry of a text, and those behind a guess more."""
         features = self.features(tokens)
         streams = self._streams(tokens[1:], features[:-1])
         said = self._said(streams)
-        guess = int(said[-1].argmax())
+        guess = int(said[-1].argmax()) if then is None else then
         # The last entry's stream stands in for the feature of its position.
         more = torch.cat([features[:-1], streams[-1:]])
         return said, self._said(self._streams([*tokens[1:], guess], more))[-1]

@@ -76,8 +76,7 @@ def on_cpu(rows: list[Row], vocab: int) -> HostSampler:
 
 
 def seat(sampler: Sampler, rows: list[Row]) -> None:
-    for row, (params, changes) in enumerate(rows):
-        set_row(sampler, row, params, **changes)
+    sampler.set_rows(range(len(rows)), [asking(params, **changes) for params, changes in rows])
 
 
 def step(

@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
@@ -24,6 +26,7 @@ from tokenpod.scheduler.given import VIRTUAL
 from tokenpod.scheduler.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.tree_shapes import Shape
 
 SECOND = 1_000_000_000
 POLICIES = ("admission", "batching", "drafting", "preemption")
@@ -56,6 +59,13 @@ class Guesses:
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
 
+    def propose_tree(self, sequence: Sequence, shape: Shape) -> list[int]:
+        drafts, others = [], defaultdict[int, list[int]](list)
+        for parent in shape:
+            others[parent] = others[parent] or self._chance.sample(range(1, 5), 4)
+            drafts.append(others[parent].pop())
+        return drafts
+
     def forget(self, sequence: Sequence) -> None:
         pass
 
@@ -71,6 +81,8 @@ class Work:
     slots: list[int]
     samples: int
     output_index: int
+    #: Which of the tokens each follows; -1: none of them.
+    parents: list[int]
 
     @property
     def n_tokens(self) -> int:
@@ -90,7 +102,8 @@ def works_of(step: Step | None) -> list[Work]:
     assert len(plan.t_token) == len(plan.t_slot) == ends[-1]
     works = []
     for at, end in enumerate(ends):
-        tokens = slice(end - int(plan.r_tokens[at]), end)
+        n = int(plan.r_tokens[at])
+        tokens = slice(end - n, end)
         sequence = step.sequences[at]
         works.append(
             Work(
@@ -101,6 +114,7 @@ def works_of(step: Step | None) -> list[Work]:
                 plan.t_slot[tokens].tolist(),
                 int(plan.r_samples[at]),
                 int(plan.r_output[at]),
+                (plan.t_parent[tokens] if len(plan.t_parent) else np.arange(-1, n - 1)).tolist(),
             )
         )
     assert [work.sequence for work in works for _ in range(work.samples)] == step.sampled
@@ -152,7 +166,7 @@ class ReferenceExecutor:
         self.coming: list[tuple[int, int, int]] = []
         self.arrived = 0
         self.chance = random.Random(1)
-        self.restored = 0
+        self.restored = self.moved = 0
 
     def launch(self, step: Step) -> list[int]:
         """Run a step; the tokens it samples, one for each sample of each work."""
@@ -180,9 +194,15 @@ class ReferenceExecutor:
         return [token for work in works for token in self._sample_each(work, shared)]
 
     def _copy(self, plan: StepPlan) -> None:
-        """First what goes out, at once; what comes in takes its time, unless it is waited for."""
+        """First what stays, then what goes out; what comes in takes its time if nobody waits."""
         base = self.scheduler.kv.total + 1
         pairs = [*zip(plan.copy_from.tolist(), plan.copy_to.tolist(), strict=True)]
+        moved = [(self.memory[source], to) for source, to in pairs if max(source, to) < base]
+        assert all(source < base for source, _ in pairs[: len(moved)]), "moves come first"
+        assert len({to for _, to in moved}) == len(moved)
+        self.memory.update((to, mark) for mark, to in moved)
+        self.moved += len(moved)
+        del pairs[: len(moved)]
         awaited = [plan.step - behind for behind in plan.awaited.tolist()]
         # They arrive in order; some at once, some late.
         if self.chance.random() < 0.5:
@@ -268,9 +288,11 @@ class ReferenceExecutor:
         assert not work.samples or work.output_index == first_end - row.prompt_length
         assert end <= work.sequence.bound
         marks = row.marks[: first_end + 1]
-        for draft in work.drafts:
+        if work.drafts:
             assert first_end == len(row.tokens), "drafts behind a token that nobody knows"
-            marks.append(hash((marks[-1], draft)))
+            for parent, draft in zip(work.parents[1:], work.drafts, strict=True):
+                assert 0 <= parent < len(marks) - first_end, "a draft before its parent"
+                marks.append(hash((marks[first_end + parent], draft)))
         for position, slot in enumerate(map(int, work.slots), work.start):
             assert 0 <= slot < self.scheduler.kv.total
             assert slot not in shared, "a shared slot is written"
@@ -284,9 +306,13 @@ class ReferenceExecutor:
     def _sample_each(self, work: Work, shared: set[int]) -> list[int]:
         """Behind a wrong draft nothing is drawn, and what it wrote is overwritten."""
         tokens = [self._sample(work, shared)] if work.samples else []
-        for draft in work.drafts:
-            if tokens[-1] != draft:
-                break
+        at, drafts = 0, work.drafts
+        while right := [
+            number
+            for number, draft in enumerate(drafts, 1)
+            if work.parents[number] == at and draft == tokens[-1]
+        ]:
+            (at,) = right
             tokens.append(self._sample(work, shared))
         wrong = work.samples - len(tokens)
         slots = self.rows[work.row].slots

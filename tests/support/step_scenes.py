@@ -23,9 +23,10 @@ import msgspec
 import numpy as np
 import stepping
 import torch
+import tree_steps
 from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
-from stepping import ROOM, VOCABULARY, Row
+from stepping import NEW_TOKENS, ROOM, VOCABULARY, Row
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, plan_of
@@ -39,7 +40,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
-from tokenpod.models import eagle
+from tokenpod.models import eagle, medusa
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.linear import Weights
@@ -128,6 +129,21 @@ def found_drafts(scene: Scene) -> list[Row]:
     stepping.go_on(scene.executor, rows, drafts)
     if scene.guesses_well:
         assert found < sum(map(len, (row.outputs for row in rows))) - len(rows), "some were right"
+    return rows
+
+
+def trees(scene: Scene) -> list[Row]:
+    """Drafts of which several follow one token."""
+    rows = scene.rows()
+    steps = tree_steps.run(scene.executor, rows, tree_steps.some_right, scene.expected)
+    assert steps < NEW_TOKENS - 1, "some were right"
+    return rows
+
+
+def found_trees(scene: Scene) -> list[Row]:
+    """The same found by the executor."""
+    rows = scene.rows()
+    tree_steps.run(scene.executor, rows, tree_steps.open_tree, scene.expected)
     return rows
 
 
@@ -235,7 +251,10 @@ ADAPTED = 1
 
 SCENES = {
     scene.__name__: scene
-    for scene in (plain, drafts, overlapped_drafts, found_drafts, given, copies, adapter, masks)
+    for scene in (
+        *(plain, drafts, overlapped_drafts, found_drafts, trees, found_trees),
+        *(given, copies, adapter, masks),
+    )
 }
 
 
@@ -347,7 +366,7 @@ def make(
 ) -> Executor:
     """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's.
 
-    `head`: where an EAGLE-3 head lies that finds drafts; None: a small model does.
+    `head`: where an EAGLE-3 head or Medusa heads lie that find drafts; None: a small model does.
     """
     on_device = kind in ("device", "reference")
     device = device if on_device else CPU
@@ -372,14 +391,18 @@ def make(
             max_total_tokens=ROOM,
         )
         if head is not None:
-            patches.enter_context(patch.object(eagle, "operations_for", lambda d, t: chosen))
-            found = eagle.load_eagle(head, model, positions=ROOM, device=device)
+            for module in (eagle, medusa):
+                patches.enter_context(patch.object(module, "operations_for", lambda d, t: chosen))
+            if medusa.is_medusa(head):
+                found = medusa.load_medusa(head, model, heads=3, device=device)
+            else:
+                found = eagle.load_eagle(head, model, positions=ROOM, device=device)
     pool, own = (
         KVPool(slots=SLOTS, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
         for each in (model, small if head is None else found)
     )
     if head is not None:
-        draft = draft_of(found, model, own, most=3)
+        draft = draft_of(found, model, own, most=3, rows=ROWS)
     else:
         whole = small if kind in ("cpu", "fast", "device") else Uncaptured(small)
         draft = SmallModel(whole, own, small.config.vocab_size, VOCABULARY, most=3)
@@ -404,6 +427,7 @@ def make(
         max_tokens=ROWS + (PREFILL if head is None else 5),
         device=device,
         drafts=DRAFTS,
+        ranks=2,
         adapted=head is None,
         draft=draft,
     )

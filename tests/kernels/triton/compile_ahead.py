@@ -314,14 +314,14 @@ def adapted() -> None:
             weight, own = draw(outputs, HIDDEN), Added(weights, plan, adapters.adapt)
             norm = RowNorm(draw(HIDDEN), 1e-5)
             assert OPERATIONS.adapted is not None
-            OPERATIONS.adapted.norm_linear(weight, None, norm, None)(x, own)
+            OPERATIONS.adapted.linear(weight, None, norm, None)(x, own)
             OPERATIONS.adapted.add_linear(weight, None)(x, draw(tokens, outputs), own)
             if len(rows) == 1:
                 halves = AdapterWeights(
                     draw(4, 2, 16, HIDDEN), weights.up, weights.bias, (HIDDEN // 2, HIDDEN // 2)
                 )
                 own = Added(halves, plan, adapters.adapt)
-                OPERATIONS.adapted.norm_linear(weight, None, norm, Activation.SILU)(x, own)
+                OPERATIONS.adapted.linear(weight, None, norm, Activation.SILU)(x, own)
     OPERATIONS.own_linear(
         draw(3, HIDDEN), draw(2, 300, HIDDEN), torch.ones(3, dtype=torch.int64), torch.ones(2).int()
     )
@@ -336,6 +336,8 @@ def others() -> None:
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    steps.branch(torch.zeros((2, 5), dtype=torch.int64), one, table)
+    steps.spread(one[:, None].expand(3, 2).clone(), one.repeat(2), one, 50)
     moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
     moved.gather(one, rows)
     moved.scatter(rows, one)

@@ -9,12 +9,14 @@ import resource
 import shutil
 import subprocess
 
+import medusa_heads
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
+from tokenpod.models.medusa import open_medusa, read_medusa
 
 
 @pytest.fixture
@@ -71,6 +73,17 @@ def test_numbers_take_another_type_and_config_says_so(folder, stored, convert_to
     made = convert_to(folder, dtype="bfloat16")
     assert holds(made, {name: tensor.bfloat16() for name, tensor in stored.items()})
     assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_medusa_heads_become_safetensors(tmp_path, convert_to):
+    folder, made = tmp_path / "heads", medusa_heads.tensors(width=8, vocabulary=12)
+    medusa_heads.save(folder, made)
+    (folder / medusa_heads.FILE).unlink()
+    torch.save(made, folder / "medusa_lm_head.pt")
+    converted = convert_to(folder)
+    assert holds(converted, made)
+    with open_medusa(converted) as checkpoint:
+        assert read_medusa(converted, checkpoint).heads == medusa_heads.HEADS
 
 
 class Attack:

@@ -100,6 +100,15 @@ def test_pickles_come_only_where_they_are_asked_for(ask, hub, tmp_path):
     assert (ask(pickles=True).folder / "pytorch_model.bin").read_bytes() == b"pickle"
 
 
+def test_so_do_pickled_heads(ask, hub):
+    for name in [name for name in hub.files if "safetensors" in name or name.endswith(".bin")]:
+        del hub.files[name]
+    hub.files["medusa_lm_head.pt"] = b"pickle"
+    with pytest.raises(DownloadError, match=r"weights as medusa_lm_head\.pt alone; --pickles"):
+        ask()
+    assert (ask(pickles=True).folder / "medusa_lm_head.pt").read_bytes() == b"pickle"
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

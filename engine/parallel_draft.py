@@ -1,0 +1,96 @@
+"""Heads that guess all further tokens at once: Medusa's (`models.medusa`) as what drafts.
+
+What they read is the served model's hidden state behind the last token that is known, so nothing
+is kept of a text but those of each row's last step: of its samples, whichever of them will count.
+
+    positions of a row's last step         7    8    9        three samples, two of them drafts
+    hidden states, at position modulo 3    h7   h8   h9       the draft at 9 is wrong
+    next step, which begins at 9           heads read h8: the first one guesses what is at 10
+
+A row that has come back from the host's memory has another row's state there: its first guesses
+are wrong, and no more.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tokenpod.engine.executor import Model
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.pool import KVPool
+
+
+class ParallelHeads(Protocol):
+    """Guesses from hidden states; see `models.medusa.MedusaHeads`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Of hidden states."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
+        """[heads * n, vocabulary] of hidden states [n, width], head after head."""
+        ...
+
+
+class ParallelDraft:
+    """Heads, and what they read of each row; see `draft.Draft`.
+
+    Args:
+        heads: no fewer than `most`.
+        pool: of no layers: nothing is kept of a token.
+        most: drafts of one row in a step.
+        rows: of the executor; one more is padding's.
+        device: where the served model is.
+    """
+
+    def __init__(
+        self, heads: ParallelHeads, pool: KVPool, most: int, rows: int, device: torch.device
+    ) -> None:
+        self._heads, self.pool, self.most = heads, pool, most
+        #: As many as a row samples in a step.
+        self._places = 1 + most
+        shape = (rows + 1) * self._places, heads.width
+        #: [(rows + 1) * places, width]: of position p of row r at r * places + p % places.
+        self._hidden = torch.zeros(shape, dtype=heads.dtype, device=device)
+
+    def compute(
+        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+    ) -> torch.Tensor:
+        """See `ChainDraft.compute`; heads compute nothing of a step."""
+        del own
+        hidden = served.forward(batch, pool)
+        t_row, t_position, states = _rows_of(batch), batch.t_position, hidden
+        if batch.logit_index is not None:
+            at = batch.logit_index
+            t_row, t_position, states = t_row[at], t_position[at], hidden[at]
+        self._hidden.index_copy_(0, self._at(t_row, t_position), states)
+        return hidden
+
+    def logits(self, rows: torch.Tensor, positions: torch.Tensor, most: int) -> torch.Tensor:
+        """[most * n, vocabulary] of what may be at positions + 2, + 3 and so on.
+
+        Args:
+            rows, positions: [n] int64 each, of a sample of each row's last step.
+            most: further tokens.
+        """
+        return self._heads.logits(self._hidden[self._at(rows, positions)], most)
+
+    def _at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rows * self._places + positions % self._places
+
+
+def _rows_of(batch: ForwardBatch) -> torch.Tensor:
+    """[T] int64 rows of a step's tokens."""
+    if batch.paged is not None:
+        assert batch.paged.t_row is not None
+        return batch.paged.t_row
+    return torch.from_numpy(np.repeat(np.array(batch.b_row, np.int64), np.diff(batch.b_start)))

@@ -1,0 +1,165 @@
+"""Whether drafts pay: who has them, how many, and whether in a chain or a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.branches import MOST_BRANCHES
+from tokenpod.scheduler.odds import Floats, Odds
+from tokenpod.scheduler.step_times import Costs
+from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.tree_shapes import depth_of, tree_of
+
+Flags = npt.NDArray[np.bool_]
+
+#: Drafting must promise so much more than not drafting.
+_MARGIN = 1.02
+#: Steps of the same rows for which a choice holds; and those whose times show what drafts cost.
+_CHOICE_HOLDS = 8
+_TRIALS = 4
+#: Guesses that are watched before any is drafted.
+_WATCHED_FIRST = 8
+#: A source that can't be watched is judged after so many steps with so many drafts of a row: the
+#: first ones may be slow (memory is taken, kernels are loaded), and of a size the shortest counts.
+_TRIES = 3
+_TRIED_WITH = 2
+#: One that was found not to pay is tried again after so many choices, and so are trees.
+_TRIED_AGAIN = 256
+#: Tokens of a step with trees: up to that many, each is a row of its own for attention on a GPU.
+_MOST_TREE_TOKENS = MOST_BRANCHES
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who is to draft, how much at most; for whom that was decided, and for how many steps."""
+
+    draws: Flags
+    #: Drafts of a row, of which so many are behind each other: all of them, if it is no tree.
+    drafts: int
+    depth: int
+    places: Ints
+    holds: int
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether a draft may be followed by several."""
+        return self.drafts > self.depth
+
+
+class Choosing:
+    """Decides from what steps take and how often guesses come true.
+
+    Args:
+        most: drafts of one row that are behind each other.
+        tree: drafts of a tree, at most; 0: there are none.
+        watched: whether guesses are compared with what comes while nothing is drafted.
+        costs: what steps take; None: draft always, as much as may be.
+    """
+
+    def __init__(self, most: int, tree: int, costs: Costs | None, *, watched: bool) -> None:
+        self._most, self._tree, self._costs, self._watched = most, tree, costs, watched
+        #: Of chains, and of trees: how often one of the first drafts is right, and so on.
+        self.odds = Odds(hopeful=not watched)
+        self.tree_odds = Odds(hopeful=True)
+        #: Whether steps are launched before the one before has settled.
+        self.overlaps = False
+        #: Choices since something was drafted, and since a tree was.
+        self._idle = self._without_tree = 0
+        self._last: Choice | None = None
+        #: Choices with drafts since there was one without, and with trees.
+        self._streak = self._trees = 0
+
+    def choose(self, places: Ints, may: Flags) -> Choice:
+        """For the next step of these [n] places, of which those that `may` could have drafts."""
+        last = self._last
+        if last is None or not last.holds or not np.array_equal(last.places, places):
+            draws, drafts, depth = self._choose(places, may)
+            self._streak = self._streak + 1 if draws.any() else 0
+            self._trees = self._trees + 1 if drafts > depth else 0
+            tried = 0 < self._streak <= _TRIALS or 0 < self._trees <= _TRIALS
+            last = Choice(draws, drafts, depth, places, 1 if tried else _CHOICE_HOLDS)
+        self._last = Choice(last.draws, last.drafts, last.depth, places, last.holds - 1)
+        return last
+
+    def _choose(self, places: Ints, may: Flags) -> tuple[Flags, int, int]:
+        """[n] who is to draft, how many tokens at most, and how many behind each other."""
+        if self._costs is None:
+            return may, self._tree or self._most, self._most
+        least, nothing = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0, 0)
+        if least == 0 or (self._watched and self.odds.cases < _WATCHED_FIRST):
+            return nothing
+        if not self._watched:
+            if self._idle >= _TRIED_AGAIN:
+                self.odds, self._idle, self._costs.tries = Odds(hopeful=True), 0, 0
+            if self._costs.tries < _TRIES:
+                few = min(_TRIED_WITH, self._most)
+                return may, few, few
+        # What pays even if chance was kind is eligible. Of that a draft model does what is likely
+        # to pay most; a source of which there is only now and then a guess what is sure to.
+        best, chosen = 0.0, nothing
+        sure = self.odds.of(places)
+        likely = sure if self._watched else self.odds.of(places, cautious=False)
+        for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
+            if most > self._most:
+                continue
+            rate, draws = self._rate(len(places), may, sure, most, most)
+            if rate > least:
+                rate, _ = self._rate(len(places), draws, likely, most, most)
+                if rate > best:
+                    best, chosen = rate, (draws, most, most)
+        if self._tree:
+            chosen = self._tree_if_better(places, may, chosen, max(best, least))
+        self._idle = 0 if chosen[1] else self._idle + 1
+        return chosen
+
+    def _tree_if_better(
+        self, places: Ints, may: Flags, chosen: tuple[Flags, int, int], best: float
+    ) -> tuple[Flags, int, int]:
+        """The same, or a tree that promises more tokens than `best` per nanosecond."""
+        self._without_tree += 1
+        if self._without_tree > _TRIED_AGAIN:
+            self.tree_odds, self._without_tree = Odds(hopeful=True), 0
+        # One that follows the trunk is right at least as often.
+        chain, tree = (odds.of(places, cautious=False) for odds in (self.odds, self.tree_odds))
+        odds = chain[0], np.maximum(chain[1], tree[1]), np.maximum(chain[2], tree[2])
+        for drafts in sorted({self._tree, (self._tree + self._most) // 2}):
+            depth = depth_of(tree_of(drafts, self._most))
+            rate, draws = self._rate(len(places), may, odds, depth, drafts)
+            if len(places) + int(draws.sum()) * drafts > _MOST_TREE_TOKENS:
+                continue
+            if rate > best and draws.any():
+                best, chosen, self._without_tree = rate, (draws, drafts, depth), 0
+        return chosen
+
+    def _rate(
+        self,
+        n: int,
+        may: Flags,
+        odds: tuple[Floats, Floats, Floats],
+        depth: int,
+        drafts: int,
+    ) -> tuple[float, Flags]:
+        """Tokens per nanosecond if who gains by up to `drafts` has them, and who that is."""
+        assert self._costs is not None
+        some, first, further = odds
+        gain = some * first * (1 - further**depth) / (1 - further)
+        cost = some * drafts
+        price = self._costs.price(n, float(cost[may].sum()))
+        draws = may & (gain > cost * price)
+        drafting = int(draws.sum())
+        if not drafting:
+            return 0.0, draws
+        tokens, more = n + float(cost[draws].sum()), float(gain[draws].sum())
+        others = n - drafting
+        small = self._costs.small(drafting * drafts / depth)
+        took = self._costs.of(tokens) + depth * small
+        if not self.overlaps:
+            return (n + more) / took, draws
+        if not others:
+            return (n + more) / (took + self._costs.gap), draws
+        # While the rows with drafts wait for their step, the others are in another one.
+        twice = took + self._costs.of(others, drafts=False)
+        return (drafting + more + 2 * others) / twice, draws

@@ -1,0 +1,133 @@
+"""What takes the library minutes, or lets its stack overflow, ends in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import constrained
+import numpy as np
+import pytest
+import torch
+from constrained import RANDOM, Client, ask, serve
+
+from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
+from tokenpod.core.outputs import FinishCode
+from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.engine.constraints.library import LimitReached, Refused
+from tokenpod.engine.constraints.trials import TooLong, Trials
+from tokenpod.models import load as loading
+
+
+def schema(value: object) -> JsonSchema:
+    return JsonSchema(json.dumps(value))
+
+
+#: Its automata have the product of these numbers of states: minutes in 140 bytes.
+ENDLESS = schema({"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 101, 103)]})
+#: Each rule names the next one.
+ROW = 3000
+DEEP = [
+    schema(
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {
+                str(i): {"type": "array", "items": {"$ref": f"#/$defs/{(i + 1) % ROW}"}}
+                for i in range(ROW)
+            },
+        }
+    ),
+    Grammar(
+        "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "x"?' for i in range(ROW)) + f'\nr{ROW}: "y"'
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def trials():
+    return Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+
+
+@pytest.mark.parametrize("deep", DEEP, ids=["schema", "grammar"])
+def test_a_stack_that_overflows_is_a_refusal(trials, deep):
+    with pytest.raises(Refused, match="nested too deeply, or name each other in too long a row"):
+        trials.try_first(deep, 60)
+    assert trials.try_first(Regex("a"), 60)
+
+
+def test_one_that_takes_too_long_is_stopped(trials):
+    with pytest.raises(TooLong):
+        trials.try_first(ENDLESS, 0.2)
+    assert trials.try_first(Regex("a"), 60)
+
+
+def test_one_that_could_not_be_started_is_started_for_the_next_constraint(monkeypatch):
+    trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenpod.engine.constraints.trials._COMMAND", ("/no/such/program",))
+        with pytest.raises(FileNotFoundError):
+            trials.try_first(Regex("a"), 60)
+    assert trials.try_first(Regex("a"), 60)
+
+
+def test_what_a_trial_has_prepared_is_compiled_alike(trials):
+    library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
+    for constraint in (Regex("[ab]{3}"), Choice(("a", "b")), Tagged((), triggers=("<",))):
+        prepared = trials.try_first(constraint, 60)
+        assert prepared == library.prepare(constraint)[0]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "problem"),
+    [
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable schema: minimum"),
+        (schema({"$ref": "#"}), "no text conforms to it"),
+        (Grammar('start: "a"\n  nothing'), "line 2, column 10: "),
+    ],
+)
+def test_problems_are_told_in_terms_of_what_was_sent(trials, constraint, problem):
+    with pytest.raises(Refused) as refused:
+        trials.try_first(constraint, 60)
+    assert str(refused.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a{1000}){1000}", "(a|a)*b", "(a+)+", "x*" * 500, ".*a.{60}b", "(.*a.{20}){5}"]
+)
+def test_patterns_that_explode_elsewhere_are_served_or_end_at_a_limit(trials, pattern):
+    prepared, chance = trials.try_first(Regex(pattern), 60), random.Random(1)
+    library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
+    matcher = library.compile(Regex(pattern), prepared)
+    words, text = np.zeros(-(-constrained.VOCABULARY // 32), np.int32), b""
+    try:
+        for _ in range(30):
+            if matcher.fill(words) and not words.any():
+                break
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            token = chance.choice(allowed.tolist())
+            matcher.take(token)
+            text += constrained.TOKENS.tokens[token]
+    except LimitReached:
+        assert "." in pattern
+    assert text
+
+
+def test_others_go_on_beside_constraints_that_never_compile():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = loading.load_model(
+        constrained.DEMO,
+        dtype=torch.float32,
+        device=constrained.CPU,
+        progress=lambda done, total: None,
+    )
+    torch.set_num_threads(before)
+    asked = [ask(1, ENDLESS, new=4), ask(2, DEEP[0], new=4)]
+    asked += [ask(i, Regex("[ab]{12}"), new=20, **RANDOM) for i in (3, 4)]
+    limits = ConstraintLimits(workers=1, compile_seconds=0.6)
+    client = serve(model, Client(asked), limits=limits, trials=True)
+    assert client.finishes == dict.fromkeys((3, 4), FinishCode.EOS)
+    assert "takes more than 0.6 s" in client.failures[1]
+    # On a busy machine even its end takes longer.
+    assert re.search(r"nested too deeply|takes more than 0.6 s", client.failures[2])

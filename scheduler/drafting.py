@@ -113,7 +113,7 @@ class Landed:
 
     sequence: Sequence
     #: Drafts, by how many drafts are before them.
-    widths: list[int]
+    widths: tuple[int, ...]
     #: Drafts that equal what was drawn: those behind each other from the first on.
     right: int
     #: Outputs that it had.
@@ -277,7 +277,7 @@ class Drafting:
         slots = step.plan.t_slot[end - len(shape) - 1 : end].tolist()
         for at, number in enumerate(way, 1):
             if number != at:
-                self._kv.move(slots[number], slots[at])
+                self._kv.pool.move(slots[number], slots[at])
         return way
 
     def _note(self, place: int, landed: Landed, way: list[int]) -> None:

@@ -359,11 +359,14 @@ def generation(arrived: int, samples: list[Sample], began: int | None) -> Genera
 Leave = Literal["never", "while it waits", "while it writes"]
 
 
-async def generate(telemetry: Telemetry, made: Generation, leave: Leave = "never") -> None:
+async def generate(
+    telemetry: Telemetry, made: Generation, leave: Leave = "never", **named: str
+) -> None:
     """A Generate call that reports `made` when it ends, as GenerateService does.
 
     Args:
         leave: when the client goes away: the handler is then at an await, or at a yield.
+        named: what else is said of it.
     """
 
     class Generating(Scripted):
@@ -377,7 +380,7 @@ async def generate(telemetry: Telemetry, made: Generation, leave: Leave = "never
                 while leave == "while it writes":
                     yield pb.GenerateResponse(tokens=pb.TokenDelta(text="x" * 100_000))
             finally:
-                recorded.generated(made, model_id="demo", request_id="r-1")
+                recorded.generated(made, model_id="demo", request_id="r-1", **named)
                 self.ended.set()
 
     servicer = Generating()
@@ -497,6 +500,22 @@ async def test_a_generation_that_never_left_the_queue_has_only_that_phase(
     telemetry.shutdown()
     assert sorted(span.name for span in collector.spans) == [GENERATE, "queue"]
     assert "gen_ai.server.time_to_first_token" not in collector.metrics
+
+
+async def test_adapters_and_quantisation_are_named(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    now = time.monotonic_ns()
+    made = generation(now, [sample(0, 5, now + 2, now + 9, None)], now + 1)
+    await generate(telemetry, made, adapter="sql", quantization="compressed-tensors int4")
+    await generate(telemetry, made, adapter="", quantization="")
+    telemetry.shutdown()
+    found = [point for point, _ in collector.points("gen_ai.server.request.duration")]
+    named = ("tokenpod.adapter", "tokenpod.quantization")
+    said = {tuple(each.get(name) for name in named) for each in found}
+    assert said == {("sql", "compressed-tensors int4"), (None, None)}
+    spans = [attributes(span) for span in collector.spans if span.name == GENERATE]
+    assert {tuple(each.get(name) for name in named) for each in spans} == said
 
 
 # -- load and the end --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import time
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 STEPS = 300
@@ -96,6 +97,55 @@ def full_pod(
     return 1e3 * min(calm), 1e3 * min(moved), 1e3 * sorted(moved)[len(moved) // 2]
 
 
+def crowded_pod(
+    rows: int, waiting: int, admission: str, turns: str, preemption: str, *, samples: int = 1
+) -> tuple[int, float, float, float]:
+    """Of a pod whose pool is full: steps that preempt, and processor milliseconds of such a plan.
+
+    The least, the median and the most of them. Nothing overlaps, so that what gives way is freed
+    and queued again, or copied, within the plan.
+
+    Args:
+        rows: sequences that run.
+        waiting: requests that wait.
+        admission, turns, preemption: the policies' names.
+        samples: of each request that runs.
+    """
+    prompt, grown, requests = 512, 48, rows // samples
+    slots = requests * prompt + rows * grown
+    host_slots = 0 if preemption == "recompute" else 1 << 20
+    limits = Limits(slots, rows, 8192, prefill_tokens=slots, host_slots=host_slots)
+    scheduler = Scheduler(
+        limits,
+        admission=ADMISSIONS[admission],
+        batching=batching(turns),
+        preemption=PREEMPTIONS[preemption](512),
+    )
+    # What past_future remembers is short: so it lets in more than fit.
+    ask(scheduler, 0, 200, prompt=1, most=2)
+    while turn(scheduler) or scheduler.load().running:
+        pass
+    stopping = StoppingParams(4096, eos_token_ids=frozenset({2}))
+    for first in range(200, 200 + rows, samples):
+        own = [*range(first, first + samples)]
+        scheduler.submit(Request(own, [first] * prompt, SamplingParams(), stopping))
+    while scheduler.load().running < rows or turn(scheduler):
+        turn(scheduler)
+    ask(scheduler, 200 + rows, waiting, prompt=prompt, most=500)
+    times: list[float] = []
+    for _ in range(grown + 60):
+        before = scheduler.load().preemptions
+        began = time.process_time()
+        step = scheduler.plan(0)
+        took = time.process_time() - began
+        if scheduler.load().preemptions > before:
+            times.append(1e3 * took)
+        scheduler.settle(step, [1] * len(step.sampled), 0)
+    assert scheduler.load().waiting >= waiting
+    times.sort()
+    return len(times), times[0], times[len(times) // 2], times[-1]
+
+
 def main() -> None:
     """Print a line for each number of rows. The machine may be busy: the least counts."""
     for rows in (1, 64, 256, 512):
@@ -122,6 +172,16 @@ def main() -> None:
                 pair = f"{admission_name} + {turns}, {'no memory' if memory else 'no row'}"
                 calm, moved, median = full_pod(512, 1000, admission_name, turns, memory=memory)
                 print(f"{pair:40} {calm:.2f} {moved:.2f} ({median:.2f})", flush=True)
+    print(" the same, steps that preempt: how many of 108; least, median and most ms of a plan")
+    for admission_name in ("optimistic", "past_future"):
+        for turns in BATCHINGS:
+            for preemption in PREEMPTIONS:
+                for samples in (1, 2):
+                    count, *took = crowded_pod(
+                        512, 1000, admission_name, turns, preemption, samples=samples
+                    )
+                    case = f"{admission_name} + {turns}, {preemption}, {samples} of a request"
+                    print(f"{case:48}", count, *(f"{each:.2f}" for each in took), flush=True)
     for memory in (False, True):
         calm, moved, median = full_pod(
             512, 1000, "exact", "mixed", memory=memory, host_slots=1 << 20

@@ -166,6 +166,8 @@ class AdapterSlots:
 
         `unfilled`: the slots of them that are not somebody else's by now.
         """
+        if not self._ready:
+            return []
         ready, self._ready = self._ready, {}
         for adapter, used in Counter(adapter for adapter, _ in ready.values()).items():
             self._users[adapter] -= used

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Listing
 from typing import Protocol
 
 from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.table import Ints
 
 
 class Ledger(Protocol):
@@ -21,8 +22,11 @@ class Ledger(Protocol):
     can be found by bisection over marks.
     """
 
-    def decoding(self, sequences: Listing[Sequence]) -> None:
-        """Add sequences that take one slot per step from now on. Called once, before the others."""
+    def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
+        """Add sequences that take one slot per step from now on. Called once, before the others.
+
+        `at`: [n] int64, their places in the table.
+        """
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """Add sequences whose slots will be free once the step in flight has settled."""

@@ -120,7 +120,7 @@ class Batcher:
 
     def add_to(self, ledger: Ledger) -> None:
         """Add what these sequences need."""
-        ledger.decoding([*self._decoding])
+        self._decoding.enter(ledger)
         self._beams.add_to(ledger)
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:

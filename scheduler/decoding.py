@@ -13,11 +13,14 @@ from itertools import compress
 import numpy as np
 
 from tokenpod.core.capacity import MOST_DRAFTS
+from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import StepBuilder
 from tokenpod.scheduler.table import Ints, Table
+
+_NONE: Ints = np.empty(0, np.int64)
 
 
 class Decoding:
@@ -34,14 +37,15 @@ class Decoding:
         self._forced = forced
         self._drafting = drafting
         self._sequences: dict[int, Sequence] = {}
-        #: The same as a list, with their places; None: out of date.
-        self._lockstep: tuple[list[Sequence], Ints] | None = None
+        #: The same in the order in which they came, and [n] their places; never changed in place.
+        self._order: list[Sequence] = []
+        self._places = _NONE
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+        return iter(self._order)
 
     def get(self, sequence_id: int) -> Sequence | None:
         """One of them by its id."""
@@ -50,22 +54,25 @@ class Decoding:
     def add(self, sequence: Sequence) -> None:
         """The last of what a sequence needs has been planned."""
         self._sequences[sequence.id] = sequence
-        self._lockstep = None
+        self._order = [*self._order, sequence]
+        self._places = np.append(self._places, sequence.place)
 
     def remove(self, sequence: Sequence) -> bool:
         """Plan nothing more of a sequence; False if it is not here."""
         if self._sequences.pop(sequence.id, None) is None:
             return False
-        self._lockstep = None
+        at = self._order.index(sequence)
+        self._order = self._order[:at] + self._order[at + 1 :]
+        self._places = np.delete(self._places, at)
         return True
+
+    def enter(self, ledger: Ledger) -> None:
+        """Add what they need."""
+        ledger.decoding(self._order, self._places)
 
     def next(self) -> tuple[list[Sequence], Ints]:
         """Those that can have a token in the next step; [n] their places."""
-        if self._lockstep is None:
-            sequences = [*self._sequences.values()]
-            self._lockstep = sequences, np.array([s.place for s in sequences], np.int64)
-        sequences, places = self._lockstep
-        table = self._table
+        sequences, places, table = self._order, self._places, self._table
         going_on = table.computed[places] < table.bound[places]
         if table.constrained:
             going_on &= table.paused[places] == 0

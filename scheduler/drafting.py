@@ -277,7 +277,7 @@ class Drafting:
         slots = step.plan.t_slot[end - len(shape) - 1 : end].tolist()
         for at, number in enumerate(way, 1):
             if number != at:
-                self._kv.move(slots[number], slots[at])
+                self._kv.pool.move(slots[number], slots[at])
         return way
 
     def _note(self, place: int, shape: Shape, way: list[int]) -> None:

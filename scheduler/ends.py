@@ -88,7 +88,7 @@ class Ends:
         sequence.leave()
 
     def _end_one(self, sequence: Sequence, state: EndState) -> None:
-        sequence.ended_as = state
+        sequence.end(state)
         if sequence.owner is not Owner.PROBE and not alive(self._sequences, sequence.request):
             self._counts.end(state)
         if not (self._constrained.forget(sequence) or self._planners.queue.remove(sequence)):

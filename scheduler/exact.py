@@ -73,9 +73,10 @@ class LazyForecast:
         #: After each: what all need together at their bounds.
         self._after = [0]
 
-    def decoding(self, sequences: Listing[Sequence]) -> None:
+    def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
         """See `Ledger`."""
-        self._add(sequences, lambda forecast: forecast.decoding(sequences))
+        bounds = int(self._table.bound[at].sum())
+        self._note(bounds, lambda forecast: forecast.decoding(sequences, at))
 
     def searching(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
@@ -119,6 +120,9 @@ class LazyForecast:
             bounds = sequences[0].bound
         else:
             bounds = int(self._table.bound[places_of(sequences)].sum())
+        self._note(bounds, add)
+
+    def _note(self, bounds: int, add: Callable[[Forecast], None]) -> None:
         self._after.append(self._after[-1] + bounds)
         self._added.append(add)
 
@@ -146,9 +150,9 @@ class Forecast:
         self._ends_at: dict[int, int] = {}
         self._prompt_tokens = 0
 
-    def decoding(self, sequences: Listing[Sequence]) -> None:
+    def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
         """See `Ledger`."""
-        table, at = self._table, places_of(sequences)
+        table = self._table
         growth, drafted = table.bound[at] - table.computed[at], table.drafted[at]
         # Of drafts in flight all may be wrong; and meanwhile a step may go without their row.
         ends = growth + drafted + (drafted > 0) + _SLACK

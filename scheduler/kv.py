@@ -16,12 +16,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from tokenpod.scheduler.host_kv import HostKV
-from tokenpod.scheduler.radix import Node, RadixTree, Slots
+from tokenpod.scheduler.radix import RadixTree, Slots
 from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.slot_pool import SlotPool
 from tokenpod.scheduler.slots import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.tails import Tails
+
+#: For so many sequences without room the best place is looked for, also if little is free.
+MOST_ONE_BY_ONE = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -52,8 +55,8 @@ class KV:
         self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
         self.host = host
-        self._moves: list[tuple[int, int]] = []
-        self._pool = SlotPool(self._allocator, self.tree)
+        #: Takes and frees the slots.
+        self.pool = SlotPool(self._allocator, self.tree)
         if host is not None:
             self.tree.spill = host.spill
 
@@ -78,7 +81,7 @@ class KV:
             usable = usable[: sequence.ready_tokens]
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
-        self._begin_after(sequence, node, length)
+        sequence.begin_after(node, length)
         if self.host is not None and sequence.owner is not Owner.PROBE:
             # Virtual tokens that are ready are in the pool by the time it runs.
             self.host.begin(sequence, max(length, sequence.ready_tokens))
@@ -98,15 +101,15 @@ class KV:
         # Another one may have put them there since this one has begun.
         found, known = self.tree.match(tokens, request.salt)
         self.tree.lock(found)
-        slots = self._pool.take(virtual - known, known)
+        slots = self.pool.take(virtual - known, known)
         end = self.tree.append(found, tokens[known:], slots)
         self.tree.lock(end)
         self.tree.unlock(found)
         self.tree.unlock(node)
-        self._begin_after(sequence, end, virtual)
+        sequence.begin_after(end, virtual)
         if not sequence.began_at:
             sequence.cached += sequence.hosted.to_fetch
-        self._pool.unfilled.update(slots.tolist())
+        self.pool.unfilled.update(slots.tolist())
         return slots
 
     def known(self, sequence: Sequence) -> int:
@@ -124,7 +127,7 @@ class KV:
             self.begin(sibling)
             return
         self.tree.lock(first.node)
-        self._begin_after(sibling, first.node, first.shared)
+        sibling.begin_after(first.node, first.shared)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`."""
@@ -141,16 +144,12 @@ class KV:
         sequence.computed += n
 
     def copies(self) -> tuple[Slots, Slots, list[int]]:
-        """What the next plan says of copies: those of `move`, then see `HostKV.take`."""
+        """What the next plan says of copies: those of `SlotPool.move`, then see `HostKV.take`."""
         host = (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
-        if not self._moves:
+        moved = self.pool.take_moves()
+        if not len(moved[0]):
             return host
-        moves, self._moves = np.array(self._moves, np.int64).T, []
-        return np.append(moves[0], host[0]), np.append(moves[1], host[1]), host[2]
-
-    def move(self, source: int, target: int) -> None:
-        """Have what a slot holds copied to another of the same sequence, before the next step."""
-        self._moves.append((source, target))
+        return np.append(moved[0], host[0]), np.append(moved[1], host[1]), host[2]
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Keep what a sequence has computed in the host's memory; False: there is no room.
@@ -179,7 +178,7 @@ class KV:
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""
         position, extents = sequence.computed, sequence.extents
-        slots = self._pool.grow(extents, position, n, max(sequence.bound - position - n, 0))
+        slots = self.pool.grow(extents, position, n, max(sequence.bound - position - n, 0))
         self.table.tail[sequence.place] = extents[-1].at
         return slots
 
@@ -193,13 +192,6 @@ class KV:
         self._allocator.shrink(extents[-1], n)
         self.table.tail[sequence.place] = extents[-1].at
 
-    def take_unfilled(self) -> set[int]:
-        """Slots of the tree that the next plan fills with what adapters have."""
-        unfilled, self._pool.unfilled = self._pool.unfilled, set()
-        return unfilled
-
-    # -- beams ---------------------------------------------------------------------------------
-
     def branch(self, first: Sequence, others: list[Sequence]) -> None:
         """Let `others` go on from where `first` is: what is not in the tree they share as `Tails`.
 
@@ -209,30 +201,39 @@ class KV:
         n = first.private
         slots = slots_of(first.extents, first.shared, n) if n else _NO_SLOTS
         bound = n + (len(others) + 1) * (first.bound - first.computed)
-        tails = Tails(self._pool, first.extents, taken=first.shared + n, bound=first.shared + bound)
+        tails = Tails(self.pool, first.extents, taken=first.shared + n, bound=first.shared + bound)
         self._keep(first, [])
         tails.begin([first, *others], slots)
         for other in others:
             self.tree.lock(first.node)
-            self._begin_after(other, first.node, first.shared)
+            other.begin_after(first.node, first.shared)
             other.computed = first.computed
 
-    def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
-        """A slot for the next position of each sequence whose last extent has room for it.
+    def extend_each(self, sequences: list[Sequence], places: Ints) -> Slots:
+        """[n] a slot for the next position of each of these, int64. Raises OutOfSlots.
 
-        Args:
-            places: [n] int64, the sequences' places in the table.
-
-        Returns the indices into `places` of the other sequences, which `extend` serves, and [n]
-        slots, int64, of which those at these indices are undefined.
+        `places`: [n] int64, theirs in the table.
         """
         tails = self.table.tail[places]
         roomy = self._allocator.rooms[tails] > 0
         if roomy.all():
-            return _NO_SLOTS, self._allocator.grow_each(tails)
+            return self._allocator.grow_each(tails)
         slots = np.empty(len(places), np.int64)
         slots[roomy] = self._allocator.grow_each(tails[roomy])
-        return np.flatnonzero(~roomy), slots
+        others = np.flatnonzero(~roomy)
+        which, there = [sequences[at] for at in others.tolist()], places[others]
+        extents: list[Extent] = []
+        if len(which) > MOST_ONE_BY_ONE:
+            positions = self.table.computed[there]
+            extents = self.pool.grow_apart(positions, self.table.bound[there] - positions - 1)
+        if not extents:
+            slots[others] = [self.extend(sequence, 1)[0] for sequence in which]
+            return slots
+        for sequence, extent in zip(which, extents, strict=True):
+            sequence.extents.append(extent)
+        at = self.table.tail[there] = np.array([extent.at for extent in extents])
+        slots[others] = self._allocator.firsts[at]
+        return slots
 
     def room_of(self, places: Ints) -> int:
         """Positions by which each of these sequences can grow where it is."""
@@ -290,7 +291,7 @@ class KV:
             node, known = self.tree.match(tokens, sequence.request.salt)
             if known < computed and covers(sequence.extents, known):
                 self.tree.append(node, tokens[known:], self._hand_over(sequence, known, computed))
-        self._pool.release(sequence.extents)
+        self.pool.release(sequence.extents)
         self._keep(sequence, [])
         self._unlock(sequence)
 
@@ -321,22 +322,14 @@ class KV:
         if self.host is not None:
             self.host.check(sequences)
 
-    @staticmethod
-    def _begin_after(sequence: Sequence, node: Node, length: int) -> None:
-        """Begin a sequence after a prefix of `length` tokens, which ends at the locked `node`."""
-        sequence.node = node
-        sequence.shared = sequence.computed = length
-        if not sequence.began_at:
-            sequence.cached = length
-
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None
-        self._pool.free(self.tree.unlock(sequence.node))
+        self.pool.free(self.tree.unlock(sequence.node))
         sequence.node = None
 
     def evict(self, n: int) -> None:
         """Free at least `n` slots of the tree, or all that no sequence uses."""
-        self._pool.evict(n)
+        self.pool.evict(n)
 
     def flush(self) -> None:
         """Forget all cached prefixes that no sequence uses."""

@@ -22,7 +22,7 @@ from tokenpod.scheduler.admission import last_to_arrive
 from tokenpod.scheduler.peak import FOREVER, peak_tokens
 from tokenpod.scheduler.radix import Node, new_ledger_number
 from tokenpod.scheduler.sequence import EndState, Sequence
-from tokenpod.scheduler.table import Ints, Table, places_of
+from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.tally import Company
 from tokenpod.scheduler.work import Limits
 
@@ -149,9 +149,9 @@ class Drawn:
         #: By the id of a sequence whose samples may wait for it.
         self._ends_at: dict[int, list[int]] = {}
 
-    def decoding(self, sequences: Listing[Sequence]) -> None:
+    def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
         """See `Ledger`; to be called first, since the number of draws follows from it."""
-        table, at = self._table, places_of(sequences)
+        table = self._table
         self._draws = min(_DRAWS_FOR // max(len(at), 1) + 1, _MOST_DRAWS)
         outputs, left = table.launched[at], table.bound[at] - table.computed[at]
         growth = self._lengths.of_running(outputs, outputs + left, self._draws) - outputs

@@ -249,7 +249,7 @@ class Scheduler:
             rows.take_fresh(),
             rows.take_freed(),
             self.adapters.take_puts(),
-            self.adapters.take_ready(self.kv.take_unfilled()),
+            self.adapters.take_ready(self.kv.pool.take_unfilled()),
         )
 
     def settle(
@@ -280,7 +280,7 @@ class Scheduler:
         self._pace.note(step.prompt_tokens, took)
         self.forced.settled(step, took)
         self.kv.table.in_flight[step.places] -= 1
-        left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
+        left = step.ended(self.kv.table)
         drafted = self._outcomes.check_drafts(step, tokens, took, drafting_ns)
         self._outcomes.take_each(step, tokens, tops, drafted, now, settled)
         settled.drafted = [self._outcomes.counted(draft) for draft in drafted.values()]

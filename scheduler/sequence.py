@@ -123,7 +123,7 @@ class Sequence:
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
-        #: How it ended; None: it has not.
+        #: How it ended (see `end`); None: it has not.
         self.ended_as: EndState | None = None
         #: False once it has computed NaN or Inf, which must not get into the tree.
         self.keep = True
@@ -144,6 +144,18 @@ class Sequence:
         self.table.adapted -= self.request.adapter > 0
         self.table.constrained -= self.constrained
         self.place = 0
+
+    def begin_after(self, node: Node, length: int) -> None:
+        """Begin behind a prefix of `length` tokens, which ends at the locked `node`."""
+        self.node = node
+        self.shared = self.computed = length
+        if not self.began_at:
+            self.cached = length
+
+    def end(self, state: EndState) -> None:
+        """Plan nothing more, and drop what comes back."""
+        self.ended_as = state
+        self.table.ended[self.place] = 1
 
     def restart(self) -> None:
         """Begin anew after a preemption: all tokens so far must be computed again.

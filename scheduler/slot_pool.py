@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenpod.scheduler.radix import RadixTree, Slots
-from tokenpod.scheduler.slots import Extent, SlotAllocator, slots_of
+from tokenpod.scheduler.slots import Extent, Ints, SlotAllocator, slots_of
 
 #: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
 ROOM_TO_EVICT_FOR = 128
@@ -14,6 +14,7 @@ ROOM_TO_EVICT_FOR = 128
 MOST_EVICTED = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
+_NO_MOVES: Slots = np.empty((2, 0), np.int64)
 
 
 class SlotPool:
@@ -29,6 +30,23 @@ class SlotPool:
         self._tree = tree
         #: Slots of the tree that the next plan fills with what adapters have.
         self.unfilled: set[int] = set()
+        self._moves: list[tuple[int, int]] = []
+
+    def move(self, source: int, target: int) -> None:
+        """Have what a slot holds copied to another of the same sequence, before the next step."""
+        self._moves.append((source, target))
+
+    def take_moves(self) -> Slots:
+        """[2, n] what `move` was asked since the last call: slots from, slots to."""
+        if not self._moves:
+            return _NO_MOVES
+        moves, self._moves = np.array(self._moves, np.int64).T, []
+        return moves
+
+    def take_unfilled(self) -> set[int]:
+        """The slots of `unfilled`, which are filled now."""
+        unfilled, self.unfilled = self.unfilled, set()
+        return unfilled
 
     def take(self, n: int, position: int) -> Slots:
         """[n] slots that belong to no extent, int64."""
@@ -55,6 +73,22 @@ class SlotPool:
                 self._make_space(n - last.room, room)
             extents += self._allocator.grow(last, n, room)
         return slots_of(extents, position, n)
+
+    def grow_apart(self, positions: Ints, rooms: Ints) -> list[Extent]:
+        """A new extent for each of many sequences, of one slot and some room; none: each gets more.
+
+        There are none where `grow` finds a long run for each, if need be by eviction. Where it does
+        not, what is left is divided, since looking for a place for each would be in vain.
+
+        Args:
+            positions: [n] int64, their next ones.
+            rooms: [n] what follows these at most.
+        """
+        wanted = len(rooms) + int(np.minimum(rooms, ROOM_TO_EVICT_FOR).sum())
+        if self._allocator.free + self._tree.evictable >= wanted:
+            return []
+        self.evict(self._tree.evictable)
+        return self._allocator.allocate_each(positions, rooms)
 
     def release(self, extents: list[Extent]) -> None:
         """Free all slots of these, and their room."""

@@ -11,14 +11,16 @@ and the largest rooms are halved when others need the space.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-
 import numpy as np
 import numpy.typing as npt
+
+from tokenpod.scheduler.free_runs import FreeRuns
 
 Ints = npt.NDArray[np.int64]
 
 _FIRST_EXTENTS = 64
+#: So many rooms are halved before all are given up.
+_MOST_HALVED = 16
 
 
 class OutOfSlots(Exception):
@@ -73,10 +75,8 @@ class SlotAllocator:
         self.total = total
         #: Slots that can be allocated: unused ones, rooms included.
         self.free = total
-        #: Free intervals without rooms: where they start, their lengths, and both by length.
-        self._starts = [0] if total else []
-        self._length = {0: total} if total else {}
-        self._by_length = [(total, 0)] if total else []
+        #: Free slots without rooms.
+        self._runs = FreeRuns(total)
         #: The extents, by `Extent.at`; 0 is none.
         self._columns = np.zeros((4, _FIRST_EXTENTS), np.int64)
         self._unnamed = list(range(_FIRST_EXTENTS - 1, 0, -1))
@@ -90,7 +90,7 @@ class SlotAllocator:
     @property
     def longest(self) -> int:
         """The longest run of them."""
-        return self._by_length[-1][0] if self._by_length else 0
+        return self._runs.longest
 
     def allocate(self, n: int, *, position: int, room: int) -> list[Extent]:
         """`n` slots for positions from `position` on: one run if there is one, else several.
@@ -99,12 +99,12 @@ class SlotAllocator:
         """
         if n > self.free:
             raise OutOfSlots(f"{n} slots are wanted, {self.free} of {self.total} are free")
-        start = self._fit(n, room)
+        start = self._runs.fit(n, room)
         while start is None and self._halve_a_room(n):
-            start = self._fit(n, room)
+            start = self._runs.fit(n, room)
         if start is None:
             self._give_up_rooms()
-            start = self._fit(n, room)
+            start = self._runs.fit(n, room)
         if start is not None:
             return [self._claim(start, n, room, position)]
         return self._scatter(n, position)
@@ -124,9 +124,9 @@ class SlotAllocator:
         self.used[at] += taken
         self.rooms[at] -= taken
         self.free -= taken
-        if taken < n and extent.end in self._length:
+        if taken < n and self._runs.begins_at(extent.end):
             # The slots after it have been freed meanwhile.
-            length = self._cut(extent.end, n - taken + room)
+            length = self._runs.take(extent.end, n - taken + room)
             more = min(n - taken, length)
             self.used[at] += more
             self.rooms[at] = length - more
@@ -147,6 +147,36 @@ class SlotAllocator:
         self.free -= n * len(at)
         return slots
 
+    def allocate_each(self, positions: Ints, rooms: Ints) -> list[Extent]:
+        """A slot for each of these positions, and room after it, where others lie in between.
+
+        What is free is divided evenly, so that none takes what the next one needs.
+
+        Args:
+            positions: [n] of different sequences.
+            rooms: [n] what each of them can use at most.
+
+        Raises OutOfSlots, with nothing taken, if fewer than `n` are free.
+        """
+        n = len(positions)
+        if n > self.free:
+            raise OutOfSlots(f"{n} slots are wanted, {self.free} of {self.total} are free")
+        for _ in range(_MOST_HALVED):
+            if self.unclaimed >= n or not self._halve_a_room(1):
+                break
+        if (unclaimed := self.unclaimed) < n:
+            self._give_up_rooms()
+            unclaimed = self.free
+        most = 1 + np.minimum(rooms, unclaimed // n - 1)
+        firsts, counts = self._runs.take_each(most.tolist())
+        while len(self._unnamed) < n:
+            self._add_names()
+        at = self._unnamed[-n:]
+        del self._unnamed[-n:]
+        self._columns[:, at] = positions, firsts, np.ones(n, np.int64), np.array(counts) - 1
+        self.free -= n
+        return [Extent(self, each) for each in at]
+
     def shrink(self, extent: Extent, n: int) -> None:
         """The last `n` used slots of an extent are its room again."""
         self.used[extent.at] -= n
@@ -156,7 +186,7 @@ class SlotAllocator:
     def release(self, extent: Extent) -> None:
         """Free all slots of an extent, and its room."""
         self.free += extent.used
-        self._insert(extent.first, extent.used + extent.room)
+        self._runs.insert(extent.first, extent.used + extent.room)
         self.drop(extent)
 
     def drop(self, extent: Extent) -> None:
@@ -167,7 +197,7 @@ class SlotAllocator:
     def release_run(self, first: int, n: int) -> None:
         """Free `n` slots that no extent has any more."""
         self.free += n
-        self._insert(first, n)
+        self._runs.insert(first, n)
 
     def take_out(self, extents: list[Extent], start: int, end: int) -> tuple[Ints, list[Extent]]:
         """Give the slots of positions `start` to `end` to another owner.
@@ -200,75 +230,37 @@ class SlotAllocator:
         roomy = np.flatnonzero(self.rooms)
         ends = self.firsts[roomy] + self.used[roomy]
         rooms = zip(ends.tolist(), self.rooms[roomy].tolist(), strict=True)
-        return sorted([*self._length.items(), *rooms])
-
-    # -- free intervals ------------------------------------------------------------------------
-
-    def _fit(self, n: int, room: int) -> int | None:
-        """The smallest interval with room, else the largest without."""
-        if self.longest < n:
-            return None
-        at = bisect_left(self._by_length, (n + room, 0))
-        return self._by_length[min(at, len(self._by_length) - 1)][1]
+        return sorted([*self._runs.items(), *rooms])
 
     def _claim(self, start: int, n: int, room: int, position: int) -> Extent:
-        length = self._cut(start, n + room)
+        length = self._runs.take(start, n + room)
         self.free -= n
         return self._name(position, start, n, length - n)
 
     def _scatter(self, n: int, position: int) -> list[Extent]:
         extents = []
         while n:
-            start = self._by_length[-1][1]
-            extent = self._claim(start, min(n, self._length[start]), 0, position)
-            extents.append(extent)
-            position += extent.used
-            n -= extent.used
+            first, taken = self._runs.take_longest(n)
+            self.free -= taken
+            extents.append(self._name(position, first, taken, 0))
+            position += taken
+            n -= taken
         return extents
-
-    def _cut(self, start: int, most: int) -> int:
-        """Take up to `most` slots from the front of an interval; how many."""
-        length = self._remove(start)
-        if length <= most:
-            return length
-        self._add(start + most, length - most)
-        return most
-
-    def _insert(self, first: int, n: int) -> None:
-        if not n:
-            return
-        if first + n in self._length:
-            n += self._remove(first + n)
-        at = bisect_left(self._starts, first)
-        if at:
-            before = self._starts[at - 1]
-            if before + self._length[before] == first:
-                n += self._remove(before)
-                first = before
-        self._add(first, n)
-
-    def _add(self, start: int, length: int) -> None:
-        insort(self._starts, start)
-        self._length[start] = length
-        insort(self._by_length, (length, start))
-
-    def _remove(self, start: int) -> int:
-        length = self._length.pop(start)
-        del self._starts[bisect_left(self._starts, start)]
-        del self._by_length[bisect_left(self._by_length, (length, start))]
-        return length
 
     # -- extents -------------------------------------------------------------------------------
 
     def _name(self, position: int, first: int, used: int, room: int) -> Extent:
         if not self._unnamed:
-            names = self._columns.shape[1]
-            self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
-            self._unnamed = list(range(2 * names - 1, names - 1, -1))
-            self._name_columns()
+            self._add_names()
         at = self._unnamed.pop()
         self._columns[:, at] = position, first, used, room
         return Extent(self, at)
+
+    def _add_names(self) -> None:
+        names = self._columns.shape[1]
+        self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
+        self._unnamed[:0] = range(2 * names - 1, names - 1, -1)
+        self._name_columns()
 
     def _trim_front(self, extent: Extent, n: int) -> None:
         """Another owner takes the first `n` slots of `extent`."""
@@ -292,12 +284,12 @@ class SlotAllocator:
         if half < n:
             return False
         self.rooms[at] -= half
-        self._insert(int(self.firsts[at] + self.used[at] + self.rooms[at]), half)
+        self._runs.insert(int(self.firsts[at] + self.used[at] + self.rooms[at]), half)
         return True
 
     def _give_up_rooms(self) -> None:
         for at in np.flatnonzero(self.rooms):
-            self._insert(int(self.firsts[at] + self.used[at]), int(self.rooms[at]))
+            self._runs.insert(int(self.firsts[at] + self.used[at]), int(self.rooms[at]))
             self.rooms[at] = 0
 
 

@@ -15,7 +15,7 @@ from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pieces import ChosenToken, Piece
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.tree_shapes import Shape, chain_of
 
 _NOBODY: Ints = np.empty(0, np.int64)
@@ -55,6 +55,11 @@ class Step:
         firsts = self.plan.r_samples.cumsum() - self.plan.r_samples
         found = zip(rows.tolist(), firsts[rows].tolist(), strict=True)
         return [(row, first) for row, first in found if row not in self.forced]
+
+    def ended(self, table: Table) -> list[Sequence]:
+        """Its sequences that have ended since it was planned."""
+        ended = table.ended[self.places]
+        return [self.sequences[at] for at in ended.nonzero()[0].tolist()] if ended.any() else []
 
     def drafts_of(self, row: int) -> int:
         """How many drafts a row of the plan has."""
@@ -107,9 +112,7 @@ class StepBuilder:
             OutOfSlots: fewer slots than sequences are available.
         """
         kv, table = self._kv, self._kv.table
-        others, slots = kv.extend_each(places)
-        for at in others.tolist():
-            slots[at] = kv.extend(sequences[at], 1)[0]
+        slots = kv.extend_each(sequences, places)
         table.computed[places] += 1
         table.launched[places] += 1
         self._decoding += sequences

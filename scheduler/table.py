@@ -41,6 +41,8 @@ class Table:
     launched: Ints
     #: Steps launched and not settled.
     in_flight: Ints
+    #: 1: it has ended: nothing more is planned, and what comes back is dropped.
+    ended: Ints
     #: Tokens that may be drafted for it in a step, at most.
     drafts: Ints
     #: Drafted tokens in the step in flight: some of these positions may be taken back.

@@ -69,9 +69,9 @@ class Tally(ABC):
     def sibling_need(self, sequence: Sequence) -> int:
         """The same for a sample that computes the last token of a prompt that is there."""
 
-    def decoding(self, sequences: Listing[Sequence]) -> None:
+    def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
         """See `Ledger`."""
-        self._many(sequences, self.decoding_need(places_of(sequences)))
+        self._many(sequences, self.decoding_need(at))
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""

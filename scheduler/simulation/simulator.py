@@ -170,7 +170,6 @@ class Simulator:
             self._flying = None
             if self.jumps:
                 self._jump_behind(flying)
-        self._hear()
         if step is None and previous is None:
             if self._next == len(self.arrivals):
                 assert not self.scheduler.busy, "requests that can never go on"
@@ -199,9 +198,9 @@ class Simulator:
                     arrived_at=self._now,
                 )
             )
-            self._hear()
-            if number not in self._refused:
-                place = self.scheduler.place_of(number)
+            if (place := self.scheduler.place_of(number)) is None:
+                self._refused.add(number)
+            else:
                 while place >= len(self._due):
                     self._due = np.concatenate((self._due, np.zeros_like(self._due)))
                     self._whose = np.concatenate((self._whose, np.zeros_like(self._whose)))
@@ -255,10 +254,6 @@ class Simulator:
             self._cached[started.sequence_id] = started.cached_tokens
         if self.on_step is not None:
             self.on_step(step, self._now)
-
-    def _hear(self) -> None:
-        for failure in self.scheduler.drain_events().failures:
-            self._refused.add(failure.sequence_id)
 
     # -- jumps ---------------------------------------------------------------------------------
 

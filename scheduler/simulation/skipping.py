@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
-from itertools import compress
+from typing import Any, cast
 
 import numpy as np
 
 from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.requests import Request
 from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.drafting import Landed
 from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
-
-#: A token that never ends a sequence.
-PLAIN = 0
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.simulation.plain import PLAIN, OutputCounts
 
 
 class SkippingOutcomes(Outcomes):
     """Takes plain tokens of running streams at once."""
+
+    def __init__(self, *parts: Any, **others: Any) -> None:
+        super().__init__(*parts, **others)
+        self.counts = OutputCounts(self._kv.table)
 
     def take_each(
         self,
@@ -32,17 +36,28 @@ class SkippingOutcomes(Outcomes):
     ) -> None:
         """See `Outcomes`: a plain token of a running stream takes no questions."""
         del tops, drafted
-        plan = step.plan
+        plan, table = step.plan, self._kv.table
         # The first one after what a sequence needs is another matter.
-        special = plan.r_start + plan.r_tokens == self._kv.table.needed[step.places]
-        special = special[plan.r_samples > 0]
-        special |= np.array(tokens, np.int64) != PLAIN
-        running = [*compress(step.sampled, (~special).tolist())]
-        for at in special.nonzero()[0].tolist():
-            self.take(step.sampled[at], tokens[at], at, now, settled)
-        for sequence in running:
-            if sequence.ended_as is None:
-                sequence.outputs.append(PLAIN)
+        special = plan.r_start + plan.r_tokens == table.needed[step.places]
+        places = step.places
+        if plan.sampling < plan.rows:
+            sampled = plan.r_samples > 0
+            special, places = special[sampled], places[sampled]
+        if any(tokens):
+            special |= np.array(tokens, np.int64) != PLAIN
+        plain = ~special & (table.ended[places] == 0)
+        which = special.nonzero()[0].tolist()
+        for at, sequence in zip(which, self._sampled(step, which), strict=True):
+            self.take(sequence, tokens[at], at, now, settled)
+        self.counts.add(places[plain])
+
+    @staticmethod
+    def _sampled(step: Step, which: list[int]) -> list[Sequence]:
+        """The sequences of some of a step's samples; no row has several of these."""
+        rows = which
+        if step.plan.sampling < step.plan.rows:
+            rows = step.plan.r_samples.nonzero()[0][which].tolist()
+        return [step.sequences[row] for row in rows]
 
 
 class SkippingScheduler(Scheduler):
@@ -54,6 +69,16 @@ class SkippingScheduler(Scheduler):
     """
 
     _OUTCOMES = SkippingOutcomes
+    _outcomes: SkippingOutcomes
+
+    def submit(self, request: Request) -> None:
+        """See `Scheduler`: outputs are counted, not kept."""
+        super().submit(request)
+        for sequence_id in request.sequence_ids:
+            if sequence := self._sequences.get(sequence_id):
+                counted = self._outcomes.counts.begin(sequence.place)
+                # Only drafts and beams do more with a list, and there are none.
+                sequence.outputs = cast("list[int]", counted)
 
     def quiet_steps(self, step: Step, most: int) -> int:
         """How many steps like `step`, the last one planned, surely follow if no token ends one.
@@ -79,9 +104,7 @@ class SkippingScheduler(Scheduler):
         table = self.kv.table
         table.computed[step.places] += steps
         table.launched[step.places] += steps
-        more = [PLAIN] * steps
-        for sequence in step.sequences:
-            sequence.outputs += more
+        self._outcomes.counts.add(step.places, steps)
         for _ in range(steps):
             self._batching.portion(
                 decoding=True, prompts=False, prompt_tokens=self.limits.prefill_tokens
@@ -93,6 +116,7 @@ class SkippingScheduler(Scheduler):
         """Slots that sequences use; what is only cached does not count."""
         return max(self.limits.slots + PROBE_TOKENS - self.kv.available, 0)
 
-    def place_of(self, sequence_id: int) -> int:
-        """Where a sequence is in the table, until it has ended. Raises KeyError."""
-        return self._sequences[sequence_id].place
+    def place_of(self, sequence_id: int) -> int | None:
+        """Where a sequence is in the table, until it has ended; None: it was refused."""
+        sequence = self._sequences.get(sequence_id)
+        return None if sequence is None else sequence.place

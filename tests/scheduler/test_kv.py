@@ -93,7 +93,7 @@ def test_the_forecast_counts_a_shared_prefix_once():
     two = begun(kv, 2, [1] * 10, max_new_tokens=5)
     compute(kv, two, 1)
     forecast = Forecast(kv.table, slots=100, quantum=8)
-    forecast.decoding([one, two])
+    forecast.decoding([one, two], np.array([one.place, two.place]))
     # The prompt, the last prompt token of the second again, and what is to come but for the last
     # tokens: these are never processed.
     assert forecast.peak() == 10 + 1 + 4 + 4
@@ -195,6 +195,30 @@ def test_sequences_that_grow_side_by_side_get_runs_also_when_the_cache_is_full()
             slots[sequence.id].append(compute(kv, sequence, 1))
     runs = [1 + int((np.diff(np.concatenate(s)) != 1).sum()) for s in slots.values()]
     assert max(runs) <= 10, runs
+
+
+def test_many_that_grow_side_by_side_share_what_is_left_of_a_full_pool():
+    kv = KV(1000)
+    all_of = [begun(kv, i, [i] * 20, max_new_tokens=40) for i in range(1, 41)]
+    for sequence in all_of:
+        compute(kv, sequence, 20)
+        sequence.outputs.append(1)
+    places = np.array([sequence.place for sequence in all_of])
+    # 800 are taken, and rooms of 39 that the first ones were given are the rest.
+    for length in range(21, 26):
+        slots = kv.extend_each(all_of, places)
+        kv.table.computed[places] += 1
+        assert len(set(slots.tolist())) == 40
+        for sequence in all_of:
+            sequence.outputs.append(1)
+        assert (kv.table.computed[places] == length).all()
+        kv.check(all_of)
+    assert kv.available == 0
+    tokens = [sequence.all_tokens(25) for sequence in all_of]
+    for sequence in all_of:
+        kv.release(sequence)
+    kv.check([])
+    assert all(kv.tree.known(each) == 25 for each in tokens)
 
 
 def test_runs_stay_long_over_generations_of_a_full_cache():

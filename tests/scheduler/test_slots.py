@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +69,42 @@ def test_growth_continues_into_a_neighbour_that_was_freed():
     allocator.release(second)
     assert allocator.grow(first, 3, room=2) == []
     assert (first.used, first.room) == (13, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.data())
+def test_what_is_left_is_divided_among_many_and_no_slot_is_given_twice(lengths, data):
+    allocator = SlotAllocator(sum(lengths) + 20)
+    parts = [allocator.allocate(n, position=0, room=0)[0] for n in lengths]
+    (greedy,) = allocator.allocate(1, position=0, room=data.draw(st.integers(0, 19)))
+    released = data.draw(st.sets(st.sampled_from(range(len(parts)))))
+    for at in released:
+        allocator.release(parts[at])
+    n = data.draw(st.integers(1, allocator.free))
+    rooms = data.draw(st.lists(st.integers(0, 30), min_size=n, max_size=n))
+    free = allocator.free
+    extents = allocator.allocate_each(np.arange(n) + 7, np.array(rooms))
+    assert allocator.free == free - n
+    assert [(e.position, e.used) for e in extents] == [(7 + i, 1) for i in range(n)]
+    assert all(e.room <= room for e, room in zip(extents, rooms, strict=True))
+    # Nobody has so much room that another could not have as much, but for where runs end.
+    assert max(e.room for e in extents) <= free // n - 1
+    others = [greedy, *(part for at, part in enumerate(parts) if at not in released), *extents]
+    taken = [slot for e in others for slot in range(e.first, e.end)]
+    free_now = [slot for at, count in allocator.free_runs() for slot in range(at, at + count)]
+    assert sorted(taken + free_now) == list(range(allocator.total))
+    for extent in others:
+        allocator.release(extent)
+    assert allocator.free_runs() == [(0, allocator.total)]
+
+
+def test_an_allocation_for_many_is_whole_or_refused():
+    allocator = SlotAllocator(10)
+    allocator.allocate(8, position=0, room=2)
+    with pytest.raises(OutOfSlots):
+        allocator.allocate_each(np.zeros(3, np.int64), np.ones(3, np.int64))
+    assert allocator.free == 2
+    assert {e.first for e in allocator.allocate_each(np.zeros(2, np.int64), np.zeros(2))} == {8, 9}
 
 
 def test_an_allocation_is_whole_or_refused():

@@ -23,7 +23,9 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         cells = [f"{most['tokens_per_s']:,.0f}", f"{most['preemptions']:,}, {again}"]
         cells.append(f"{most['kv_mean']:.0%}")
         for load in loads:
-            at = own[load]
+            if (at := own.get(load)) is None:
+                cells.append("-")
+                continue
             gap = f"{at['itl_p99'] * 1e3:.0f} ms"
             cells.append(f"{at['goodput_per_s']:.1f}, {at['ttft_p99']:.2f} s, {gap}")
         yield f"| {pair} | " + " | ".join(cells) + " |"

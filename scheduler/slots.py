@@ -228,6 +228,8 @@ class SlotAllocator:
 
     def numbers(self, extents: list[Extent]) -> list[list[int]]:
         """Of each of these `position`, `first`, `used` and `room`."""
+        if len(extents) == 1:  # most often
+            return [self._columns[:, extents[0].at].tolist()]
         numbers: list[list[int]] = self._columns[:, [extent.at for extent in extents]].T.tolist()
         return numbers
 

@@ -242,13 +242,17 @@ class Simulator:
         self._now = flying.end
         step, plan = flying.step, flying.step.plan
         outputs, due = plan.r_output + (flying.later + 1), self._due[step.places]
-        sampled = plan.r_samples > 0
+        places = step.places
+        if plan.sampling < plan.rows:
+            sampled = plan.r_samples > 0
+            places, outputs, due = places[sampled], outputs[sampled], due[sampled]
         # What comes after the last token is surplus.
-        whose = self._whose[step.places[sampled & (outputs <= due)]]
+        whose = self._whose[places[outputs <= due]]
         if len(whose):
             self._came.step(self._now, whose)
-        tokens = (outputs == due)[sampled].astype(np.int64).tolist()
-        settled = self.scheduler.settle(step, tokens, self._now, arrived=self._arrived)
+        # `PLAIN`, or `_END`.
+        tokens = (outputs == due).astype(np.int64)
+        settled = self.scheduler.settle_plain(step, tokens, self._now, arrived=self._arrived)
         for started in settled.started:
             self._began[started.sequence_id] = started.began_at
             self._cached[started.sequence_id] = started.cached_tokens

@@ -12,6 +12,8 @@ sampled, by the engine, with each source of drafts, and says:
     chain and tree  the same for trees of guesses, by a simulation over what was generated. The
                     child number r of a guess is the source's r-th best with that position's noise,
                     and a tree has the nodes that were right most often on other texts
+    built           with `--trees`: tokens a step of one row with trees of so many drafts, by the
+                    engine, and how many texts come out as with chains; float32 rounds otherwise
     tokens/s        beside those without drafts, pairs by turns; how many are drafted is decided
 """
 
@@ -113,7 +115,9 @@ class Pair:
         plain = EngineOptions(**fields | {"speculate": 0, "draft_folder": None})
         self.alone = assemble(model, plain, positions=1024, device=CPU)
 
-    def answer(self, prompts: Rows, sampling: SamplingParams, drafts: str) -> tuple[float, Client]:
+    def answer(
+        self, prompts: Rows, sampling: SamplingParams, drafts: str, tree: int = 0
+    ) -> tuple[float, Client]:
         """Tokens per second, and what was said; drafts: "none", "always" or "decided"."""
         requests = [
             Request([at], prompt, sampling, StoppingParams(NEW), drafts=self.speculate)
@@ -125,7 +129,7 @@ class Pair:
 
         def drafting(kv: Any) -> Drafting:
             source: DraftSource = NGrams() if self._ngrams else ModelDrafts()
-            return Drafting(source, self.speculate, kv, costs)
+            return Drafting(source, self.speculate, kv, costs, tree=tree)
 
         scheduler = Scheduler(
             Limits(made.slots, 8, 1024, 512), drafting=None if drafts == "none" else drafting
@@ -153,9 +157,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for kind, sampling in kinds.items():
             figures, outputs = acceptance(pair, prompts, sampling)
             if source != "ngram":
-                figures["trees"] = trees(
-                    ranks_of(options.folder, source, prompts, outputs, sampling)
-                )
+                ranks = ranks_of(options.folder, source, prompts, outputs, sampling)
+                figures["trees"] = trees(ranks)
+                figures["chances"] = [
+                    [round(chance, 3) for chance in chances_at(ranks, depth)]
+                    for depth in range(options.speculate)
+                ]
+                figures["built"] = [
+                    built(pair, prompts, sampling, tree, outputs) for tree in options.trees
+                ]
             if options.rounds:
                 figures |= speeds(pair, prompts, sampling, options.rounds)
             found.append({"source": source, "kind": kind} | figures)
@@ -182,6 +192,20 @@ def acceptance(pair: Pair, prompts: Rows, sampling: SamplingParams) -> tuple[dic
         "tokens a step": round(float(tokens / (tokens - accepted.sum())), 3),
     }
     return figures, outputs
+
+
+def built(
+    pair: Pair, prompts: Rows, sampling: SamplingParams, tree: int, outputs: Rows
+) -> dict[str, Any]:
+    """Always trees of so many drafts, one text at a time; `outputs`: what chains came to."""
+    accepted = alike = 0
+    for prompt, known in zip(prompts, outputs, strict=True):
+        _, client = pair.answer([prompt], sampling, "always", tree)
+        accepted += sum(client.load.accepted_at)
+        alike += client.tokens[0] == known
+    tokens = (NEW - 1) * len(prompts)
+    each = round(tokens / (tokens - accepted), 3)
+    return {"drafts": tree, "tokens a step": each, "alike": f"{alike} of {len(prompts)}"}
 
 
 def speeds(pair: Pair, prompts: Rows, sampling: SamplingParams, rounds: int) -> dict[str, Any]:
@@ -315,6 +339,7 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=training.MOST_CHARACTERS)
     parser.add_argument("--sources", nargs="*", choices=SOURCES, default=[*SOURCES])
     parser.add_argument("--speculate", type=int, default=6)
+    parser.add_argument("--trees", nargs="*", type=int, default=[])
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -14,7 +14,8 @@ Cases (`--cases`), each after the other over one engine:
     forced    rows whose texts have many forced tokens, without jumping ahead, with it wherever
               there are any (--speculate of a row in a step), and as a server decides
     arrivals  32 plain streams (--streams) while 200 requests (--arrivals) come: none, plain ones,
-              and schemas, each of its own, by turns (--rounds)     aim: p99 of their gaps + 10 %
+              and schemas, each of its own, by turns (--rounds); now and then some that the library
+              would take minutes for                                aim: p99 of their gaps + 10 %
 
 The kinds of `schemas` and `forced` take turns (--pairs), and so much of the first one's rate is the
 median of the pairs.

@@ -66,29 +66,37 @@ SEARCHED = [
     Way(apart=True),
     Way(beside=not adapted.BESIDE),
     *(
-        Way(Tiles(16, inputs, splits, outputs, shrinking, blocks))
-        for inputs, splits, outputs, shrinking, blocks in (
-            (256, 4, 256, 4, 4),
-            (256, 4, 128, 4, 8),
-            (256, 4, 256, 4, 8),
-            (128, 8, 256, 4, 4),
-            (256, 4, 128, 2, 8),
+        Way(Tiles(tokens, inputs, splits, warps, outputs, output_warps, by_row))
+        for tokens, inputs, splits, warps, outputs, output_warps, by_row in (
+            (16, 256, 4, 4, 256, 4, False),
+            (2, 256, 4, 4, 128, 1, True),
+            (8, 256, 4, 4, 128, 1, True),
+            (16, 256, 4, 4, 128, 1, True),
+            (4, 256, 4, 4, 64, 1, True),
+            (4, 256, 4, 4, 256, 1, True),
+            (4, 256, 2, 4, 128, 1, True),
+            (4, 128, 8, 2, 128, 1, True),
         )
     ),
 ]
 
 #: Of `shrink` and `expand` alone.
 SHRINKS = [
-    Tiles(16, inputs, splits, 128, warps)
+    Tiles(4, inputs, splits, warps, 128, 1, True)
     for inputs in (128, 256, 512)
-    for splits in (2, 4, 8, 16)
+    for splits in (4, 8, 16)
     for warps in (2, 4)
 ]
 EXPANDS = [
-    Tiles(16, 256, 4, outputs, warps, blocks)
-    for outputs in (128, 256, 512)
-    for warps in (2, 4)
-    for blocks in (1, 4, 8)
+    Tiles(tokens, 256, 4, 4, outputs, warps, by_row)
+    for tokens, outputs, warps, by_row in (
+        (2, 128, 1, True),
+        (4, 64, 1, True),
+        (4, 128, 1, True),
+        (4, 256, 1, True),
+        (16, 128, 1, True),
+        (16, 256, 4, False),
+    )
 ]
 
 
@@ -119,6 +127,22 @@ def made(way: Way) -> Iterator[None]:
         yield
     finally:
         adapters.TILES, adapted.BESIDE = before
+
+
+@contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Steps are made without `shrink` or without `expand`: their results mean nothing."""
+    before = adapted.shrink, adapted.expand, adapted.BESIDE
+    if name == "shrink":
+        # No second stream either.
+        adapted.BESIDE = False
+        adapted.shrink = adapters.room_for
+    else:
+        adapted.expand = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        adapted.shrink, adapted.expand, adapted.BESIDE = before
 
 
 def captured_seconds(run: Callable[[], object], replays: int = REPLAYS) -> float:
@@ -251,6 +275,11 @@ def main() -> None:
                         continue
                 rate = f"{base / seconds:.3f} of the rate"
                 print(f"  {count} adapters: {seconds * 1e3:.3f} ms, {rate}, {way}", flush=True)
+            if options.search and rows > 1:
+                for name in ("shrink", "expand"):
+                    with left_out(name):
+                        seconds = step_seconds(adapted_model, own, stage)
+                    print(f"  without any {name}: {seconds * 1e3:.3f} ms", flush=True)
             if options.alone and rows > 1:
                 alone(store, rows, min(count, options.slots))
             if options.profile:

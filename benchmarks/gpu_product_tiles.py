@@ -1,6 +1,7 @@
 """Find tiles of products with weights of 8 and 4 bits on a GPU, and time steps with them.
 
-    python -P benchmarks/gpu_product_tiles.py [--seconds 100] [--kinds int4 fp8 ...] [--into TABLE]
+    python -P benchmarks/gpu_product_tiles.py [--seconds 100] [--kinds int4 ...] [--tokens 1 ...]
+        [--into TABLE]
 
 Of each kind of weight, shape of an 8B Llama and 1, 16 and 64 tokens: microseconds and the share of
 4.8 TB/s (of the weight's own bytes) of the table's tile and of the best of many, each of which is
@@ -15,13 +16,11 @@ and that is said.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,13 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_decode_step
 from gpu_fewer_bits import KINDS, ROTATED_BYTES, error_of, timed
 from gpu_quantised import SHAPES, TOLERANCE, Exact, inputs_of, made
+from product_tile_candidates import NAMES, SEARCHED, TOKENS, Case, candidates, tokens_of
 
 from tokenpod.kernels.triton import OPERATIONS, quantised
 from tokenpod.kernels.triton.quantised import laned, products
 from tokenpod.kernels.triton.quantised.tiles import (
     WAYS,
-    LaneTile,
-    MatrixTile,
     Tile,
     Tiles,
     measured,
@@ -53,83 +51,8 @@ from tokenpod.models.decoder import Decoder
 
 #: Bytes a second that an H200's memory has by its data sheet.
 MEMORY_RATE = 4.8e12
-TOKENS = (1, 16, 64)
 #: (rows, context) of steps.
 STEPS = ((1, 256), (16, 1024), (64, 1024))
-#: By the name that the table has for it.
-NAMES = {
-    "int4": "int4",
-    "fp8": "fp8",
-    "int8": "int8",
-    "groups8": "groups8",
-    "mxfp4": "mxfp4",
-    "table4": "nf4",
-    "fp8-blocks": "fp8-blocks",
-    "int8-rounded": "int8-rounded",
-}
-LANED = ("int4", "groups8", "mxfp4", "table4")
-#: Numbers of tokens whose tiles are searched, where not all are.
-SOME_TOKENS = {"int8": (1, 16), "groups8": (1, 64), "mxfp4": (1, 64), "table4": (1, 64)}
-#: Shapes that are searched; others' tiles follow from these.
-SEARCHED = {
-    "int4": tuple(SHAPES),
-    "fp8": tuple(SHAPES),
-    "int8": tuple(SHAPES),
-    "groups8": ("gate_up", "down"),
-    "mxfp4": ("gate_up", "down"),
-    "table4": ("gate_up", "down"),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    kind: str
-    shape: str
-
-
-def tokens_of(case: Case) -> tuple[int, ...]:
-    return SOME_TOKENS.get(case.kind, TOKENS)
-
-
-def splits_of(rows: int, gated: bool, of_program: int) -> tuple[int, ...]:
-    """Numbers of programs for a row that make neither far too few programs nor far too many."""
-    programs = -(-rows // of_program)
-    if gated:
-        return (1,)
-    return tuple(s for s in (1, 2, 4, 8) if s == 1 or 90 <= programs * s <= 600)
-
-
-def candidates(case: Case, tokens: int) -> Iterator[Tile]:
-    """Tiles to try."""
-    n, _, around = SHAPES[case.shape]
-    gated, laned_kind = around == "gate", case.kind in LANED
-    if tokens == 1:
-        shapes = ((16, 8, 8), (16, 4, 4), (32, 4, 8), (32, 8, 8), (16, 16, 8), (8, 8, 4))
-        rare = case.kind in ("groups8", "mxfp4", "table4")
-        for (block_n, parts, warps), stages in itertools.product(shapes[:4], (2, 3)):
-            if laned_kind and (stages == 3 or not rare):
-                yield LaneTile(block_n, parts, warps, stages)
-        for block_n, parts, warps in shapes[4:]:
-            if laned_kind and not rare:
-                yield LaneTile(block_n, parts, warps, 2)
-        for (block_n, parts, warps), block_k in itertools.product(shapes, (128, 256)):
-            if not laned_kind:
-                yield MatrixTile(block_n, block_k, 64, warps, 3, parts)
-        return
-    if tokens == 16:
-        shapes = ((64, 1, 4), (128, 1, 8), (32, 2, 4), (64, 2, 8), (32, 4, 8), (16, 4, 4))
-    else:
-        shapes = ((64, 1, 4), (128, 1, 8), (256, 1, 8), (128, 1, 4))
-    for block_n, parts, warps in shapes:
-        rows = n // 2 if gated else n
-        for splits in splits_of(rows, gated, block_n // 2 if gated else block_n):
-            if laned_kind:
-                for stages in (2, 3) if case.kind == "int4" else (3,):
-                    yield LaneTile(block_n, parts, warps, stages, splits)
-            elif parts == 1 or tokens == 16:
-                of_each = block_n // 2 if gated else block_n
-                for block_k, stages in ((128, 4), (256, 3)):
-                    yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits)
 
 
 def weights_of(case: Case, count: int | None = None) -> list[Any]:
@@ -158,7 +81,9 @@ class Prepared:
             return
         added = [quantised.prepare_add_linear(weight, None, self) for weight in weights]  # type: ignore[arg-type]
         residual = torch.zeros(
-            (TOKENS[-1], SHAPES[case.shape][0]), device="cuda", dtype=torch.bfloat16
+            (max(*TOKENS, *tokens_of(case)), SHAPES[case.shape][0]),
+            device="cuda",
+            dtype=torch.bfloat16,
         )
         self._residual = residual
 
@@ -201,13 +126,13 @@ def compile_case(job: tuple[Case, int, int, int]) -> list[str]:
     return wrong
 
 
-def search(case: Case, found: list[dict[str, Any]]) -> None:
+def search(case: Case, among: list[int] | None, found: list[dict[str, Any]]) -> None:
     """Time a case's tiles; the best into `found`."""
     n, k, around = SHAPES[case.shape]
     weights, exact = weights_of(case), Exact()
     prepared = Prepared(case, weights)
     entries = []
-    for tokens in tokens_of(case):
+    for tokens in tokens_of(case, among):
         x = inputs_of(tokens, k)
         expected = exact.of(weights[0], around, tokens)
         _, now = prepared.time(measured((9, 0)), x)
@@ -248,8 +173,12 @@ def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
     table = json.loads(path.read_text())
     for entry in found:
         key = {name: entry[name] for name in ("kind", "n", "k")}
-        table["shapes"] = [s for s in table["shapes"] if not key.items() <= s.items()]
-        table["shapes"].append(entry)
+        had = [s for s in table["shapes"] if key.items() <= s.items()]
+        new = {tile["tokens"] for tile in entry["tiles"]}
+        kept = [tile for s in had for tile in s["tiles"] if tile["tokens"] not in new]
+        tiles = sorted([*kept, *entry["tiles"]], key=lambda tile: tile["tokens"])
+        table["shapes"] = [s for s in table["shapes"] if s not in had]
+        table["shapes"].append({**key, "tiles": tiles})
     return table
 
 
@@ -303,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=100, help="searching ends then")
     parser.add_argument("--kinds", nargs="*", default=list(SEARCHED), choices=NAMES)
+    parser.add_argument("--tokens", nargs="*", type=int, help="of those that are searched")
     parser.add_argument("--steps", nargs="*", default=["int4", "fp8", "int8"], choices=NAMES)
     parser.add_argument("--no-search", action="store_true", help="only the steps")
     parser.add_argument("--into", type=Path, help="the table that gets what was found")
@@ -312,7 +242,10 @@ def main() -> None:
     cases = [Case(kind, shape) for kind in options.kinds for shape in SEARCHED[kind]]
     cases = [] if options.no_search else cases
     jobs = [
-        (case, tokens, part, 2) for case in cases for tokens in tokens_of(case) for part in range(2)
+        (case, tokens, part, 3)
+        for case in cases
+        for tokens in tokens_of(case, options.tokens)
+        for part in range(3)
     ]
     workers = max(1, min(15, (os.cpu_count() or 2) - 1))
     if jobs:
@@ -329,7 +262,7 @@ def main() -> None:
                 print(f"the time is over: {cases[done:]} are not timed")
                 break
             try:
-                search(case, found)
+                search(case, options.tokens, found)
             except Exception as error:
                 print(f"FAILED {case}: {type(error).__name__} {str(error)[:300]}", flush=True)
             torch.cuda.empty_cache()

@@ -98,9 +98,10 @@ class Branches:
         index = np.arange(len(starts)) - starts
         if len(t_parent) != len(index) or not _each_behind_another(t_parent, index):
             raise ValueError("a step's drafts are no trees: a token follows none before it")
-        depth, before, trees = index.copy(), starts + np.maximum(index - 1, 0), {}
+        depth, before = index.copy(), starts + np.maximum(index - 1, 0)
+        trees: dict[int, tuple[int, Tree]] = {}
         apart = np.concatenate(([0], (t_parent != index - 1).cumsum()))
-        tokens = [np.empty(0, np.int64)]
+        tokens: list[Ints] = [np.empty(0, np.int64)]
         for row in np.flatnonzero(apart[ends] > apart[ends - r_tokens]).tolist():
             first, end = int(ends[row] - r_tokens[row]), int(ends[row])
             tree = Tree.of(tuple(t_parent[first:end].tolist()))

@@ -11,122 +11,29 @@ everything as it was.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
-from tokenpod.core.adapter_files import CONFIG, digest_of, folder_within
-from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import (
     AdapterDone,
     AdapterFacts,
     AdapterList,
-    EngineOptions,
     LoadAdapter,
     UnloadAdapter,
 )
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.rank_reads import RankRead
-from tokenpod.models.adapters.config import read_lora
-from tokenpod.models.adapters.store import AdapterStore, Packed, Space
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
+from tokenpod.engine.adapter_reading import Reader, read_below
+from tokenpod.engine.pace import Pace
+from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.scheduler.adapter_slots import AdapterSlots
 
 #: After so long every front end that lives has heard of an adapter's new version.
 _HEARD_SECONDS = 5.0
-
-
-def space_of(options: EngineOptions) -> Space | None:
-    """What is to be taken for adapters; None: there are none, and none can come."""
-    if options.lora_fuse or not (
-        options.max_adapters or options.adapters or options.adapter_folder
-    ):
-        return None
-    return Space(options.max_adapters, options.max_adapter_rank, options.max_adapter_heads)
-
-
-def read_given(store: AdapterStore | None, options: EngineOptions) -> list[AdapterFacts]:
-    """Read this rank's part of the adapters that the operator named; numbers from 1.
-
-    One that is fused has number 0, as none: all requests have it. Raises EngineError, naming the
-    adapter.
-    """
-    found = []
-    if options.lora_fuse:
-        return [_fused(*options.adapters[0])]
-    for number, (name, folder) in enumerate(options.adapters, start=1):
-        assert store is not None, "settings take slots where adapters are given"
-        try:
-            found.append(read_one(store, number, name, folder))
-        except ModelError as error:
-            raise EngineError(f"adapter {name}: {error}") from None
-    return found
-
-
-def fused_folder(options: EngineOptions) -> Path | None:
-    """Of the adapter that is fused into the model; None: there is none."""
-    return Path(options.adapters[0][1]) if options.lora_fuse else None
-
-
-def _fused(name: str, folder: str) -> AdapterFacts:
-    rank = read_lora(read_fields(Path(folder) / CONFIG), whole=True).rank
-    return AdapterFacts(0, name, digest_of(Path(folder)), rank, 0)
-
-
-def read_one(store: AdapterStore, number: int, name: str, folder: str) -> AdapterFacts:
-    """Read this rank's part of an adapter, and know it by its number. Raises ModelError."""
-    adapter = store.read(Path(folder))
-    store.keep(number, adapter)
-    return AdapterFacts(
-        number,
-        name,
-        adapter.digest,
-        adapter.rank,
-        adapter.nbytes,
-        adapter.kind,
-        adapter.virtual_tokens,
-        isinstance(adapter, Packed) and bool(adapter.copies),
-    )
-
-
-def read_below(
-    store: AdapterStore, root: str, number: int, name: str, path: str
-) -> tuple[AdapterFacts | None, str]:
-    """Read an adapter that lies at `path` below `root`; or None, and one line that says why."""
-    try:
-        return read_one(store, number, name, str(folder_within(root, path))), ""
-    except (ModelError, ValueError) as error:
-        return None, str(error)
-    except Exception as error:  # a thread's: who asked must hear of it
-        return None, f"it can't be read ({type(error).__name__}: {error})"
-
-
-class Reader:
-    """A thread that reads adapters, one after the other.
-
-    Many at once would take as many cores from the step loop, and keep as many files in memory.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, read: Callable[[], None]) -> None:
-        """Run this behind what was submitted before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
-            self._thread.start()
-        self._wanted.put(read)
-
-    def _run(self) -> None:
-        while True:
-            self._wanted.get()()
 
 
 class OwnAdapters:
@@ -140,7 +47,9 @@ class OwnAdapters:
 
     def __init__(self, store: AdapterStore | None, root: str, rank: int) -> None:
         self._store, self._root, self._rank = store, root, rank
-        self._reader = Reader()
+        #: Of the thread that takes steps.
+        self.pace = Pace()
+        self._reader = Reader(self.pace)
 
     def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
         """See `follower.FollowerAdapters`."""
@@ -148,7 +57,7 @@ class OwnAdapters:
         assert store is not None, "the leader has slots, and so have all"
 
         def read() -> None:
-            facts, problem = read_below(store, self._root, number, name, path)
+            facts, problem = read_below(store, self._root, number, name, path, self._reader.rest)
             tell(RankRead(self._rank, number, facts.digest if facts else "", problem))
 
         self._reader.submit(read)
@@ -224,7 +133,9 @@ class Adapters:
         self._leaving: dict[int, list[int]] = {}
         #: Old versions, and when nobody can ask for them any more.
         self._replaced: deque[tuple[float, int]] = deque()
-        self._reader = Reader()
+        #: Of the step loop.
+        self.pace = Pace()
+        self._reader = Reader(self.pace)
         #: What it has read.
         self._reads: SimpleQueue[tuple[RankRead, AdapterFacts | None]] = SimpleQueue()
 
@@ -258,7 +169,9 @@ class Adapters:
             self._followers.read_adapter(number, wanted.name, wanted.path)
 
         def read() -> None:
-            facts, problem = read_below(store, self._root, number, wanted.name, wanted.path)
+            facts, problem = read_below(
+                store, self._root, number, wanted.name, wanted.path, self._reader.rest
+            )
             digest = facts.digest if facts is not None else ""
             self._reads.put((RankRead(0, number, digest, problem), facts))
 

@@ -53,13 +53,13 @@ def with_branches(rows: RaggedRows, plan: StepPlan, *, first_line: int | None) -
 def runs_to(runs: list[Run], plan: StepPlan, row: int, token: int) -> list[Run]:
     """Where the positions up to a token of the step lie, of a plan's row with these runs."""
     own, start = [*runs], int(plan.r_start[row])
-    tree = plan.branches and plan.branches.trees.get(row)
-    if tree is None:
+    if plan.branches is None or row not in plan.branches.trees:
         first = int(plan.r_tokens[: row + 1].sum() - plan.r_tokens[row])
         cut_runs(own, start + token - first + 1)
         return own
+    first, tree = plan.branches.trees[row]
     cut_runs(own, start)
-    append_slots(own, plan.t_slot[tree[0] + np.array(tree[1].ways[token - tree[0]])])
+    append_slots(own, plan.t_slot[first + np.array(tree.ways[token - first])])
     return own
 
 

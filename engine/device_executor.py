@@ -15,7 +15,7 @@ import torch
 
 from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.plan import LAST, StepPlan
-from tokenpod.engine.branch_rows import line_of, lines_of
+from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
 from tokenpod.engine.device_parallel import ParallelProposals
@@ -43,7 +43,7 @@ from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.triton.steps import branch, remember, resolve
+from tokenpod.kernels.triton.steps import remember, resolve
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.
 _DEPTH = 3
@@ -101,6 +101,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             adapters=adapters,
             draft=draft,
         )
+        self._branches = BranchLines(table, rows + 1)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | ParallelProposals | None = None
         #: Drafts for the step that is being launched, see `Proposals.find`.
@@ -172,9 +173,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
-        if len(self._row_table) > self._rows + 1:  # the first launch loads a kernel
-            line = torch.tensor([[self._rows, self._rows, 0, 0, 0]], device=self._device)
-            branch(line, line[0], self._row_table)
+        if len(self._row_table) > self._rows + 1:
+            self._branches.load()
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -186,8 +186,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
         super()._fill(host, plan)
-        if plan.branches is not None:
-            host.t_row[: plan.tokens] = line_of(plan, self._rows + 1)
+        self._branches.name(plan, host)
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         assert self._proposals is not None
@@ -350,13 +349,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             runs = self._runs[plan.r_row[at]]
             if cut_runs(runs, int(plan.r_start[at])):
                 append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
-        if plan.branches is not None:
-            lines, slots = lines_of(plan, self._rows + 1)
-            staging = self._mailboxes[self._turn % _DEPTH].staging
-            uploaded = staging.upload(np.concatenate([lines.ravel(), slots]))
-            branch(
-                uploaded[: lines.size].view(lines.shape), uploaded[lines.size :], self._row_table
-            )
+        self._branches.write(plan, self._mailboxes[self._turn % _DEPTH].staging)
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""

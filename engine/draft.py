@@ -197,8 +197,8 @@ def load_draft(
         if is_medusa(folder):
             if options.draft_tree:
                 raise ModelError(
-                    f"draft_tree is {options.draft_tree}, and Medusa heads draft chains alone: they"
-                    " read what the served model has made of a position, of which a tree has several"
+                    f"draft_tree is {options.draft_tree}, and Medusa heads draft chains alone: what"
+                    " they read is kept by position, and several tokens of a tree have one"
                 )
             return load_medusa(
                 folder,

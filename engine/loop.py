@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -97,13 +98,21 @@ class EngineLoop:
             self.turn()
 
     @property
+    def pace(self) -> AbstractContextManager[None]:
+        """In which this thread waits: who reads adapters then works."""
+        return nullcontext() if self.adapters is None else self.adapters.pace
+
+    @property
     def scores_held(self) -> int:
         """Prompts under way whose scores have not been sent yet."""
         return len(self._scored)
 
     def turn(self) -> None:
         """One turn; waits for messages if there is nothing else to do."""
-        for message in self.link.receive(self._patience()):
+        patience = self._patience()
+        with self.pace if patience != 0.0 else nullcontext():
+            messages = self.link.receive(patience)
+        for message in messages:
             self._take(message)
         if self.adapters is not None:
             self.adapters.settle()
@@ -194,7 +203,8 @@ class EngineLoop:
         return True
 
     def _settle(self, flying: _InFlight) -> None:
-        result = flying.launched.wait()
+        with self.pace:
+            result = flying.launched.wait()
         if self.masked is not None:
             self.masked.forwarded(result.forward_ns)
         for times in self._ops.values():

@@ -282,15 +282,15 @@ def row_after_row(
     """
     if not there and not plan.drafts:
         return drawn
-    tokens = list(drawn.tokens)
-    for turn in rounds(plan):
+    tokens, turns = list(drawn.tokens), [*rounds(plan)]
+    for turn in turns:
         before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
         for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
             # What is no token is no draft, so that nothing after a wrong draft counts.
             wrong = turn.place > 0 and tokens[before[i]] != drafts[i]
             if wrong or turn.place >= there.get(row, turn.place + 1):
                 tokens[at] = UNSAMPLED
-    rows = np.concatenate([turn.rows for turn in rounds(plan)])
+    rows = np.concatenate([turn.rows for turn in turns])
     # Of a tree what counts comes first, too.
     order = np.lexsort((np.array(tokens) == UNSAMPLED, rows)).tolist()
     place = {at: i for i, at in enumerate(order)}

@@ -14,7 +14,8 @@ import torch
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
-from tokenpod.engine.adapters import Adapters, OwnAdapters, fused_folder, read_given, space_of
+from tokenpod.engine.adapter_reading import fused_folder, read_given, space_of
+from tokenpod.engine.adapters import Adapters, OwnAdapters
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
@@ -122,7 +123,8 @@ def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoRetur
     for plan in member.plans(adapters):
         launched = executor.launch(plan)
         if flying is not None:
-            flying.wait()
+            with adapters.pace:
+                flying.wait()
         flying = launched
     raise AssertionError("plans end with an error")
 

@@ -103,16 +103,31 @@ AdaptedLinear = Callable[[torch.Tensor, Added], torch.Tensor]
 AdaptedAdd = Callable[[torch.Tensor, torch.Tensor, Added], None]
 
 
+class PrepareAdaptedLinear(Protocol):
+    """Prepare a product into which adapters' terms are summed where it ends."""
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RowNorm | None = None,
+        activation: Activation | None = None,
+        /,
+    ) -> AdaptedLinear:
+        """Of x as it is, or normed; gated if there is an `activation`.
+
+        Args:
+            weight: [out, in], as the plain product has it.
+            bias: [out], likewise.
+            norm: of rows of x.
+            activation: the weight's first half are gates.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedProducts:
-    """Products with dense weights into which adapters' terms are summed where they end.
+    """Products with dense weights that make what the plain ones make of a delta."""
 
-    Each is prepared from the weight [out, in] and bias [out] or None that the plain one has, and
-    makes what that makes of a delta.
-    """
-
-    linear: Callable[[torch.Tensor, torch.Tensor | None], AdaptedLinear]
-    norm_linear: Callable[
-        [torch.Tensor, torch.Tensor | None, RowNorm, Activation | None], AdaptedLinear
-    ]
+    linear: PrepareAdaptedLinear
     add_linear: Callable[[torch.Tensor, torch.Tensor | None], AdaptedAdd]

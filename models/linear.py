@@ -65,10 +65,7 @@ class Products:
         if len(weight.parts) == 1:
             fused = fused_norm_linear(self.ops, weight.parts[0], bias, norm, activation)
             if fused is not None:
-                adapted, whole = self.ops.adapted, weight.parts[0]
-                also = None
-                if adapted is not None and isinstance(whole, torch.Tensor):
-                    also = adapted.norm_linear(whole, bias, norm, activation)
+                also = self._adapted(weight, bias, norm, activation)
                 return self._with_delta(name, fused, also, norm)
         ops = self.ops
         plain = self._with_delta(name, self._plain(weight, bias), self._adapted(weight, bias))
@@ -153,12 +150,18 @@ class Products:
 
         return product_of_step
 
-    def _adapted(self, weight: LinearWeight, bias: torch.Tensor | None) -> AdaptedLinear | None:
+    def _adapted(
+        self,
+        weight: LinearWeight,
+        bias: torch.Tensor | None,
+        norm: RowNorm | None = None,
+        activation: Activation | None = None,
+    ) -> AdaptedLinear | None:
         """The plain product with adapters' terms, where there is one of the whole weight."""
         whole = weight.parts[0]
         if self.ops.adapted is None or len(weight.parts) > 1 or not isinstance(whole, torch.Tensor):
             return None
-        return self.ops.adapted.linear(whole, bias)
+        return self.ops.adapted.linear(whole, bias, norm, activation)
 
     def _plain(self, weight: LinearWeight, bias: torch.Tensor | None) -> Linear:
         """One launch per part."""

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ DTYPES = {
 _MOST_HEADER_BYTES = 32 << 20
 _MOST_AXES = 16
 
+#: Called after each little piece of work, by readers whom others must not notice; it may sleep.
+Rest = Callable[[], None]
+
+
+def no_rest() -> None:
+    """Nobody else is there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -58,9 +66,10 @@ class TensorFile:
     Args:
         path: of the file.
         pieces: how tensors are read; None: by the caller's thread.
+        rest: between entries of the header.
     """
 
-    def __init__(self, path: Path, pieces: Pieces | None = None) -> None:
+    def __init__(self, path: Path, pieces: Pieces | None = None, rest: Rest = no_rest) -> None:
         self.name = path.name
         self._pieces = pieces or Pieces()
         try:
@@ -71,7 +80,7 @@ class TensorFile:
         except OSError as error:
             raise ModelError(f"{path}: can't be read ({error.strerror})") from None
         try:
-            self.entries = _entries(self._file)
+            self.entries = _entries(self._file, rest)
         except (_Broken, OSError, RecursionError) as error:
             self.close()
             raise ModelError(f"{path}: not a whole safetensors file ({error})") from None
@@ -122,7 +131,7 @@ class _Broken(Exception):
     """What is wrong with a header."""
 
 
-def _entries(file: int) -> dict[str, Entry]:
+def _entries(file: int, rest: Rest) -> dict[str, Entry]:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         raise _Broken("it is not a regular file")
@@ -139,7 +148,10 @@ def _entries(file: int) -> dict[str, Entry]:
         raise _Broken("its header is no JSON object")
     header.pop("__metadata__", None)
     begin = 8 + size
-    entries = {name: _entry(name, about, begin) for name, about in header.items()}
+    entries = {}
+    for name, about in header.items():
+        entries[name] = _entry(name, about, begin)
+        rest()
     _check_places(entries, begin, status.st_size)
     return entries
 

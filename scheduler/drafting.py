@@ -113,7 +113,7 @@ class Landed:
 
     sequence: Sequence
     #: Drafts, by how many drafts are before them.
-    widths: list[int]
+    widths: tuple[int, ...]
     #: Drafts that equal what was drawn: those behind each other from the first on.
     right: int
     #: Outputs that it had.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from functools import cache
+from functools import cache, lru_cache
 
 #: How often the guesses behind a right one are right, the likeliest first: what the draft models
 #: and heads of `benchmarks/draft_pair.py` came to.
@@ -42,12 +42,13 @@ def is_chain(shape: Shape) -> bool:
     return shape == chain_of(len(shape))
 
 
-def widths_of(shape: Shape) -> list[int]:
+@lru_cache(256)
+def widths_of(shape: Shape) -> tuple[int, ...]:
     """How many drafts are behind none, behind one, and so on."""
     depths = [0]
     for parent in shape:
         depths.append(depths[parent] + 1)
-    return [depths.count(depth) for depth in range(1, max(depths) + 1)]
+    return tuple(depths.count(depth) for depth in range(1, max(depths) + 1))
 
 
 def depth_of(shape: Shape) -> int:

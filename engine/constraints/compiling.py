@@ -10,6 +10,7 @@ nobody else, nobody else waits for them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -20,12 +21,13 @@ from functools import partial
 import numpy as np
 
 from tokenpod.core.constraints import Constraint, ConstraintLimits
+from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import MOST_SHARING, CompileCache, Compiled
 from tokenpod.engine.constraints.library import Library, LimitReached, Refused
 from tokenpod.engine.constraints.text import ConstrainedText
-from tokenpod.engine.constraints.trials import TooLong, Trials
+from tokenpod.engine.constraints.trials import START_SECONDS, TooLong, Trials
 from tokenpod.engine.constraints.workers import Workers
 
 log = logging.getLogger("tokenpod.engine")
@@ -85,6 +87,8 @@ class Compiler:
         self._quick: Trials | None = None
         self._dear: Trials | None = None
         self._known = threading.Event()
+        #: When the first constraint could be compiled: vocabulary and trials were there.
+        self._ready_at: int | None = None
         self._jobs: deque[Compiling] = deque()
 
     def learn(self, vocabulary: Vocabulary, workers: Workers) -> None:
@@ -136,7 +140,11 @@ class Compiler:
         return f"constraint: takes more than {self._limits.compile_seconds:g} s to compile"
 
     def _late(self, job: Compiling) -> bool:
-        return self._clock() - job.asked_at > self._limits.compile_seconds * 1e9
+        ready_at = self._ready_at
+        if ready_at is None:
+            ready_at = job.asked_at + int(START_SECONDS * 1e9)
+        since = max(job.asked_at, ready_at)
+        return self._clock() - since > self._limits.compile_seconds * 1e9
 
     # -- in workers ----------------------------------------------------------------------------
 
@@ -150,6 +158,11 @@ class Compiler:
     def _compile(self, job: Compiling, workers: Workers) -> None:
         self._known.wait()
         try:
+            if self._ready_at is None:
+                if self._quick is not None:
+                    with contextlib.suppress(OSError, LinkClosed, TooLong):  # the trial tells it
+                        self._quick.ready()
+                self._ready_at = self._clock()
             self._do(job, self._quick, _QUICK_SECONDS)
         except TooLong:
             workers.run(partial(self._compile_dear, job), "dear")

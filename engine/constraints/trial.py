@@ -8,6 +8,7 @@ engine, and the engine kills it when its time is over (trials.py). torch is not 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -68,15 +69,21 @@ def main() -> int:
         library = _library(begin)
         limit_memory(MEMORY_BYTES)
         threading.stack_size(_STACK_BYTES)
-        words = np.zeros(-(-begin.vocabulary // 32), np.int32)
+        thread = threading.Thread(target=_serve, args=(link, library, begin.vocabulary))
+        thread.start()
+        thread.join()
+    except LinkClosed:
+        pass
+    return 0
+
+
+def _serve(link: Link[Any], library: Guidance, vocabulary: int) -> None:
+    words = np.zeros(-(-vocabulary // 32), np.int32)
+    with contextlib.suppress(LinkClosed):
         link.send(Tried())
         while True:
             for job in link.receive(None):
-                thread = threading.Thread(target=_answer, args=(link, library, job, words))
-                thread.start()
-                thread.join()
-    except LinkClosed:
-        return 0
+                link.send(_tried(library, job.constraint, words))
 
 
 def _library(begin: Begin) -> Guidance:
@@ -90,18 +97,17 @@ def _library(begin: Begin) -> Guidance:
     return Guidance(tokens, [*begin.special])
 
 
-def _answer(link: Link[Any], library: Guidance, job: Try, words: Words) -> None:
+def _tried(library: Guidance, constraint: Constraint, words: Words) -> Tried:
     try:
-        prepared, matcher = library.prepare(job.constraint)
+        prepared, matcher = library.prepare(constraint)
         matcher.fill(words)
-        answer = Tried(prepared)
+        return Tried(prepared)
     except (Refused, LimitReached) as error:
-        answer = Tried(problem=str(error))
+        return Tried(problem=str(error))
     except MemoryError:
-        answer = Tried(problem="it takes too much memory to compile")
+        return Tried(problem="it takes too much memory to compile")
     except BaseException:  # what the library raises when it panics is no Exception
-        answer = Tried(problem="the library fails to compile it")
-    link.send(answer)
+        return Tried(problem="the library fails to compile it")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ try_first(constraint) -> an idle process -> what `Library.compile` takes, or Ref
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -24,11 +25,12 @@ from tokenpod.engine.constraints.trial import Begin, Tried, Try
 #: -P: nothing is imported from the working directory.
 _COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.constraints.trial")
 #: Seconds that a process may take to start.
-_START_SECONDS = 60.0
+START_SECONDS = 60.0
+_TOO_DEEP = "its parts are too many, nested too deeply, or name each other in too long a row"
 _ENDS = {
     -signal.SIGABRT: "it takes too much memory to compile",
-    -signal.SIGSEGV: "its parts are nested too deeply, or name each other in too long a row",
-    -signal.SIGBUS: "its parts are nested too deeply, or name each other in too long a row",
+    -signal.SIGSEGV: _TOO_DEEP,
+    -signal.SIGBUS: _TOO_DEEP,
 }
 
 
@@ -50,22 +52,32 @@ class Trials:
         self, tokens: Sequence[bytes], special: Sequence[int], count: int, nice: int = 0
     ) -> None:
         self._begin = Begin(len(tokens), {token: tokens[token] for token in special}, nice)
-        self._count = count
+        #: Processes that are yet to be started.
+        self._missing = count
         self._idle: SimpleQueue[_Process] = SimpleQueue()
         self._lock = Lock()
 
+    def ready(self) -> None:
+        """Wait until a process has started. Raises OSError, TooLong and LinkClosed."""
+        self._start()
+        process = self._idle.get()
+        try:
+            process.start()
+        finally:
+            self._idle.put(process)
+
     def try_first(self, constraint: Constraint, seconds: float) -> str:
         """What `Library.compile` takes besides. Raises Refused and TooLong."""
-        with self._lock:
-            started, self._count = self._count, 0
-        for _ in range(started):
-            self._idle.put(_Process(self._begin))
+        self._start()
         process = self._idle.get()
         try:
             answer = process.ask(constraint, seconds)
         except (LinkClosed, TooLong) as error:
             status = process.end()
-            self._idle.put(_Process(self._begin))
+            with self._lock:
+                self._missing += 1
+            with contextlib.suppress(OSError):  # the next one tries again
+                self._start()
             if isinstance(error, TooLong):
                 raise
             raise Refused(_ENDS.get(status, "the library fails to compile it")) from error
@@ -73,6 +85,12 @@ class Trials:
         if answer.problem:
             raise Refused(answer.problem)
         return answer.prepared
+
+    def _start(self) -> None:
+        with self._lock:
+            while self._missing:
+                self._idle.put(_Process(self._begin))
+                self._missing -= 1
 
 
 class _Process:
@@ -87,14 +105,19 @@ class _Process:
                 stdin=subprocess.DEVNULL,
             )
         self._link = Link(ours, Tried)
-        self._link.send(begin)
+        with contextlib.suppress(LinkClosed):  # it has ended: so the first receive says
+            self._link.send(begin)
         self._started = False
+
+    def start(self) -> None:
+        """Wait until it has started. Raises LinkClosed and TooLong."""
+        if not self._started:
+            self._receive(START_SECONDS)
+            self._started = True
 
     def ask(self, constraint: Constraint, seconds: float) -> Tried:
         """Have a constraint tried. Raises LinkClosed and TooLong."""
-        if not self._started:
-            self._receive(_START_SECONDS)
-            self._started = True
+        self.start()
         self._link.send(Try(constraint))
         return self._receive(seconds)
 

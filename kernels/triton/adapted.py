@@ -32,9 +32,13 @@ BESIDE = True
 
 
 def linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: RowNorm | None = None,
+    activation: Activation | None = None,
+    tiles: Tiles | None = None,
 ) -> AdaptedLinear:
-    """See `AdaptedProducts`; `tiles` None means those measured."""
+    """See `PrepareAdaptedLinear`; one token's norm is the product's own. `tiles`: what to try."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     plain = prepare_linear(weight, bias, tiles)
 
@@ -42,42 +46,17 @@ def linear(
         tile = table.choose(n, k, len(x))
         if _is_one(x, tile):
             y, (inner, more) = torch.empty((1, n), dtype=x.dtype, device=x.device), _more(added)
-            multiply(x, weight, bias, y, tile, more=more)
-        else:
-            y, inner = _both(x, added, plain)
-        expand(inner, added.weights, added.plan, y, add=True)
-        return y
-
-    return product
-
-
-def norm_linear(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: RowNorm,
-    activation: Activation | None,
-    tiles: Tiles | None = None,
-) -> AdaptedLinear:
-    """See `AdaptedProducts`: one token's norm is the product's own."""
-    table, (n, k) = table_for(weight, tiles), weight.shape
-    plain = prepare_linear(weight, bias, tiles)
-
-    def normed_product(x: torch.Tensor, added: Added) -> torch.Tensor:
-        tile = table.choose(n, k, len(x))
-        if _is_one(x, tile):
-            y, (inner, more) = torch.empty((1, n), dtype=x.dtype, device=x.device), _more(added)
             multiply(x, weight, bias, y, tile, norm=norm, more=more)
         else:
-            y, inner = _both(rms_norm(x, norm.weight, norm.epsilon), added, plain)
-        weights, plan = added.weights, added.plan
-        if activation is None:
-            expand(inner, weights, plan, y, add=True)
-            return y
-        gated = torch.empty((len(x), n // 2), dtype=x.dtype, device=x.device)
-        expand(inner, weights, plan, y, add=True, gated=gated, activation=activation)
-        return gated
+            read = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
+            y, inner = _both(read, added, plain)
+        gated = None
+        if activation is not None:
+            gated = torch.empty((len(x), n // 2), dtype=x.dtype, device=x.device)
+        expand(inner, added.weights, added.plan, y, add=True, gated=gated, activation=activation)
+        return y if gated is None else gated
 
-    return normed_product
+    return product
 
 
 def add_linear(
@@ -137,4 +116,4 @@ def _both(
     return made, inner
 
 
-ADAPTED = AdaptedProducts(linear, norm_linear, add_linear)
+ADAPTED = AdaptedProducts(linear, add_linear)

@@ -21,13 +21,20 @@ import triton
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
+from tokenpod.kernels.triton.adapter_kernels import (
+    expand_rows,
+    expand_tiles,
+    plan_tiles,
+    shrink_tiles,
+)
 from tokenpod.kernels.triton.launch import launch_options
 
 #: Steps of up to so many tokens are planned by one launch.
 MOST_PLANNED = 128
 #: Ranks that a program multiplies at once: the least that a matrix unit takes.
 RANKS = 16
+#: Rows that it takes at least, however few tokens there are.
+_LEAST_ROWS = 16
 #: Parts of a product, at most: queries, keys and values.
 _MOST_PARTS = 3
 
@@ -37,21 +44,25 @@ class Tiles(NamedTuple):
 
     #: Tokens of a tile.
     tokens: int
-    #: Inputs that a program reads at once, and among how many programs they are divided.
+    #: Inputs that a program reads at once, and among how many programs (a power of two) they are
+    #: divided.
     inputs: int
     splits: int
-    #: Outputs of a program.
-    outputs: int
+    #: Of a program that reads these.
     warps: int
-    #: How many times as many outputs a program makes, one after the other.
-    blocks: int = 1
+    #: Outputs of a program, and its warps.
+    outputs: int
+    output_warps: int
+    #: Whether these programs take a tile's tokens one after the other, without the matrix unit.
+    by_row: bool = False
 
 
 #: For steps of up to so many tokens; beyond, the last.
 TILES = (
-    (16, Tiles(16, 256, 8, 128, 4)),
-    (256, Tiles(16, 256, 4, 256, 4)),
-    (1 << 31, Tiles(64, 128, 1, 128, 4)),
+    (16, Tiles(4, 256, 8, 4, 128, 1, by_row=True)),
+    (128, Tiles(4, 256, 4, 4, 128, 1, by_row=True)),
+    (256, Tiles(16, 256, 4, 4, 256, 4)),
+    (1 << 31, Tiles(64, 128, 1, 4, 128, 4)),
 )
 
 
@@ -61,8 +72,8 @@ class Plan:
 
     #: [T] int64: tokens in order of their slots; those without an adapter first.
     order: torch.Tensor
-    #: [tiles, 3] int32: its slot, from 1, 0 being none; the place of its first token in `order`;
-    #: how many tokens it has, perhaps none.
+    #: [tiles, 4] int32: its slot, from 1, 0 being none; the place of its first token in `order`;
+    #: how many tokens it has, perhaps none; the slot's rank.
     tiles: torch.Tensor
     #: [S] int32
     ranks: torch.Tensor
@@ -93,7 +104,9 @@ def plan_adapters(
     before = number - (last - (-(-counts // cut.tokens)))[slot]
     first = (ends - counts)[slot] + before * cut.tokens
     length = (ends[slot] - first).clamp_(0, cut.tokens)
-    tiles = torch.stack((slot, first, length), dim=1).to(torch.int32)
+    # Nothing is read of an adapter for tiles without tokens.
+    rank = torch.where((slot > 0) & (length > 0), ranks[(slot - 1).clamp_(0)], 0)
+    tiles = torch.stack((slot, first, length, rank), dim=1).to(torch.int32)
     order = torch.sort(t_adapter, stable=True).indices
     return Plan(order, tiles, ranks, cut, t_adapter)
 
@@ -104,16 +117,18 @@ def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
     tiles = tokens // cut.tokens + min(slots + 1, tokens)
     plan = Plan(
         torch.empty(tokens, dtype=torch.int64, device=device),
-        torch.empty((tiles, 3), dtype=torch.int32, device=device),
+        torch.empty((tiles, 4), dtype=torch.int32, device=device),
         ranks,
         cut,
         t_adapter,
     )
     plan_tiles[(1,)](
         t_adapter,
+        ranks,
         plan.order,
         plan.tiles,
         tokens,
+        slots,
         tiles,
         TOKENS=cut.tokens,
         T_PADDED=triton.next_power_of_2(tokens),
@@ -151,7 +166,6 @@ def shrink(
         weights.down,
         plan.order,
         plan.tiles,
-        plan.ranks,
         inner,
         tokens,
         inputs,
@@ -161,7 +175,7 @@ def shrink(
         PARTS=parts,
         BLOCKS=blocks,
         WIDTH=width,
-        TOKENS=cut.tokens,
+        TOKENS=max(cut.tokens, _LEAST_ROWS),
         INPUTS=cut.inputs,
         RANKS=RANKS,
         num_warps=cut.warps,
@@ -194,20 +208,22 @@ def expand(
     """
     cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
-    share = cut.outputs * cut.blocks
-    columns = sum(triton.cdiv(n, share) for n in rows)
+    columns = sum(triton.cdiv(n, cut.outputs) for n in rows)
     if activation is not None:
         assert gated is not None, activation
         assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
-        columns = triton.cdiv(weights.rows[0], share)
+        columns = triton.cdiv(weights.rows[0], cut.outputs)
     bias = weights.bias
-    expand_tiles[(len(plan.tiles), columns)](
+    launch = expand_tiles[(len(plan.tiles), columns)]
+    more = {"TOKENS": max(cut.tokens, _LEAST_ROWS)}
+    if cut.by_row:
+        launch, more = expand_rows[(columns, len(plan.tiles))], {"num_stages": 1}
+    launch(
         inner,
         weights.up,
         bias,
         plan.order,
         plan.tiles,
-        plan.ranks,
         y,
         y if gated is None else gated,
         tokens,
@@ -220,11 +236,10 @@ def expand(
         PARTS=parts,
         WIDTH=width,
         SPLITS=splits,
-        TOKENS=cut.tokens,
         OUTPUTS=cut.outputs,
-        BLOCKS=cut.blocks,
         RANKS=RANKS,
-        num_warps=cut.warps,
+        num_warps=cut.output_warps,
+        **more,
         **launch_options(y.device),
     )
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tokenpod.kernels.ops import AddLinear, Linear
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.launch import capability, launch_options
+from tokenpod.kernels.triton.launch import OVERLAPPING_CAPABILITY, capability, launch_options
 from tokenpod.kernels.triton.peers import SymmetricBuffers
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
 from tokenpod.kernels.triton.product_kernels import add_partials, matrix, multiply_add
@@ -269,6 +269,14 @@ def add_up(
         num_warps=2,
         **launch_options(y.device),
     )
+
+
+def asks_rows(weight: torch.Tensor) -> bool:
+    """Whether programs may ask for rows before an input is there, each by one request."""
+    generation = capability(weight.device)
+    starts = (weight.data_ptr(), weight.stride(0) * weight.itemsize)
+    overlaps = generation is not None and generation >= OVERLAPPING_CAPABILITY
+    return overlaps and all(start % BULK_BYTES == 0 for start in starts)
 
 
 def _allows_bulk(weight: torch.Tensor, block_k: int) -> bool:

@@ -8,12 +8,13 @@ of A: then what a rank adds is its part of the sum over ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from tokenpod.core.adapter_files import CONFIG, WEIGHTS, digest_of
+from tokenpod.core.adapter_files import CONFIG, WEIGHTS, Digesting
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.config import LoraConfig, read_lora
 from tokenpod.models.adapters.targets import Place, Product, Targets
@@ -27,7 +28,7 @@ from tokenpod.models.adapters.virtual import (
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.shard import Shard
-from tokenpod.models.tensor_file import TensorFile
+from tokenpod.models.tensor_file import Rest, TensorFile, no_rest
 from tokenpod.models.weights import Division
 
 _PREFIX = "base_model.model."
@@ -36,14 +37,12 @@ _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A rank's part of what an adapter adds to one product, on the host."""
+    """A rank's part of what an adapter adds to one part of a product, on the host."""
 
-    #: [parts, r, in]
+    #: [r, in]
     down: torch.Tensor
-    #: [out, r], with the scale.
+    #: [outputs of the part, r], with the scale.
     up: torch.Tensor
-    #: [out] float32: added to the base's own bias; None: nothing is.
-    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,10 @@ class HostAdapter:
     rank: int
     #: SHA-256 of its files, in hexadecimal digits.
     digest: str
-    products: dict[str, Factors] = field(default_factory=dict)
+    #: By product, then by part of it.
+    factors: dict[str, dict[int, Factors]] = field(default_factory=dict)
+    #: By product, [out] float32: added to the base's own bias.
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
     #: This rank's part of an embedding and a head of its own, [rows, width] by our names.
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -77,7 +79,7 @@ class Base:
     heads: bool = False
 
 
-def read_adapter(folder: Path, base: Base) -> HostAdapter | Virtual:
+def read_adapter(folder: Path, base: Base, rest: Rest = no_rest) -> HostAdapter | Virtual:
     """This rank's part of the adapter in `folder`.
 
     Raises ModelError, in one line, for what is not understood, for an adapter of another base, and
@@ -93,45 +95,42 @@ def read_adapter(folder: Path, base: Base) -> HostAdapter | Virtual:
         others = sorted(path.name for path in folder.glob("adapter_model.*"))
         found = f"; {', '.join(others)} is not read" if others else ""
         raise ModelError(f"{folder}: there is no {WEIGHTS}{found}")
-    try:
-        digest = digest_of(folder)
-    except OSError as error:
-        raise ModelError(f"{folder}: can't be read ({error.strerror})") from None
-    file = TensorFile(folder / WEIGHTS)
-    try:
+    with Digesting(folder) as digesting, closing(TensorFile(folder / WEIGHTS, rest=rest)) as file:
+        made: HostAdapter | Virtual
         if kind is AdapterKind.LORA:
-            return _Reader(file, read_lora(fields, heads=base.heads), base).read(digest)
-        assert base.virtual is not None, "whoever makes a store says what virtual tokens must fit"
-        return read_virtual(file, fields, digest, base.virtual)
-    finally:
-        file.close()
+            made = _Reader(file, read_lora(fields, heads=base.heads), base, rest).read()
+        else:
+            assert base.virtual is not None, "who makes a store says what virtual tokens must fit"
+            made = read_virtual(file, fields, base.virtual)
+        try:
+            return replace(made, digest=digesting.result())
+        except OSError as error:
+            raise ModelError(f"{folder}: can't be read ({error.strerror})") from None
 
 
 class _Reader:
-    def __init__(self, file: TensorFile, config: LoraConfig, base: Base) -> None:
-        self._file, self._config, self._base = file, config, base
+    def __init__(self, file: TensorFile, config: LoraConfig, base: Base, rest: Rest) -> None:
+        self._file, self._config, self._base, self._rest = file, config, base, rest
         self._left = {_module_name(name): name for name in file.entries}
         self._rank = 0
 
-    def read(self, digest: str) -> HostAdapter:
-        parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+    def read(self) -> HostAdapter:
+        """All but its digest."""
+        factors: dict[str, dict[int, Factors]] = {}
         biases: dict[str, torch.Tensor] = {}
         modules = [name.removesuffix(_DOWN) for name in self._left if name.endswith(_DOWN)]
         for module in modules:
-            self._read_module(module, parts)
+            self._read_module(module, factors)
+            self._rest()
         if self._config.biases:
             for name in [name for name in self._left if name.endswith(".bias")]:
                 self._read_bias(name.removesuffix(".bias"), biases)
         copies = self._copies() if self._config.saves else {}
         if self._left:
             raise self._foreign(sorted(self._left)[0])
-        if not parts and not biases and not copies:
+        if not factors and not biases and not copies:
             raise ModelError(f"{self._file.name}: it has no tensor of an adapter")
-        made = {
-            name: self._factors(self._base.products[name], parts.get(name, {}), biases.get(name))
-            for name in {**parts, **biases}
-        }
-        return HostAdapter(max(self._rank, 1), digest, made, copies)
+        return HostAdapter(max(self._rank, 1), "", factors, biases, copies)
 
     def _copies(self) -> dict[str, torch.Tensor]:
         """This rank's rows of whole tables; those beyond the vocabulary are zeros."""
@@ -166,9 +165,7 @@ class _Reader:
             reason = of if module not in self._base.targets.places else "it is not understood"
         return ModelError(f"{self._file.name}: {name}: {reason}")
 
-    def _read_module(
-        self, module: str, parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
-    ) -> None:
+    def _read_module(self, module: str, factors: dict[str, dict[int, Factors]]) -> None:
         places = self._base.targets.places.get(module)
         if places is None:
             raise self._foreign(module + _DOWN)
@@ -178,16 +175,17 @@ class _Reader:
             raise ModelError(f"{self._file.name}: {module} has a lora_A and no lora_B")
         rank = self._check(module, places, down_name, up_name)
         scale = self._config.scale(module, rank)
-        down = self._tensor(down_name)
-        up = self._tensor(up_name).float() * scale
-        shard = self._base.shard
+        kind, shard = self._base.dtype, self._base.shard
+        down, up = self._tensor(down_name), self._tensor(up_name)
+        # Products with a scale are rounded once, whatever the kind.
+        up = (up if up.dtype == kind else up.float()) * scale
         for place in places:
             rows, columns = (shard.part(axis) for axis in place.source.axes)
             stored = place.source.stored_rows(rows)
             own_up = up[rows.start : rows.stop] if stored is None else up[torch.from_numpy(stored)]
             own_down = down[:, columns.start : columns.stop]
-            kind = self._base.dtype
-            parts.setdefault(place.weight, {})[place.part] = (own_down.to(kind), own_up.to(kind))
+            own = factors.setdefault(place.weight, {})
+            own[place.part] = Factors(own_down.to(kind), own_up.to(kind))
 
     def _check(self, module: str, places: list[Place], down_name: str, up_name: str) -> int:
         """Shapes against the base's, before anything is read; the module's rank."""
@@ -245,22 +243,6 @@ class _Reader:
             first = sum(product.rows[: place.part])
             at = slice(first, first + len(read))
             own[at] = read - base.biases[place.weight][at]
-
-    def _factors(
-        self,
-        product: Product,
-        parts: dict[int, tuple[torch.Tensor, torch.Tensor]],
-        bias: torch.Tensor | None,
-    ) -> Factors:
-        rank = max([len(down) for down, _ in parts.values()], default=1)
-        kind = self._base.dtype
-        down = torch.zeros(len(product.rows), rank, product.inputs, dtype=kind)
-        up = torch.zeros(product.outputs, rank, dtype=kind)
-        for part, (own_down, own_up) in parts.items():
-            first = sum(product.rows[:part])
-            down[part, : len(own_down)] = own_down
-            up[first : first + len(own_up), : own_up.shape[1]] = own_up
-        return Factors(down, up, bias)
 
     def _tensor(self, name: str) -> torch.Tensor:
         return read_tensor(self._file, name)

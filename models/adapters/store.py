@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +22,7 @@ from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.copies import Copies
-from tokenpod.models.adapters.files import Base, read_adapter
+from tokenpod.models.adapters.files import Base, HostAdapter, read_adapter
 from tokenpod.models.adapters.targets import (
     Targets,
     aligned,
@@ -31,6 +32,7 @@ from tokenpod.models.adapters.targets import (
 )
 from tokenpod.models.adapters.virtual import Virtual, VirtualBase
 from tokenpod.models.linear import Weights
+from tokenpod.models.tensor_file import Rest, no_rest
 from tokenpod.models.weights import Weight
 
 Ints = npt.NDArray[np.int32]
@@ -112,7 +114,7 @@ class AdapterStore:
         """Bytes of all slots."""
         return self._slots.nbytes + (self.copies.nbytes if self.copies else 0)
 
-    def _views(self, slots: torch.Tensor) -> dict[str, AdapterWeights]:
+    def _views(self, slots: torch.Tensor, rest: Rest = no_rest) -> dict[str, AdapterWeights]:
         """Each product's part of slots [S, rows, numbers]."""
         products = self._base.products.values()
         biases = any(product.has_bias for product in products)
@@ -128,29 +130,37 @@ class AdapterStore:
                 rows=product.rows,
             )
             at = end
+            rest()
         return found
 
     # -- adapters on the host ------------------------------------------------------------------
 
-    def read(self, folder: Path) -> Packed | Virtual:
+    def read(self, folder: Path, rest: Rest = no_rest) -> Packed | Virtual:
         """This rank's part of an adapter. Any thread may read. Raises ModelError."""
-        adapter = read_adapter(folder, self._base)
+        adapter = read_adapter(folder, self._base, rest)
         if isinstance(adapter, Virtual):
             return adapter
-        shape = slot_shape(self._base.products.values(), adapter.rank)
-        numbers = torch.zeros(shape, dtype=self._base.dtype)
-        views = self._views(numbers[None])
-        for name, factors in adapter.products.items():
-            weights, rank = views[name], factors.up.shape[1]
-            weights.down[0, :, :rank] = factors.down
-            weights.up[0, :rank] = factors.up.t()
-            if weights.bias is not None and factors.bias is not None:
-                weights.bias[0] = factors.bias
-        copies = {name: self._pieces(own.view(-1)) for name, own in adapter.copies.items()}
-        pieces = self._pieces(numbers.view(-1))
+        copies = {name: self._pieces(own.view(-1), rest) for name, own in adapter.copies.items()}
+        pieces = self._pieces(self._packed(adapter, rest).view(-1), rest)
         return Packed(adapter.rank, adapter.digest, pieces, copies=copies)
 
-    def _pieces(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _packed(self, adapter: HostAdapter, rest: Rest) -> torch.Tensor:
+        """[rows, numbers], as a slot for adapters of this rank has them."""
+        numbers = torch.zeros(
+            slot_shape(self._base.products.values(), adapter.rank), dtype=self._base.dtype
+        )
+        for name, weights in self._views(numbers[None], rest).items():
+            starts = [0, *accumulate(weights.rows)]
+            for part, factors in adapter.factors.get(name, {}).items():
+                rank, start = len(factors.down), starts[part]
+                weights.down[0, part, :rank] = factors.down
+                weights.up[0, :rank, start : start + len(factors.up)] = factors.up.t()
+                rest()
+            if weights.bias is not None and name in adapter.biases:
+                weights.bias[0] = adapter.biases[name]
+        return numbers
+
+    def _pieces(self, numbers: torch.Tensor, rest: Rest) -> tuple[torch.Tensor, ...]:
         """Of a GPU's adapter pinned ones, so that their copies need not wait for the host.
 
         Pinning takes the longer the more it is, within the driver, where launches of steps may have
@@ -159,7 +169,11 @@ class AdapterStore:
         parts = torch.split(numbers, _PIECE_BYTES // numbers.element_size())
         if self._device.type != "cuda":
             return tuple(parts)
-        return tuple(torch.empty_like(part, pin_memory=True).copy_(part) for part in parts)
+        pinned = []
+        for part in parts:
+            pinned.append(torch.empty_like(part, pin_memory=True).copy_(part))
+            rest()
+        return tuple(pinned)
 
     def keep(self, number: int, adapter: Packed | Virtual) -> None:
         """Know an adapter by its number from now on."""

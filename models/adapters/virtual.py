@@ -81,8 +81,8 @@ class VirtualBase:
     positions: int
 
 
-def read_virtual(file: TensorFile, fields: Fields, digest: str, base: VirtualBase) -> Virtual:
-    """This rank's part of the virtual tokens in `file`.
+def read_virtual(file: TensorFile, fields: Fields, base: VirtualBase) -> Virtual:
+    """This rank's part of the virtual tokens in `file`, all but its digest.
 
     Raises ModelError, in one line, for what is not understood, for those of another base, and for
     more than a sequence can have.
@@ -105,7 +105,7 @@ def read_virtual(file: TensorFile, fields: Fields, digest: str, base: VirtualBas
     numbers = _read(file, (tokens, width))
     if kind is AdapterKind.PREFIX:
         numbers = _cut(numbers, base)
-    return Virtual(kind, digest, numbers.to(base.dtype).contiguous())
+    return Virtual(kind, "", numbers.to(base.dtype).contiguous())
 
 
 def _read(file: TensorFile, shape: tuple[int, int]) -> torch.Tensor:

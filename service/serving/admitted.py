@@ -219,9 +219,12 @@ class AdmittedCall:
             },
         )
         if recorded is not None:
-            model_id, request_id = self._serving.model_id, self._request_id
             recorded.generated(
-                generation, model_id=model_id, request_id=request_id, adapter=self._adapter
+                generation,
+                model_id=self._serving.model_id,
+                request_id=self._request_id,
+                adapter=self._adapter,
+                quantization=self._serving.ready.quantization,
             )
 
     def _engine_request(

@@ -87,17 +87,26 @@ class ServerCall:
         self._began = time.perf_counter()
         #: Most calls have one; a batch of prompts has one for each.
         self._generations: list[Generation] = []
-        self._model_id = self._request_id = self._adapter = ""
+        self._model_id = self._request_id = ""
+        #: What metrics and spans of the call's generations say besides.
+        self._named: dict[str, str] = {}
         allowed = context.time_remaining()
         # A client whose deadline passes cancels the call, and its word comes before our clock says
         # so. A deadline is also rounded up on its way, by 1 % at most.
         self._slack = None if allowed is None else max(0.05, 0.01 * allowed)
 
     def generated(
-        self, generation: Generation, *, model_id: str, request_id: str, adapter: str = ""
+        self,
+        generation: Generation,
+        *,
+        model_id: str,
+        request_id: str,
+        adapter: str = "",
+        quantization: str = "",
     ) -> None:
         """What the call generated; said when it is over, however it ended."""
-        self._adapter = adapter
+        named = {"tokenpod.adapter": adapter, "tokenpod.quantization": quantization}
+        self._named = {name: value for name, value in named.items() if value}
         self._generations.append(generation)
         self._model_id, self._request_id = model_id, request_id
 
@@ -140,9 +149,7 @@ class ServerCall:
         self, generation: Generation, seconds: float, code: grpc.StatusCode
     ) -> None:
         error = None if code is grpc.StatusCode.OK else code.name
-        attributes = {**_GEN_AI, "gen_ai.request.model": self._model_id}
-        if self._adapter:
-            attributes["tokenpod.adapter"] = self._adapter
+        attributes = {**_GEN_AI, "gen_ai.request.model": self._model_id, **self._named}
         self._instruments.record_generation(generation, seconds, attributes, error)
         if not self._span.is_recording():
             return

@@ -15,8 +15,15 @@ def test_a_branch_is_a_token_that_does_not_simply_follow():
     found = Branches.of(tokens, np.array([-1, -1, 0, 1, 2, 1, 0, -1, 0, 1]))
     assert found.t_depth.tolist() == [0, 0, 1, 2, 3, 2, 1, 0, 1, 2]
     assert found.tokens.tolist() == [5, 6]
-    assert found.rows.tolist() == [1, 1]
-    assert [found.path(token) for token in (4, 5, 6)] == [[1, 2, 3, 4], [1, 2, 5], [1, 6]]
+    assert found.t_before.tolist() == [0, 1, 1, 2, 3, 2, 1, 7, 7, 8]
+    assert [*found.trees] == [1]
+    first, tree = found.trees[1]
+    assert first == 1
+    assert tree.ways[3:] == ((0, 1, 2, 3), (0, 1, 4), (0, 5))
+    assert tree.way_tokens.tolist() == [0, 1, 4, 0, 5]
+    assert tree.way_ends.tolist() == [3, 5]
+    assert tree.asked.tolist() == [0, 1, 2]
+    assert tree.following.tolist() == [[1, 5], [2, 4], [3, -1]]
 
 
 @pytest.mark.parametrize("parents", [[-1, 1], [0, 0], [-1, -1], [-1, 0, 0], [-1, -2]])

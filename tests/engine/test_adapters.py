@@ -90,7 +90,7 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
         adapters=store,
     )
     # Interpreted, each program takes its time.
-    few = ((1 << 31, AdapterTiles(16, 64, 1, 64, 4)),)
+    few = ((1 << 31, AdapterTiles(16, 64, 1, 4, 64, 4)),)
     with patch.object(triton_adapters, "TILES", few):
         executor.capture()
     return executor
@@ -153,6 +153,15 @@ def test_steps_without_an_adapter_launch_nothing_for_them(base: Path, adapters: 
         assert calls == [None]
         executor.launch(plan_of(2, [PlanRow(0, 2, [2], output=1, adapter=1)])).wait()
     assert len(calls[1]) >= 1
+
+
+def test_who_reads_rests_between_modules(base, adapters) -> None:
+    store = executor_of("host", base, [])._adapters
+    rests = []
+    read = store.read(adapters[1], lambda: rests.append(len(rests)))
+    # After its tensors are read, and after they are put together.
+    assert len(rests) >= 2 * len(PARTS)
+    assert all(map(torch.equal, read.pieces, store.read(adapters[1]).pieces))
 
 
 # -- the leader's book -------------------------------------------------------------------------

@@ -350,6 +350,23 @@ def test_a_few_texts_share_a_compiled_constraint(monkeypatch):
     assert dear == [made[6]] * 9
 
 
+def test_what_was_not_used_for_longest_is_forgotten_once_the_bytes_are_over():
+    class Made:
+        words, prepared = np.zeros(4, np.int32), ""
+
+    store = cache.CompileCache(2 * cache._BASE_BYTES + 10_000)
+    for name in "abac":
+        store.get(Regex(name), lambda before: Made())
+    assert (store.hits, store.misses) == (1, 3)
+    store.get(Regex("b"), lambda before: Made())
+    assert (store.hits, store.misses) == (1, 4)
+    # One that is larger than all of it is not kept at all.
+    big = Regex("a" * 10_000)
+    for _ in range(2):
+        store.get(big, lambda before: Made())
+    assert (store.hits, store.misses) == (1, 6)
+
+
 def test_a_vocabulary_that_the_library_can_not_take_refuses_constraints_alone(model):
     class Library(Guidance):
         def __init__(self, tokens, special):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import constrained
+import numpy as np
 import pytest
 import torch
 from constrained import RANDOM, Client, ask, serve
@@ -13,7 +15,7 @@ from constrained import RANDOM, Client, ask, serve
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
-from tokenpod.engine.constraints.library import Refused
+from tokenpod.engine.constraints.library import LimitReached, Refused
 from tokenpod.engine.constraints.trials import TooLong, Trials
 from tokenpod.models import load as loading
 
@@ -49,7 +51,7 @@ def trials():
 
 @pytest.mark.parametrize("deep", DEEP, ids=["schema", "grammar"])
 def test_a_stack_that_overflows_is_a_refusal(trials, deep):
-    with pytest.raises(Refused, match="too deeply, or name each other in too long a row"):
+    with pytest.raises(Refused, match="nested too deeply, or name each other in too long a row"):
         trials.try_first(deep, 60)
     assert trials.try_first(Regex("a"), 60)
 
@@ -57,6 +59,15 @@ def test_a_stack_that_overflows_is_a_refusal(trials, deep):
 def test_one_that_takes_too_long_is_stopped(trials):
     with pytest.raises(TooLong):
         trials.try_first(ENDLESS, 0.2)
+    assert trials.try_first(Regex("a"), 60)
+
+
+def test_one_that_could_not_be_started_is_started_for_the_next_constraint(monkeypatch):
+    trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenpod.engine.constraints.trials._COMMAND", ("/no/such/program",))
+        with pytest.raises(FileNotFoundError):
+            trials.try_first(Regex("a"), 60)
     assert trials.try_first(Regex("a"), 60)
 
 
@@ -79,6 +90,27 @@ def test_problems_are_told_in_terms_of_what_was_sent(trials, constraint, problem
     with pytest.raises(Refused) as refused:
         trials.try_first(constraint, 60)
     assert str(refused.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a{1000}){1000}", "(a|a)*b", "(a+)+", "x*" * 500, ".*a.{60}b", "(.*a.{20}){5}"]
+)
+def test_patterns_that_explode_elsewhere_are_served_or_end_at_a_limit(trials, pattern):
+    prepared, chance = trials.try_first(Regex(pattern), 60), random.Random(1)
+    library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
+    matcher = library.compile(Regex(pattern), prepared)
+    words, text = np.zeros(-(-constrained.VOCABULARY // 32), np.int32), b""
+    try:
+        for _ in range(30):
+            if matcher.fill(words) and not words.any():
+                break
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            token = chance.choice(allowed.tolist())
+            matcher.take(token)
+            text += constrained.TOKENS.tokens[token]
+    except LimitReached:
+        assert "." in pattern
+    assert text
 
 
 def test_others_go_on_beside_constraints_that_never_compile():

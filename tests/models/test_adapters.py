@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -266,7 +267,8 @@ def test_a_slot_forgets_what_was_there(golden, schedule, text, tmp_path):
     assert torch.equal(logprobs(model, schedule, text(5), 1), wanted)
 
 
-def test_products_in_8_bits_are_adapted_too(golden, schedule, text, tmp_path):
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
+def test_products_in_fewer_bits_are_adapted_too(quantize, golden, schedule, text, tmp_path):
     base = golden("llama").folder
     lora = write_lora(tmp_path / "a", base, modules_of("llama"), rank_pattern={"x": 3})
     model = load_model(
@@ -275,7 +277,7 @@ def test_products_in_8_bits_are_adapted_too(golden, schedule, text, tmp_path):
         device=torch.device("cpu"),
         progress=lambda done, total: None,
         max_total_tokens=MAX_POSITIONS,
-        quantize="int8",
+        quantize=quantize,
         adapters=Space(1, 4),
     )
     put(model, lora.folder)
@@ -284,7 +286,7 @@ def test_products_in_8_bits_are_adapted_too(golden, schedule, text, tmp_path):
     merged = load(merge(base, lora, tmp_path / "m"))
     expected = schedule(merged)
     (wanted,) = expected.step([(expected.sequence(text(6)), 6)])
-    # Rounding to 8 bits moves both alike.
+    # Rounding moves both alike.
     assert (adapted - wanted).abs().mean() < 0.2 * (plain - wanted).abs().mean()
 
 
@@ -453,4 +455,8 @@ def test_another_content_has_another_digest(golden, tmp_path):
     before = store.read(lora.folder).digest
     config = lora.folder / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 9}))
-    assert store.read(lora.folder).digest != before
+    after = store.read(lora.folder).digest
+    assert after != before
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    own = [sha256((lora.folder / name).read_bytes()).digest() for name in files]
+    assert after == sha256(b"".join(own)).hexdigest()

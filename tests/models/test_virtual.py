@@ -48,7 +48,7 @@ def read(folder: Path, base: Path, shard: Shard = WHOLE, positions: int = 64) ->
     fit = VirtualBase(read_config(base), shard, torch.float32, positions)
     file = TensorFile(folder / "adapter_model.safetensors")
     try:
-        return read_virtual(file, fields, "", fit)
+        return read_virtual(file, fields, fit)
     finally:
         file.close()
 

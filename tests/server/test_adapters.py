@@ -124,15 +124,16 @@ def test_each_call_has_the_adapter_that_it_names(api: Any, expected: dict[str, A
     assert [tokens(api, name) for name in asked] == found
 
 
+def cached(api: Any, adapter: str, ids: list[int] = IDS) -> int:
+    """Tokens of a prompt that are cached for an adapter."""
+    asked = request(adapter)
+    asked.token_ids.CopyFrom(pb.TokenIds(ids=ids))
+    return int(once(api, asked).started.cached_token_count)
+
+
 def test_prefixes_are_shared_with_the_same_adapter_alone(api: Any) -> None:
-    ids = [900 + i for i in range(24)]
-
-    def cached(adapter: str) -> int:
-        asked = request(adapter)
-        asked.token_ids.CopyFrom(pb.TokenIds(ids=ids))
-        return once(api, asked).started.cached_token_count
-
-    assert [cached(name) for name in ("sql", "chat", "", "sql", "")] == [0, 0, 0, 23, 23]
+    ids, names = [900 + i for i in range(24)], ("sql", "chat", "", "sql", "")
+    assert [cached(api, name, ids) for name in names] == [0, 0, 0, 23, 23]
 
 
 def test_an_unknown_adapter_is_not_found_and_the_answer_names_those_there_are(api: Any) -> None:
@@ -200,6 +201,9 @@ def test_an_adapter_comes_is_replaced_and_goes(
     first = load(admin, "new", "sql")
     assert (first.name, first.lora_rank) == ("new", 4)
     assert tokens(api, "new") == expected["sql"]
+    # Keys and values are those of the digest: another name of the files finds them, and the same
+    # name of other files does not.
+    assert cached(api, "new") == cached(api, "sql") > 0
     second = load(admin, "new", "law", digest=digest_of(pod, "law"))
     assert second.digest != first.digest
     assert tokens(api, "new") == expected["law"]

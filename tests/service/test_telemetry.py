@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, outlast, serving
 
-from tokenpod.core.outputs import FinishCode, Load, Started
+from tokenpod.core.outputs import FinishCode, Load, MaskCounts, Started
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.config import ServerSettings
@@ -359,11 +359,14 @@ def generation(arrived: int, samples: list[Sample], began: int | None) -> Genera
 Leave = Literal["never", "while it waits", "while it writes"]
 
 
-async def generate(telemetry: Telemetry, made: Generation, leave: Leave = "never") -> None:
+async def generate(
+    telemetry: Telemetry, made: Generation, leave: Leave = "never", **named: str
+) -> None:
     """A Generate call that reports `made` when it ends, as GenerateService does.
 
     Args:
         leave: when the client goes away: the handler is then at an await, or at a yield.
+        named: what else is said of it.
     """
 
     class Generating(Scripted):
@@ -377,7 +380,7 @@ async def generate(telemetry: Telemetry, made: Generation, leave: Leave = "never
                 while leave == "while it writes":
                     yield pb.GenerateResponse(tokens=pb.TokenDelta(text="x" * 100_000))
             finally:
-                recorded.generated(made, model_id="demo", request_id="r-1")
+                recorded.generated(made, model_id="demo", request_id="r-1", **named)
                 self.ended.set()
 
     servicer = Generating()
@@ -499,6 +502,22 @@ async def test_a_generation_that_never_left_the_queue_has_only_that_phase(
     assert "gen_ai.server.time_to_first_token" not in collector.metrics
 
 
+async def test_adapters_and_quantisation_are_named(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    now = time.monotonic_ns()
+    made = generation(now, [sample(0, 5, now + 2, now + 9, None)], now + 1)
+    await generate(telemetry, made, adapter="sql", quantization="compressed-tensors int4")
+    await generate(telemetry, made, adapter="", quantization="")
+    telemetry.shutdown()
+    found = [point for point, _ in collector.points("gen_ai.server.request.duration")]
+    named = ("tokenpod.adapter", "tokenpod.quantization")
+    said = {tuple(each.get(name) for name in named) for each in found}
+    assert said == {("sql", "compressed-tensors int4"), (None, None)}
+    spans = [attributes(span) for span in collector.spans if span.name == GENERATE]
+    assert {tuple(each.get(name) for name in named) for each in spans} == said
+
+
 # -- load and the end --------------------------------------------------------------------------
 
 
@@ -518,6 +537,16 @@ def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector
     assert collector.points("tokenpod.kv.utilization")[0][1].as_double == pytest.approx(0.4)
     assert collector.points("tokenpod.adapters.running")[0][1].as_int == 2
     assert collector.points("tokenpod.preemptions")[0][1].as_int == 7
+
+
+def test_what_constraints_cost_is_observed(telemetry: Telemetry, collector: Collector) -> None:
+    masks = MaskCounts(900, 4, 30_000_000, cached=8, compiled=5, refused=2)
+    telemetry.watch(lambda: Load(0, 0, 0, slots=1, free_slots=1, evictable_slots=0, masks=masks))
+    telemetry.shutdown()
+    names = "masks", "masks.late", "masks.time", "compiled", "cached", "refused"
+    points = [collector.points(f"tokenpod.constraints.{name}")[0][1] for name in names]
+    found = [point.as_int or point.as_double for point in points]
+    assert found == [900, 4, pytest.approx(0.03), 5, 8, 2]
 
 
 async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:

@@ -11,15 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product import add_up
+from tokenpod.kernels.triton.product import add_up, asks_rows
+from tokenpod.kernels.triton.product_kernels import ask_rows
 from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
 from tokenpod.kernels.triton.quantised.tiles import LaneTile
-from tokenpod.kernels.triton.quantised.widening import factor_of
+from tokenpod.kernels.triton.quantised.widening import factor_of, halves
 
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
@@ -33,6 +34,7 @@ def multiply_lanes(
     activation: Activation | None,
     add: bool,
     tile: LaneTile,
+    norm: RowNorm | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x · weightᵀ + bias; with an activation gates come first.
 
@@ -44,25 +46,30 @@ def multiply_lanes(
         activation: of the gates; None: there are none.
         add: to what y holds.
         tile: how a program works.
+        norm: of x, if the tile `norms`.
     """
     tokens, n = y.shape
     gates = 1 if activation is None else 2
     block_t = triton.next_power_of_2(tokens)
     block_n = max(tile.block_n // gates, LEAST_ROWS // (gates * tile.parts), 1)
     splits = tile.splits if activation is None else 1
-    steps = weight.numbers.shape[1] // weight.width
+    lanes = min(tile.lanes, weight.width)
+    steps = weight.numbers.shape[1] // lanes
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
     options = launch_options(y.device)
+    norm_weight, epsilon = (None, 0.0) if norm is None else norm
+    assert norm is None or splits == 1, "a split has a part of the squares"
     lane_product[(triton.cdiv(n, block_n), splits)](
-        *(x, weight.numbers, weight.scale, weight.zero, bias, target),
+        *(x, weight.numbers, weight.scale, weight.zero, bias, norm_weight, target),
         *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.numbers.shape[1]),
-        len(weight.scale),
+        *(len(weight.scale), epsilon),
         KIND=weight.kind,
         TABLE=weight.table,
         PLANES=weight.planes,
         WIDTH=weight.width,
+        LANES=lanes,
         PER_GROUP=weight.group // weight.width,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
@@ -74,6 +81,7 @@ def multiply_lanes(
         COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
         BLOCK_T=block_t,
         BLOCK_N=block_n,
+        AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **options,
@@ -89,6 +97,7 @@ def lane_product(
     scale,
     zero,
     bias,
+    norm_weight,
     y,
     x_stride,
     y_stride,
@@ -97,10 +106,12 @@ def lane_product(
     k,
     row_lanes,
     groups,
+    epsilon,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
     PER_GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -111,18 +122,21 @@ def lane_product(
     COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
 
     Rows of a tile are [gates and what they open, PARTS, BLOCK_N], columns [PARTS, BLOCK_T] and
-    some that are nothing. SPLITS programs share a row; they leave partial sums [SPLITS, tokens, n]
-    float32.
+    some that are nothing. A step takes LANES of a plane's WIDTH. AHEAD bytes of each row are asked
+    for at first. SPLITS programs share a row; they
+    leave partial sums [SPLITS, tokens, n] float32.
     """
     GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
     ALL: tl.constexpr = GATES * PARTS * BLOCK_N
-    steps = row_lanes // WIDTH
+    SUB: tl.constexpr = WIDTH // LANES
+    steps = row_lanes // LANES
     share = tl.cdiv(steps, PARTS * SPLITS)
     tile_row = tl.arange(0, ALL)
     row_part = tile_row // BLOCK_N % PARTS
@@ -133,34 +147,58 @@ def lane_product(
     column = tl.arange(0, COLUMNS)
     part, token = column // BLOCK_T, column % BLOCK_T
     is_x = (token < tokens) & (part < PARTS)
-    first = (tl.program_id(1) * PARTS + part) * share * (PLANES * WIDTH)
+    first = (tl.program_id(1) * PARTS + part) * share
     at_x = x + token.to(tl.int64) * x_stride
     rows = GATES * n
     # Scales are asked for one step ahead: they are too short to be copied beside the loop.
-    next_s = step_scales(scale, own, first_step, rows, groups, PLANES, PER_GROUP)
+    next_s = step_scales(scale, own, first_step // SUB, rows, groups, PLANES, PER_GROUP)
+    if AHEAD > 0:
+        start = tl.program_id(1) * PARTS * share * LANES
+        ask_rows(weight, tl.program_id(0) * BLOCK_N, n, start, row_lanes, BLOCK_N, AHEAD)
+        if GATES == 2:
+            ask_rows(weight, tl.program_id(0) * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
     for step in tl.range(0, share, num_stages=STAGES):
         s = next_s
         ahead = first_step + tl.minimum(step + 1, share - 1)
-        next_s = step_scales(scale, own, ahead, rows, groups, PLANES, PER_GROUP)
+        next_s = step_scales(scale, own, ahead // SUB, rows, groups, PLANES, PER_GROUP)
         # Steps beyond the last one have inputs of zero, and the last one's weight.
         its_step = first_step + step
         if not EVEN:
             its_step = tl.minimum(its_step, steps - 1)
-        i = first + step * (PLANES * WIDTH)
-        v = _inputs(at_x, i, k, is_x, PLANES, WIDTH, EVEN)
-        w = lane_planes(at_w + its_step * WIDTH, WIDTH, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
-        z = step_zeros(zero, own, its_step, rows, PLANES, PER_GROUP)
+        i = (first + step) // SUB * (PLANES * WIDTH) + (first + step) % SUB * LANES
+        v = _inputs(at_x, i, k, is_x, PLANES, WIDTH, LANES, EVEN)
+        if norm_weight is not None:
+            squares += _squares(v, PLANES)
+            factors = _inputs(norm_weight + 0 * token, i, k, is_x, PLANES, WIDTH, LANES, EVEN)
+            v = _times(v, factors)
+        w = lane_planes(at_w + its_step * LANES, LANES, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
+        z = step_zeros(zero, own, its_step // SUB, rows, PLANES, PER_GROUP)
         sums = _add_planes(sums, w, v, s, z, zero, KIND, PLANES, PER_GROUP, ASSEMBLY)
+    if norm_weight is not None:
+        # The norm divides sums: they are linear in what it divides inputs by.
+        of_token = token[:, None] == token[None, :]
+        all_squares = tl.sum(tl.where(of_token, squares[:, None], 0.0), axis=0)
+        sums *= tl.rsqrt(all_squares / k + epsilon)[None, :]
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
     _finish(out, bias, y, y_stride, tokens, n, GATES, ACTIVATION, ADD, SPLITS, BLOCK_T, BLOCK_N)
 
 
 @triton.jit
-def _inputs(at_x, first, k, is_x, PLANES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Inputs of a step, plane by plane, each a right factor [width, columns]."""
-    i = first[None, :] + tl.arange(0, WIDTH)[:, None]
+def _inputs(
+    at_x,
+    first,
+    k,
+    is_x,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Inputs of a step, plane by plane, each a right factor [lanes, columns]."""
+    i = first[None, :] + tl.arange(0, LANES)[:, None]
     v0 = _plane(at_x, i, k, is_x, EVEN)
     v1 = _plane(at_x, i + WIDTH, k, is_x, EVEN)
     v2, v3 = v0, v1
@@ -174,6 +212,32 @@ def _inputs(at_x, first, k, is_x, PLANES: tl.constexpr, WIDTH: tl.constexpr, EVE
 def _plane(at_x, i, k, is_x, EVEN: tl.constexpr):
     inside = is_x[None, :] if EVEN else is_x[None, :] & (i < k)
     return tl.load(at_x[None, :] + i, mask=inside, other=0.0)
+
+
+@triton.jit
+def _squares(v, PLANES: tl.constexpr):
+    """[columns] float32, of all planes' inputs."""
+    sums = _plane_squares(v[0]) + _plane_squares(v[1])
+    if PLANES == 4:
+        sums += _plane_squares(v[2]) + _plane_squares(v[3])
+    return sums
+
+
+@triton.jit
+def _plane_squares(v):
+    v = v.to(tl.float32)
+    return tl.sum(v * v, axis=0)
+
+
+@triton.jit
+def _times(v, factors):
+    """Inputs of each plane times the norm's weight, rounded."""
+    return (
+        (v[0].to(tl.float32) * factors[0].to(tl.float32)).to(v[0].dtype),
+        (v[1].to(tl.float32) * factors[1].to(tl.float32)).to(v[1].dtype),
+        (v[2].to(tl.float32) * factors[2].to(tl.float32)).to(v[2].dtype),
+        (v[3].to(tl.float32) * factors[3].to(tl.float32)).to(v[3].dtype),
+    )
 
 
 @triton.jit
@@ -204,21 +268,15 @@ def step_zeros(zero, row, step, rows, PLANES: tl.constexpr, PER_GROUP: tl.conste
     if zero is None:
         return 0, 0, 0, 0
     elif PER_GROUP % 2 == 0:
-        z0, z2 = _halves(tl.load(zero + step * rows + row))
+        z0, z2 = halves(tl.load(zero + step * rows + row))
         return z0, z0, z2, z2
     elif PLANES == 2:
-        z0, z1 = _halves(tl.load(zero + step * rows + row))
+        z0, z1 = halves(tl.load(zero + step * rows + row))
         return z0, z1, z0, z1
     else:
-        z0, z1 = _halves(tl.load(zero + step * (2 * rows) + row))
-        z2, z3 = _halves(tl.load(zero + step * (2 * rows) + rows + row))
+        z0, z1 = halves(tl.load(zero + step * (2 * rows) + row))
+        z2, z3 = halves(tl.load(zero + step * (2 * rows) + rows + row))
         return z0, z1, z2, z3
-
-
-@triton.jit
-def _halves(word):
-    """Two bfloat16 of 32 bits, as float32."""
-    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -35,8 +35,10 @@ def prepare_lanes(
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, made.rows, made.inputs, len(x))
-        if around.norm is not None:
-            x = rms_norm(x, around.norm.weight, around.norm.epsilon)
+        norm = around.norm
+        inside = isinstance(tile, LaneTile) and tile.norms and x.dtype == torch.bfloat16
+        if norm is not None and not (inside and made.order is None):
+            x, norm = rms_norm(x, norm.weight, norm.epsilon), None
         if made.order is not None:
             x = x.index_select(1, made.order)
         if isinstance(tile, LaneTile):
@@ -44,7 +46,7 @@ def prepare_lanes(
                 delta,
                 y,
                 around,
-                lambda out, gate, add: multiply_lanes(x, made, bias, out, gate, add, tile),
+                lambda out, gate, add: multiply_lanes(x, made, bias, out, gate, add, tile, norm),
             )
             return
         out = functional.linear(x, widen_lanes(made, x.dtype), bias)

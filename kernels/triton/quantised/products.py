@@ -21,17 +21,22 @@ from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.product import add_up
+from tokenpod.kernels.triton.product import add_up, asks_rows
 from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.laned import prepare_lanes
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
 from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS
 from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
-from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.tiles import (
+    AddTile,
+    MatrixTile,
+    Tiles,
+    measured,
+)
 from tokenpod.kernels.triton.quantised.widen import widen_bytes
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
@@ -102,29 +107,40 @@ def _composed(weight: AnyFormat, bias: torch.Tensor | None, around: Around) -> P
     """One operation after the other."""
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        if around.norm is not None:
-            x = rms_norm(x, around.norm.weight, around.norm.epsilon)
-        put(_many(x, weight, bias, delta), y, around)
+        if isinstance(weight, Fp8Weight) and _library_scales(weight, x):
+            made = _scaled_by_rows(x, weight, bias, around.norm)
+            if delta is not None:
+                made += delta
+        else:
+            if around.norm is not None:
+                x = rms_norm(x, around.norm.weight, around.norm.epsilon)
+            made = _many(x, weight, bias, delta)
+        put(made, y, around)
 
     return product
+
+
+def _scaled_by_rows(
+    x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, norm: RowNorm | None
+) -> torch.Tensor:
+    """X after its norm · weightᵀ + bias by the library, both of e4m3 with a scale per row."""
+    rounded = round_inputs(x, weight.rounding, norm=norm)
+    return torch._scaled_mm(
+        rounded.numbers,
+        weight.numbers.t(),
+        scale_a=rounded.scale,
+        scale_b=weight.scale.t(),
+        bias=bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
 
 
 def _many(
     x: torch.Tensor, weight: AnyFormat, bias: torch.Tensor | None, delta: torch.Tensor | None
 ) -> torch.Tensor:
     """X · weightᵀ + bias + delta by the library, for as many tokens as there may be."""
-    if isinstance(weight, Fp8Weight) and _library_scales(weight, x):
-        rounded = round_inputs(x, weight.rounding)
-        y = torch._scaled_mm(
-            rounded.numbers,
-            weight.numbers.t(),
-            scale_a=rounded.scale,
-            scale_b=weight.scale.t(),
-            bias=bias,
-            out_dtype=x.dtype,
-            use_fast_accum=True,
-        )
-    elif isinstance(weight, Fp8Weight) and x.itemsize == 2:
+    if isinstance(weight, Fp8Weight) and x.itemsize == 2:
         rounded_x = weight.rounded_inputs(x).to(x.dtype)
         y = functional.linear(rounded_x, weight.dequantised(x.dtype), bias)
     elif isinstance(weight, Int8Weight) and weight.rounding is None and x.itemsize == 2:
@@ -219,6 +235,7 @@ def multiply(
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         PANEL=tile.panel,
+        AHEAD=min(tile.ahead, width) if asks_rows(stored) else 0,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **launch_options(y.device),

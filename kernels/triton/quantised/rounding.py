@@ -24,6 +24,8 @@ from tokenpod.kernels.triton.launch import await_inputs, launch_options
 DIGITS_MOST: tl.constexpr = tl.constexpr(16256.0)
 FP8_MOST: tl.constexpr = tl.constexpr(448.0)
 INT8_MOST: tl.constexpr = tl.constexpr(127.0)
+#: Whose programs get more warps.
+FEW_TOKENS = 16
 
 
 class Rounded(NamedTuple):
@@ -63,13 +65,18 @@ def round_inputs(
         groups,
         block,
         KIND="digits" if rounding is None else rounding.number.value,
-        GROUPED=rounding is not None and rounding.group is not None,
         GROUPS=triton.next_power_of_2(groups),
         IN_GROUP=in_group,
-        num_warps=min(16, max(1, triton.next_power_of_2(groups) * in_group // 512)),
+        num_warps=_warps(tokens, triton.next_power_of_2(groups) * in_group),
         **launch_options(x.device),
     )
     return Rounded(numbers, scale)
+
+
+def _warps(tokens: int, numbers: int) -> int:
+    """Of a program with so many numbers: few tokens are waited for, and few programs have room."""
+    most, of_each = (32, 8) if tokens <= FEW_TOKENS else (16, 16)
+    return min(most, max(1, numbers // (32 * of_each)))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -86,7 +93,6 @@ def _round_inputs(
     groups,
     in_group,
     KIND: tl.constexpr,
-    GROUPED: tl.constexpr,
     GROUPS: tl.constexpr,
     IN_GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -103,57 +109,33 @@ def _round_inputs(
     v = loaded.to(tl.float32)
     if norm_weight is not None:
         # Rounded where the norm by itself would be.
-        v = v * tl.rsqrt(tl.sum(tl.sum(v * v, axis=1), axis=0) / k + epsilon)
+        v = v * tl.rsqrt(tl.sum(v * v) / k + epsilon)
         if factor.dtype == loaded.dtype:
             v = v.to(loaded.dtype).to(tl.float32)
         v = (v * factor.to(tl.float32)).to(loaded.dtype).to(tl.float32)
-    at = numbers + token * k + i
-    _store_rounded(v, at, scale, static, inside, token, tokens, group, groups, k, KIND, GROUPED)
-
-
-@triton.jit
-def _store_rounded(
-    v,
-    at,
-    scale,
-    static,
-    inside,
-    token,
-    tokens,
-    group,
-    groups,
-    k,
-    KIND: tl.constexpr,
-    GROUPED: tl.constexpr,
-):
     MOST: tl.constexpr = (
         DIGITS_MOST if KIND == "digits" else (FP8_MOST if KIND == "fp8" else INT8_MOST)
     )
-    # A number that is none gets lost in a maximum; times zero it stays what it is.
-    lost = tl.sum(v * 0.0, axis=1)
-    largest = tl.max(tl.abs(v), axis=1)
-    if not GROUPED:
-        lost = tl.zeros_like(lost) + tl.sum(lost, axis=0)
-        largest = tl.zeros_like(largest) + tl.max(largest, axis=0)
+    # As bits, what is no number is larger than any, and stays in a maximum.
+    bits = tl.max(tl.abs(v).to(tl.int32, bitcast=True), axis=1)
+    largest = bits.to(tl.float32, bitcast=True)
     if static is None:
-        step = largest / MOST + lost
+        step = largest / MOST + largest * 0.0
     else:
-        step = tl.load(static) + lost
+        step = tl.load(static) + largest * 0.0
     q = v * tl.where(step > 0, 1.0 / step, 1.0)[:, None]
     q = tl.minimum(tl.maximum(q, -MOST), MOST)
+    at = numbers + token * k + i
     if KIND == "fp8":
         tl.store(at, q.to(tl.float8e4nv), mask=inside)
     else:
-        # Adding and taking off 1.5 · 2²³ leaves the nearest whole number, ties to even.
-        q = q + 12582912.0 - 12582912.0
+        # In the bits of what 1.5 · 2²³ is added to is the nearest whole number, ties to even.
+        whole = (q + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         if KIND == "int8":
-            tl.store(at, q.to(tl.int8), mask=inside)
+            tl.store(at, whole.to(tl.int8), mask=inside)
         else:
-            high = tl.floor(q * 0.0078125 + 0.5)
+            high = (whole + 64) >> 7
             tl.store(at, high.to(tl.int8), mask=inside)
-            low = q - 128.0 * high
+            low = whole - (high << 7)
             tl.store(at + tokens.to(tl.int64) * k, low.to(tl.int8), mask=inside)
-    if GROUPED:
-        tl.store(scale + token * groups + group, step, mask=group < groups)
-    else:
-        tl.store(scale + token, tl.max(step, axis=0) + tl.sum(lost, axis=0))
+    tl.store(scale + token * groups + group, step, mask=group < groups)

@@ -36,6 +36,8 @@ class MatrixTile:
     splits: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.
     panel: int = 8
+    #: Inputs of each row that are asked for before rounded ones are there.
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,13 @@ class LaneTile:
     stages: int = 3
     #: Programs that share a row along k; a gated product takes it for 1.
     splits: int = 1
+    #: Of a plane, at a time: at most, and as many as the weight's planes have.
+    lanes: int = 64
+    #: Bytes of each row that are asked for before the input is there.
+    ahead: int = 0
+    #: Whether the input's norm is part of it, for the few tokens whose inputs take little; of
+    #: bfloat16, whose products with the norm's weight stay in range. Without splits.
+    norms: bool = False
 
 
 Tile = AddTile | MatrixTile | LaneTile

@@ -161,3 +161,9 @@ def factor_of(s, KIND: tl.constexpr):
     else:
         factor = s.to(tl.float32)
     return factor
+
+
+@triton.jit
+def halves(word):
+    """Two bfloat16 of 32 bits, as float32."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)

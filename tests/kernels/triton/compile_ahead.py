@@ -47,7 +47,7 @@ from tokenpod.kernels.triton import (
     slots,
     steps,
 )
-from tokenpod.kernels.triton.quantised import lane_products, widen
+from tokenpod.kernels.triton.quantised import lane_products, laned, widen
 from tokenpod.kernels.triton.quantised import products as quantised_products
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.tiles import Kind, measured
@@ -96,6 +96,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         expert_token_stored,
         quantised_products,
         lane_products,
+        laned,
         widen,
     )
     for module in choosing:
@@ -313,14 +314,14 @@ def adapted() -> None:
             weight, own = draw(outputs, HIDDEN), Added(weights, plan, adapters.adapt)
             norm = RowNorm(draw(HIDDEN), 1e-5)
             assert OPERATIONS.adapted is not None
-            OPERATIONS.adapted.norm_linear(weight, None, norm, None)(x, own)
+            OPERATIONS.adapted.linear(weight, None, norm, None)(x, own)
             OPERATIONS.adapted.add_linear(weight, None)(x, draw(tokens, outputs), own)
             if len(rows) == 1:
                 halves = AdapterWeights(
                     draw(4, 2, 16, HIDDEN), weights.up, weights.bias, (HIDDEN // 2, HIDDEN // 2)
                 )
                 own = Added(halves, plan, adapters.adapt)
-                OPERATIONS.adapted.norm_linear(weight, None, norm, Activation.SILU)(x, own)
+                OPERATIONS.adapted.linear(weight, None, norm, Activation.SILU)(x, own)
     OPERATIONS.own_linear(
         draw(3, HIDDEN), draw(2, 300, HIDDEN), torch.ones(3, dtype=torch.int64), torch.ones(2).int()
     )
@@ -335,6 +336,8 @@ def others() -> None:
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    steps.branch(torch.zeros((2, 5), dtype=torch.int64), one, table)
+    steps.spread(one[:, None].expand(3, 2).clone(), one.repeat(2), one, 50)
     moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
     moved.gather(one, rows)
     moved.scatter(rows, one)

@@ -15,7 +15,7 @@ from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
 
 SLOTS = 3
-SMALL, LARGE = Tiles(16, 32, 3, 32, 4), Tiles(32, 16, 1, 16, 4, blocks=2)
+SMALL, LARGE = Tiles(4, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
 
 
 def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
@@ -40,12 +40,14 @@ CASES = {
     "two parts, wide": ([2] * 40 + [0] * 3 + [1] * 30, (24, 24), 48, 24, LARGE, False),
     "biases": ([1, 2, 0, 2], (24,), 40, 16, SMALL, True),
     "many ranks": ([3, 1, 3], (24,), 40, 80, SMALL, False),
+    "most ranks": ([3, 1], (24,), 40, 256, SMALL, False),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_adds_what_the_reference_adds(case, dtype):
+@pytest.mark.parametrize("by_row", [False, True])
+def test_it_adds_what_the_reference_adds(case, dtype, by_row):
     adapters, rows, inputs, rank, cut, bias = CASES[case]
     weights = weights_of(rows, inputs, rank, dtype, bias=bias)
     x = torch.randn(len(adapters), inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -53,7 +55,7 @@ def test_it_adds_what_the_reference_adds(case, dtype):
     ranks = torch.tensor([rank, max(rank // 3, 1), rank - 1], dtype=torch.int32)
     t_adapter = torch.tensor(adapters)
     expected = reference.adapt(x, weights, reference.plan_adapters(t_adapter, ranks))
-    found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut))
+    found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut._replace(by_row=by_row)))
     assert found.dtype == dtype
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
     torch.testing.assert_close(found, expected, **close)
@@ -78,7 +80,7 @@ def test_each_token_is_in_one_tile_of_its_adapter(tokens):
     t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=torch.Generator().manual_seed(2))
     plan = plan_adapters(t_adapter, torch.ones(SLOTS, dtype=torch.int32), SMALL)
     seen = []
-    for slot, first, length in plan.tiles.tolist():
+    for slot, first, length, _ in plan.tiles.tolist():
         own = plan.order[first : first + length].tolist()
         assert all(t_adapter[token] == slot for token in own)
         seen += own
@@ -95,7 +97,7 @@ def test_few_tokens_are_planned_as_many_are(tokens, monkeypatch):
     assert torch.equal(found.order, expected.order)
     used = expected.tiles[:, 2] > 0
     assert torch.equal(found.tiles[found.tiles[:, 2] > 0], expected.tiles[used])
-    assert not found.tiles[len(used[used]) :, 2].any()
+    assert not found.tiles[len(used[used]) :, 2:].any()
 
 
 FEW = Tile(Kind.MULTIPLY_ADD, block_n=8, block_k=32)
@@ -112,7 +114,8 @@ PRODUCTS = {
 @pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_add_what_adapters_add_where_they_end(case, dtype):
+@pytest.mark.parametrize("by_row", [False, True])
+def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
     """Plain, normed and gated, and into the stream; with adapters' biases and without."""
     t_adapter, tile = PRODUCTS[case]
     tiles = ProductTiles({}, [(64, tile)])
@@ -126,7 +129,8 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype):
     weight, bias, norm = draw(80, inputs), draw(80), RowNorm(draw(inputs), 1e-5)
     ranks = torch.tensor([rank, 5, 17], dtype=torch.int32)
     slots = torch.tensor(t_adapter)
-    plan = plan_adapters(slots, ranks, Tiles(16, 32, 3, 16, 4, blocks=2))
+    cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row)
+    plan = plan_adapters(slots, ranks, cut)
     seen = plain.plan_adapters(slots, ranks)
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}
 
@@ -138,7 +142,7 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype):
 
     for biases in (False, True):
         own, delta = added(rows, x, bias=biases)
-        found = adapted.linear(weight, bias, tiles)(x, own)
+        found = adapted.linear(weight, bias, tiles=tiles)(x, own)
         expected = plain.OPERATIONS.prepare_linear(weight, bias)(x, delta)
         torch.testing.assert_close(found, expected, **close)
         own, delta = added((80,), x, bias=biases)
@@ -149,7 +153,7 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype):
         normed = plain.OPERATIONS.rms_norm(x, norm.weight, norm.epsilon)
         for activation, parts in ((Activation.SILU, (40, 40)), (None, rows)):
             own, delta = added(parts, normed, bias=biases)
-            found = adapted.norm_linear(weight, bias, norm, activation, tiles)(x, own)
+            found = adapted.linear(weight, bias, norm, activation, tiles)(x, own)
             product = plain.OPERATIONS.prepare_norm_linear(weight, bias, norm, activation)
             torch.testing.assert_close(found, product(x, delta), **close)
 

@@ -24,7 +24,12 @@ from tokenpod.kernels.triton.quantised.laned import kind_of_lanes
 from tokenpod.kernels.triton.quantised.lanes import lanes_of
 from tokenpod.kernels.triton.quantised.products import kind_of
 from tokenpod.kernels.triton.quantised.rounding import round_inputs
-from tokenpod.kernels.triton.quantised.tiles import AddTile, LaneTile, MatrixTile, Tiles
+from tokenpod.kernels.triton.quantised.tiles import (
+    AddTile,
+    LaneTile,
+    MatrixTile,
+    Tiles,
+)
 from tokenpod.kernels.triton.quantised.widen import widen_lanes
 from tokenpod.models.mxfp4 import VALUES
 
@@ -133,7 +138,8 @@ WAYS = {
     **{f"{name}-splits": (name, replace(MATRIX, splits=2)) for name in IN_BYTES},
     **{f"{name}-parts": (name, replace(MATRIX, block_n=16, parts=4)) for name in IN_BYTES},
     **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
-    **{f"{name}-splits": (name, replace(LANES, parts=1, splits=2)) for name in IN_LANES},
+    **{f"{name}-splits": (name, replace(LANES, parts=1, splits=2, lanes=16)) for name in IN_LANES},
+    **{f"{name}-norms": (name, replace(LANES, block_n=16, norms=True)) for name in IN_LANES[::3]},
 }
 each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 

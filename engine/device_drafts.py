@@ -33,7 +33,7 @@ from tokenpod.scheduler.drafting import MOST_ROWS
 MakeBatch = Callable[[Integers, torch.Tensor], ForwardBatch]
 
 #: Tokens of small steps of trees that are captured: up to so many.
-_WIDTHS = (1, 2, 4, 8, 16)
+_WIDTHS = (1, 4, 8, 16)
 
 
 class Proposals:
@@ -89,10 +89,10 @@ class Proposals:
             del first  # the device knows which small step is next
             return self._small_step(counts)
 
-        for ranks, sizes in ((1, ladder(most)), (self._ranks, _WIDTHS)):
-            if ranks not in self._graphs:
-                counts = {size: _counts(size, ranks) for size in sizes}
-                self._graphs[ranks] = Graphs(small_step, counts, self._padding, memory)
+        for ranks in range(1, self._ranks + 1):
+            sizes = ladder(most) if ranks == 1 else _WIDTHS
+            counts = {size: _counts(size, ranks) for size in sizes}
+            self._graphs[ranks] = Graphs(small_step, counts, self._padding, memory)
 
     def find(
         self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown
@@ -122,11 +122,10 @@ class Proposals:
     def _steps(self, asked: Asked, *, trees: bool) -> list[tuple[Counts, Captured | None]]:
         """The shape of each small step, and its graph: of trees, each has its own."""
         widths = np.bincount(asked.place)
-        ranks = [1] * len(widths)
-        if trees:
-            several = np.bincount(asked.place, (asked.drafts[:, 1:] >= 0).any(1))
-            ranks = np.where(several > 0, self._ranks, 1).tolist()
-        else:
+        firsts = asked.place.searchsorted(np.arange(len(widths)))
+        # Each rank is one draw more.
+        ranks = np.maximum.reduceat((asked.drafts >= 0).sum(1), firsts)
+        if not trees:
             widths[:] = widths[0]
         found = []
         for width, each in zip(widths.tolist(), ranks, strict=True):

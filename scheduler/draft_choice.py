@@ -11,7 +11,7 @@ from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.scheduler.odds import Floats, Odds
 from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Ints
-from tokenpod.scheduler.tree_shapes import depth_of, tree_of
+from tokenpod.scheduler.tree_shapes import CHANCES, Shape, depth_of, tree_of
 
 Flags = npt.NDArray[np.bool_]
 
@@ -28,6 +28,8 @@ _TRIES = 3
 _TRIED_WITH = 2
 #: One that was found not to pay is tried again after so many choices, and so are trees.
 _TRIED_AGAIN = 256
+#: Right drafts of trees that are counted as expected from the beginning, and how many count.
+_PRIOR, _WINDOW = 8.0, 128.0
 #: Tokens of a step with trees: up to that many, each is a row of its own for attention on a GPU.
 _MOST_TREE_TOKENS = MOST_BRANCHES
 
@@ -61,16 +63,21 @@ class Choosing:
 
     def __init__(self, most: int, tree: int, costs: Costs | None, *, watched: bool) -> None:
         self._most, self._tree, self._costs, self._watched = most, tree, costs, watched
-        #: Of chains, and of trees: how often one of the first drafts is right, and so on.
-        self.odds = Odds(hopeful=not watched)
-        self.tree_odds = Odds(hopeful=True)
+        #: Trees to choose from, the smallest first: one that is twice as large as any step before
+        #: is taken to cost as much more.
+        self._shapes: list[Shape] = []
+        while tree > most:
+            self._shapes.insert(0, tree_of(tree, most))
+            tree = (tree + most) // 2
+        #: Of chains, which trees begin with, and of trees.
+        self.odds, self.trees = Odds(hopeful=not watched), TreeOdds()
         #: Whether steps are launched before the one before has settled.
         self.overlaps = False
         #: Choices since something was drafted, and since a tree was.
         self._idle = self._without_tree = 0
         self._last: Choice | None = None
         #: Choices with drafts since there was one without, and with trees.
-        self._streak = self._trees = 0
+        self._streak = self._tree_streak = 0
 
     def choose(self, places: Ints, may: Flags) -> Choice:
         """For the next step of these [n] places, of which those that `may` could have drafts."""
@@ -78,8 +85,8 @@ class Choosing:
         if last is None or not last.holds or not np.array_equal(last.places, places):
             draws, drafts, depth = self._choose(places, may)
             self._streak = self._streak + 1 if draws.any() else 0
-            self._trees = self._trees + 1 if drafts > depth else 0
-            tried = 0 < self._streak <= _TRIALS or 0 < self._trees <= _TRIALS
+            self._tree_streak = self._tree_streak + 1 if drafts > depth else 0
+            tried = 0 < self._streak <= _TRIALS or 0 < self._tree_streak <= _TRIALS
             last = Choice(draws, drafts, depth, places, 1 if tried else _CHOICE_HOLDS)
         self._last = Choice(last.draws, last.drafts, last.depth, places, last.holds - 1)
         return last
@@ -105,12 +112,14 @@ class Choosing:
         for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
             if most > self._most:
                 continue
-            rate, draws = self._rate(len(places), may, sure, most, most)
+            odds = sure[0], _gain_of_chain(most, sure)
+            rate, draws = self._rate(len(places), may, odds, most, most)
             if rate > least:
-                rate, _ = self._rate(len(places), draws, likely, most, most)
+                odds = likely[0], _gain_of_chain(most, likely)
+                rate, _ = self._rate(len(places), draws, odds, most, most)
                 if rate > best:
                     best, chosen = rate, (draws, most, most)
-        if self._tree:
+        if self._shapes:
             chosen = self._tree_if_better(places, may, chosen, max(best, least))
         self._idle = 0 if chosen[1] else self._idle + 1
         return chosen
@@ -121,13 +130,12 @@ class Choosing:
         """The same, or a tree that promises more tokens than `best` per nanosecond."""
         self._without_tree += 1
         if self._without_tree > _TRIED_AGAIN:
-            self.tree_odds, self._without_tree = Odds(hopeful=True), 0
-        # One that follows the trunk is right at least as often.
-        chain, tree = (odds.of(places, cautious=False) for odds in (self.odds, self.tree_odds))
-        odds = chain[0], np.maximum(chain[1], tree[1]), np.maximum(chain[2], tree[2])
-        for drafts in sorted({self._tree, (self._tree + self._most) // 2}):
-            depth = depth_of(tree_of(drafts, self._most))
-            rate, draws = self._rate(len(places), may, odds, depth, drafts)
+            self.trees, self._without_tree = TreeOdds(), 0
+        odds = self.odds.of(places, cautious=False)
+        for shape in self._shapes:
+            gain = self.trees.fit * gain_of(shape, odds)
+            depth, drafts = depth_of(shape), len(shape)
+            rate, draws = self._rate(len(places), may, (odds[0], gain), depth, drafts)
             if len(places) + int(draws.sum()) * drafts > _MOST_TREE_TOKENS:
                 continue
             if rate > best and draws.any():
@@ -135,18 +143,15 @@ class Choosing:
         return chosen
 
     def _rate(
-        self,
-        n: int,
-        may: Flags,
-        odds: tuple[Floats, Floats, Floats],
-        depth: int,
-        drafts: int,
+        self, n: int, may: Flags, odds: tuple[Floats, Floats], depth: int, drafts: int
     ) -> tuple[float, Flags]:
-        """Tokens per nanosecond if who gains by up to `drafts` has them, and who that is."""
+        """Tokens per nanosecond if who gains by up to `drafts` has them, and who that is.
+
+        `odds`: how often there are guesses for each, and how many of these are right.
+        """
         assert self._costs is not None
-        some, first, further = odds
-        gain = some * first * (1 - further**depth) / (1 - further)
-        cost = some * drafts
+        some, right = odds
+        gain, cost = some * right, some * drafts
         price = self._costs.price(n, float(cost[may].sum()))
         draws = may & (gain > cost * price)
         drafting = int(draws.sum())
@@ -163,3 +168,44 @@ class Choosing:
         # While the rows with drafts wait for their step, the others are in another one.
         twice = took + self._costs.of(others, drafts=False)
         return (drafting + more + 2 * others) / twice, draws
+
+
+def gain_of(shape: Shape, odds: tuple[Floats, Floats, Floats]) -> Floats:
+    """[n] how many drafts of a shape are right, where there are any.
+
+    The likeliest guesses are as often as `odds` say; the others share what these leave, as usual.
+    """
+    _, first, further = odds
+    right, seen = [np.ones_like(first)], [0] * (1 + len(shape))
+    for parent in shape:
+        likeliest = further if parent else first
+        rank, seen[parent] = seen[parent], seen[parent] + 1
+        share = CHANCES[rank] / (1 - CHANCES[0])
+        right.append(right[parent] * ((1 - likeliest) * share if rank else likeliest))
+    gain: Floats = np.sum(right[1:], axis=0)
+    return gain
+
+
+def _gain_of_chain(most: int, odds: tuple[Floats, Floats, Floats]) -> Floats:
+    """The same of a chain."""
+    _, first, further = odds
+    gain: Floats = first * (1 - further**most) / (1 - further)
+    return gain
+
+
+class TreeOdds:
+    """How many drafts of trees were right, beside how many were expected to be."""
+
+    def __init__(self) -> None:
+        self._right = self._expected = _PRIOR
+
+    @property
+    def fit(self) -> float:
+        """The one over the other."""
+        return self._right / self._expected
+
+    def checked(self, expected: float, right: int) -> None:
+        """A tree of which so many drafts were expected to be right."""
+        self._right, self._expected = self._right + right, self._expected + expected
+        if self._expected >= _WINDOW:
+            self._right, self._expected = self._right / 2, self._expected / 2

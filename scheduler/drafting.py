@@ -21,7 +21,7 @@ import numpy as np
 from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.plan import LAST, UNSAMPLED
-from tokenpod.scheduler.draft_choice import Choice, Choosing
+from tokenpod.scheduler.draft_choice import Choice, Choosing, gain_of
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step
@@ -263,7 +263,7 @@ class Drafting:
             if landed.wrong:
                 self._kv.take_back(sequence, landed.wrong)
                 sequence.launched -= landed.wrong
-            self._note(sequence.place, landed, way)
+            self._note(sequence.place, step.shape_of(row), way)
             found[sequence.id] = landed
         return found
 
@@ -280,13 +280,14 @@ class Drafting:
                 self._kv.pool.move(slots[number], slots[at])
         return way
 
-    def _note(self, place: int, landed: Landed, way: list[int]) -> None:
+    def _note(self, place: int, shape: Shape, way: list[int]) -> None:
         """Note how many of a row's drafts were right, of a tree's also how many of its trunk."""
-        odds, right, depth = self._choosing.odds, landed.right, len(landed.widths)
-        if landed.drafted > depth:
-            self._choosing.tree_odds.checked(place, depth, right)
+        right, depth = len(way), depth_of(shape)
+        if not is_chain(shape):
+            odds = self._choosing.odds.of(np.array([place]), cautious=False)
+            self._choosing.trees.checked(float(gain_of(shape, odds)[0]), right)
             right = sum(number == at for at, number in enumerate(way, 1))
-        odds.checked(place, depth, right)
+        self._choosing.odds.checked(place, depth, right)
 
     def watch(self, sequence: Sequence, token: int) -> None:
         """A token has been drawn without drafts, and is not among the sequence's yet."""
@@ -311,7 +312,6 @@ class Drafting:
         """Sequences exist: nothing is known of them."""
         for sequence in sequences:
             self._choosing.odds.reset(sequence.place)
-            self._choosing.tree_odds.reset(sequence.place)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence is over."""

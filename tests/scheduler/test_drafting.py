@@ -166,20 +166,20 @@ def test_a_draft_model_is_used_where_its_own_time_pays(machine, rows, right, sma
 @pytest.mark.parametrize(
     ("machine", "rows", "right", "trees", "least"),
     [
-        (GPU, 1, 0.75, True, 1.07),
-        (GPU, 2, 0.5, True, 1.07),
-        (GPU, 1, 0.97, False, 0.98),
+        (GPU, 1, 0.75, True, 1.2),
+        (GPU, 2, 0.5, True, 1.1),
+        (GPU, 1, 0.99, None, 0.98),
         (GPU, 16, 0.75, False, 0.98),
         (CPU, 1, 0.5, False, 0.98),
         (BUSY, 1, 0.75, False, 0.98),
     ],
 )
 def test_trees_are_drafted_where_they_bring_more_than_chains(machine, rows, right, trees, least):
-    """Elsewhere they are tried now and then, at most."""
+    """Elsewhere they are tried now and then, at most; None: it makes little difference."""
     chains, _ = machine.rate(rows, 1000, Source(right, small=0.2))
     seen = Source(right, small=0.2)
-    got, _ = machine.rate(rows, 1000, seen, tree=12)
-    assert (seen.trees > 100) == trees
+    got, _ = machine.rate(rows, 1000, seen, tree=31)
+    assert trees in (None, seen.trees > 100)
     assert got / chains > least
 
 

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from constrained_engine import LLAMA_8B
 from gpu_serve import make_checkpoint
-from turn_times import TurnTimes
 
 from tokenpod.core.link import Link
 from tokenpod.core.messages import (
@@ -115,7 +113,7 @@ class Engine:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "tokenpod.engine.process", str(theirs.fileno())]
         if turns:
-            command[2:4] = [__file__, "--as-engine"]
+            command[2:4] = [str(Path(__file__).with_name("adapter_turns.py"))]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         self.link: Link[FromEngine] = Link(ours, FromEngine)
@@ -197,97 +195,6 @@ class Engine:
         """End the process."""
         self.link.close()
         self.process.wait(60)
-
-
-class WatchedReads:
-    """What the thread that reads adapters does, and for how long."""
-
-    def __init__(self) -> None:
-        self.doing = ""
-        self.milliseconds: dict[str, list[float]] = {}
-
-    def watch(self, owner: Any, name: str) -> None:
-        """Note each call of a function that belongs to this class or module."""
-        before = getattr(owner, name)
-
-        def noted(*args: Any, **more: Any) -> Any:
-            outer, self.doing, began = self.doing, name, time.perf_counter()
-            try:
-                return before(*args, **more)
-            finally:
-                took = (time.perf_counter() - began) * 1e3
-                self.milliseconds.setdefault(name, []).append(took)
-                self.doing = outer
-
-        setattr(owner, name, noted)
-
-    def report(self) -> str:
-        lines = [f"    {'of reading':24} {'calls':>7} {'mean':>7} {'most':>7} ms"]
-        for name, all_of in self.milliseconds.items():
-            mean, most = statistics.mean(all_of), max(all_of)
-            lines.append(f"    {name:24} {len(all_of):7} {mean:7.3f} {most:7.3f}")
-        return "\n".join(lines)
-
-
-def as_engine() -> int:
-    """The engine's process, which says at its end where its turns spent their time."""
-    from tokenpod.engine import adapters, pace, process
-    from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.host_executor import HostExecutor
-    from tokenpod.engine.loop import EngineLoop
-    from tokenpod.engine.mailbox import Flight
-    from tokenpod.models.adapters import files
-    from tokenpod.models.adapters.store import AdapterStore
-    from tokenpod.scheduler.scheduler import Scheduler
-
-    reads = WatchedReads()
-    for owner, name in (
-        (AdapterStore, "read"),
-        (files.Digesting, "result"),
-        (files, "TensorFile"),
-        (files._Reader, "_read_module"),
-        (AdapterStore, "_packed"),
-        (AdapterStore, "_views"),
-        (AdapterStore, "_pieces"),
-        (pace.Pace, "rest"),
-    ):
-        reads.watch(owner, name)
-    times = TurnTimes((EngineLoop, "turn"))
-    for owner, name in (
-        (adapters.Adapters, "settle"),
-        (Scheduler, "plan"),
-        (HostExecutor, "launch"),
-        (DeviceExecutor, "launch"),
-        (Flight, "wait"),
-        (Scheduler, "settle"),
-        (EngineLoop, "_publish"),
-    ):
-        times.part(owner, name, f"{owner.__name__}.{name}")
-    turn, ends = EngineLoop.turn, []
-
-    def noted(loop: EngineLoop) -> None:
-        turn(loop)
-        ends.append(reads.doing)
-
-    times.replace(EngineLoop, "turn", noted)
-    code = process.main()
-    turns = times.turns[: len(ends)]  # the last one, in which the link closes, has no end
-    full = np.array([len(each) > 5 for each in turns])  # a step was planned, launched and settled
-    length = np.array([each["(turn)"] for each in turns])
-    loading = np.array([bool(doing) for doing in ends]) & full
-    if loading.any() and (full & ~loading).any():
-        long = loading & (length >= np.quantile(length[loading], 0.98))
-        for name, chosen in (
-            ("no loads", full & ~loading),
-            ("loads", loading),
-            ("loads, longest 2 %", long),
-        ):
-            picked = frozenset(id(turns[at]) for at in np.flatnonzero(chosen))
-            print(f"  turns, {name}:\n{times.report(lambda each, own=picked: id(each) in own)}")
-        found = Counter(ends[at] for at in np.flatnonzero(long))
-        print(f"  when the longest ended: {dict(found.most_common())}")
-    print(reads.report(), flush=True)
-    return code
 
 
 def measured(engine: Engine, asked: argparse.Namespace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -385,7 +292,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-engine"]:
-        del sys.argv[1]
-        sys.exit(as_engine())
     main()

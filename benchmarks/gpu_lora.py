@@ -4,6 +4,7 @@
     python -P benchmarks/gpu_lora.py --search           # and in other ways, with other tiles
     python -P benchmarks/gpu_lora.py --profile          # and where the time of a step goes
     python -P benchmarks/gpu_lora.py --rank 64 --slots 8
+    python -P benchmarks/gpu_lora.py --room 64          # slots as --max-adapter-rank 64 makes them
 
 The decoder of an 8B Llama shape in bfloat16, as in gpu_decode_step.py, captured in a graph: without
 adapters, with slots of which no row has any, and with adapters on all products. Before that, on
@@ -70,12 +71,12 @@ SEARCHED = [
         for tokens, inputs, splits, warps, outputs, output_warps, by_row in (
             (16, 256, 4, 4, 256, 4, False),
             (2, 256, 4, 4, 128, 1, True),
-            (8, 256, 4, 4, 128, 1, True),
+            (4, 256, 4, 4, 128, 1, True),
             (16, 256, 4, 4, 128, 1, True),
-            (4, 256, 4, 4, 64, 1, True),
-            (4, 256, 4, 4, 256, 1, True),
-            (4, 256, 2, 4, 128, 1, True),
-            (4, 128, 8, 2, 128, 1, True),
+            (8, 256, 4, 4, 64, 1, True),
+            (8, 256, 4, 4, 256, 1, True),
+            (8, 256, 2, 4, 128, 1, True),
+            (8, 128, 8, 2, 128, 1, True),
         )
     ),
 ]
@@ -100,12 +101,12 @@ EXPANDS = [
 ]
 
 
-def make_store(slots: int, rank: int) -> AdapterStore:
+def make_store(slots: int, rank: int, room: int) -> AdapterStore:
     """Full of random adapters, whose products are small beside the base's."""
     products = products_of(weights_of(config(), Names(), "model."), WHOLE)
     named = {product.name: product for product in products}
-    base = Base(Targets("a benchmark's"), named, WHOLE, torch.bfloat16, rank)
-    store = AdapterStore(base, Space(slots, rank), OPERATIONS, torch.device("cuda"))
+    base = Base(Targets("a benchmark's"), named, WHOLE, torch.bfloat16, room)
+    store = AdapterStore(base, Space(slots, room), OPERATIONS, torch.device("cuda"))
     store._slots.normal_(std=0.02)
     store._ranks.fill_(rank)
     return store
@@ -247,13 +248,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument(
+        "--room", type=int, help="ranks that slots have room for; by default --rank"
+    )
     parser.add_argument("--search", action="store_true", help="try other ways and tiles")
     parser.add_argument("--profile", action="store_true", help="tell the time of each kernel")
     parser.add_argument("--alone", action="store_true", help="time both launches by themselves")
     parser.add_argument("--cases", type=int, nargs="*", help="some of the cases, from 0")
     options = parser.parse_args()
     with torch.inference_mode():
-        stage, store = make_stage(), make_store(options.slots, options.rank)
+        stage, store = (
+            make_stage(),
+            make_store(options.slots, options.rank, options.room or options.rank),
+        )
         compare(stage, store)
         plain = Decoder(config(), dict(stage.weights), OPERATIONS)
         adapted_model = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)

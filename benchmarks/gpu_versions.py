@@ -6,7 +6,7 @@ Each version runs in a process of its own, from its own folder, with `benchmarks
 folder: an 8B shape with random bf16 weights, the defaults, the engine in process. `--before` is a
 checkout of the other version (`git archive COMMIT | tar x -C ../before`). Both are loaded at once,
 and one waits while the other runs. Three kinds of requests, all at once: *chat* and *uneven* as
-`policies.py` draws them, and *one*, alone.
+`loads.py` draws them, and *one*, alone.
 """
 
 from __future__ import annotations
@@ -34,18 +34,13 @@ def child(root: Path) -> None:
     import gpu
     import torch
 
+    # Of this version, if the other one has none.
+    sys.path.append(str(HERE))
+    from gpu_defaults import server_like
+
     gpu.EngineOptions = partial(gpu.EngineOptions, max_batch_total_tokens=SLOTS)  # type: ignore[misc]
     model = json.loads((HERE / "shapes.json").read_text())["llama-3.1-8b"]
-    options = argparse.Namespace(
-        rows=512,
-        prefill=4096,
-        positions=4096,
-        kv_cache_dtype="auto",
-        steps=False,
-        quantize="none",
-        quantize_head=False,
-    )
-    bench = gpu.make_bench(model, options)
+    bench = server_like(gpu, model)
     loop = Path(sys.modules["tokenpod.engine.loop"].__file__ or "").resolve()
     assert loop.is_relative_to(root), f"{loop} is not of {root}"
     with torch.inference_mode():
@@ -93,7 +88,7 @@ class Version:
 
 def cases(requests: int) -> dict[str, list[tuple[int, int]]]:
     """By name: prompts and outputs."""
-    from policies import chat, uneven
+    from loads import chat, uneven
 
     made: dict[str, Any] = {"chat": chat(requests, LONGEST), "uneven": uneven(requests, LONGEST)}
     found = {name: [(prompt, new) for prompt, new, _ in each] for name, each in made.items()}

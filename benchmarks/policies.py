@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tokenpod.core.outputs import StepOutputs
+from engine_loads import demo, served
+from gpu_defaults import server_like
+from loads import SHAPES, Lengths, arrivals, figures
+from policy_tables import plot
+
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
@@ -44,78 +47,6 @@ FIVE = [
     ("past_future", "mixed"),
 ]
 LOADS = (0.5, 1.0, 1.5, 2.0)
-
-Lengths = list[tuple[int, int, int]]  # prompt, output, asked for
-
-
-# -- lengths -----------------------------------------------------------------------------------
-
-
-def chat(count: int, longest: int, seed: int = 1) -> Lengths:
-    """Like ShareGPT's: all ask for the longest output, and most end long before."""
-    chance = random.Random(seed)
-
-    def drawn(median: float, sigma: float) -> int:
-        return min(max(int(chance.lognormvariate(np.log(median), sigma)), 4), longest)
-
-    return [(drawn(longest / 6, 1.0), drawn(longest / 5, 0.9), longest) for _ in range(count)]
-
-
-def uneven(count: int, longest: int, seed: int = 2) -> Lengths:
-    """Outputs of 8 or of the longest, which requests ask for: their bounds are true."""
-    chance = random.Random(seed)
-    lengths = []
-    for _ in range(count):
-        new = chance.choice([8, longest])
-        lengths.append((chance.randint(longest // 16, longest // 2), new, new))
-    return lengths
-
-
-def unknown(count: int, longest: int, seed: int = 2) -> Lengths:
-    """The same outputs, but all ask for the longest."""
-    return [(prompt, new, longest) for prompt, new, _ in uneven(count, longest, seed)]
-
-
-SHAPES: dict[str, Callable[[int, int], Lengths]] = {
-    "chat": chat,
-    "uneven": uneven,
-    "unknown": unknown,
-}
-
-
-def arrivals(lengths: Lengths, rate: float | None, seed: int = 5) -> list[Arrival]:
-    """A Poisson process of so many requests per second; None: all at once."""
-    chance, at, made = random.Random(seed), 0.0, []
-    for prompt, output, asked in lengths:
-        at += chance.expovariate(rate) if rate else 0.0
-        made.append(Arrival(at, prompt, output, asked))
-    return made
-
-
-# -- what is measured --------------------------------------------------------------------------
-
-
-def figures(
-    arrived: list[Arrival], tokens: list[np.ndarray], bounds: tuple[float, float]
-) -> dict[str, float]:
-    """Of one run. `tokens`: seconds of each request's tokens; `bounds`: ttft and each gap."""
-    end = max(float(came[-1]) for came in tokens)
-    first = np.array([came[0] - each.at for each, came in zip(arrived, tokens, strict=True)])
-    gaps = [np.diff(came) for came in tokens]
-    slowest = np.array([np.quantile(gap, 0.99) if len(gap) else 0.0 for gap in gaps])
-    good = (first <= bounds[0]) & (slowest <= bounds[1])
-    every = np.concatenate(gaps)
-    return {
-        "seconds": end,
-        "tokens_per_s": sum(map(len, tokens)) / end,
-        "requests_per_s": len(arrived) / end,
-        "goodput_per_s": float(good.sum()) / end,
-        "good": float(good.mean()),
-        "ttft_p50": float(np.quantile(first, 0.5)),
-        "ttft_p99": float(np.quantile(first, 0.99)),
-        "itl_p50": float(np.quantile(every, 0.5)),
-        "itl_p99": float(np.quantile(every, 0.99)),
-    }
 
 
 def policies_of(pair: tuple[str, str]) -> dict[str, Any]:
@@ -142,122 +73,6 @@ def simulated(
         "kv_most": outcome.most_use,
         "times_real": found["seconds"] / took,
     }
-
-
-# -- real runs ---------------------------------------------------------------------------------
-
-
-class Client:
-    """The other end of an engine's link: hands requests in when they are due."""
-
-    def __init__(self, load: list[Arrival], vocabulary: int) -> None:
-        chance = random.Random(3)
-        self._load = load
-        self._prompts = [
-            [chance.randrange(10, vocabulary) for _ in range(each.prompt_tokens)] for each in load
-        ]
-        self._began = time.perf_counter()
-        self._next = 0
-        self.tokens: list[list[float]] = [[] for _ in load]
-        self.left = len(load)
-        self.last: StepOutputs | None = None
-
-    @property
-    def now(self) -> float:
-        return time.perf_counter() - self._began
-
-    def receive(self, seconds: float | None) -> list[Request]:
-        found = []
-        while self._next < len(self._load):
-            due = self._load[self._next].at
-            if due > self.now:
-                if found or seconds == 0:
-                    break
-                time.sleep(max(min(due - self.now, seconds or 1.0), 0))
-                continue
-            found.append(self._request(self._next))
-            self._next += 1
-        return found
-
-    def _request(self, number: int) -> Request:
-        # The length is the trace's: what a model says would differ between runs.
-        output = self._load[number].output_tokens
-        stopping = StoppingParams(self._load[number].max_new_tokens or output)
-        return Request([number], self._prompts[number], SamplingParams(), stopping)
-
-    def send(self, message: object) -> None:
-        assert isinstance(message, StepOutputs)
-        self.last, now = message, self.now
-        for sequence in message.sequence_ids:
-            self.tokens[sequence].append(now)
-
-    def over(self, scheduler: Any) -> None:
-        """End by a stop what has come to its length, as a front end ends it at a stop sequence."""
-        assert self.last is not None
-        done = [
-            i for i in self.last.sequence_ids if len(self.tokens[i]) >= self._load[i].output_tokens
-        ]
-        self.last = None
-        if done:
-            scheduler.abort(done, stopped=True)
-            self.left -= len(done)
-
-
-def served(
-    pair: tuple[str, str],
-    executor: Any,
-    limits: Limits,
-    load: list[Arrival],
-    bounds: tuple[float, float],
-    *,
-    overlap: bool,
-    vocabulary: int,
-) -> dict[str, float]:
-    """One run on a real model."""
-    from tokenpod.engine.loop import EngineLoop
-    from tokenpod.scheduler.scheduler import Scheduler
-
-    client, scheduler = Client(load, vocabulary), Scheduler(limits, **policies_of(pair))
-    executor.release(range(limits.max_rows + 1))
-    loop = EngineLoop(client, scheduler, executor, overlap=overlap)  # type: ignore[arg-type]
-    used, turns = 0.0, 0
-    while client.left:
-        loop.turn()
-        if client.last is not None:
-            client.over(scheduler)
-        state = scheduler.load()
-        used += state.slots - state.free_slots - state.evictable_slots
-        turns += 1
-    while scheduler.busy:
-        loop.turn()
-    tokens = [
-        np.array(came[: each.output_tokens]) for each, came in zip(load, client.tokens, strict=True)
-    ]
-    found = figures(load, tokens, bounds)
-    return found | {
-        "preemptions": scheduler.load().preemptions,
-        "kv_mean": used / turns / limits.slots,
-    }
-
-
-def demo(rows: int) -> Any:
-    """The embedded model's executor on one thread."""
-    import torch
-
-    import tokenpod.models.demo
-    from tokenpod.engine.host_executor import HostExecutor
-    from tokenpod.kernels.pool import KVPool, alike
-    from tokenpod.models.load import load_model
-
-    torch.set_num_threads(1)
-    cpu = torch.device("cpu")
-    folder = Path(tokenpod.models.demo.__file__).parent
-    model = load_model(folder, dtype=torch.float32, device=cpu, progress=lambda done, of: None)
-    pool = KVPool(slots=40_000, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=cpu)
-    return HostExecutor(model, pool, rows=rows + 1, vocab_size=4096)
-
-
-# -- commands ----------------------------------------------------------------------------------
 
 
 def measure_steps(options: argparse.Namespace) -> None:
@@ -359,7 +174,13 @@ def on_cpu(options: argparse.Namespace) -> None:
             pair: tuple[str, str], load: list[Arrival], limits: Limits = limits
         ) -> dict[str, float]:
             return served(
-                pair, executor, limits, load, BOUNDS["cpu"], overlap=False, vocabulary=4096
+                policies_of(pair),
+                executor,
+                limits,
+                load,
+                BOUNDS["cpu"],
+                overlap=False,
+                vocabulary=4096,
             )
 
         write(options, f"cpu-{shape}", grid(run, FIVE, lengths, (1.0,)))
@@ -373,20 +194,9 @@ def on_cpu(options: argparse.Namespace) -> None:
 
 
 def on_gpu(options: argparse.Namespace) -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     import gpu
 
-    model = json.loads(Path(options.workload).read_text())["model"]
-    made = argparse.Namespace(
-        rows=512,
-        prefill=4096,
-        positions=4096,
-        kv_cache_dtype="auto",
-        steps=False,
-        quantize="none",
-        quantize_head=False,
-    )
-    bench = gpu.make_bench(model, made)
+    bench = server_like(gpu, json.loads(Path(options.workload).read_text())["model"])
     for pool, slots in {"64k": 65_536, "900k": 900_000}.items():
         for shape in ("chat", "unknown"):
             if options.only not in f"{pool}-{shape}":
@@ -398,7 +208,7 @@ def on_gpu(options: argparse.Namespace) -> None:
                 pair: tuple[str, str], load: list[Arrival], limits: Limits = limits
             ) -> dict[str, float]:
                 return served(
-                    pair,
+                    policies_of(pair),
                     bench.loop.executor,
                     limits,
                     load,
@@ -410,60 +220,6 @@ def on_gpu(options: argparse.Namespace) -> None:
             pairs = [tuple(pair.split("+")) for pair in options.pairs] or FIVE
             loads = () if options.at_once else (1.0,)
             write(options, f"gpu-{pool}-{shape}", grid(run, pairs, lengths, loads))  # type: ignore[arg-type]
-
-
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: all at once, and at some loads."""
-    loads = [load for load in (1.0, 1.5, 2.0) if any(row.get("load") == load for row in rows)]
-    head = ["pair", "at once, tokens/s", "preemptions, computed again", "KV use"]
-    head += [f"at {load:g}: good/s, ttft p99, gap p99" for load in loads]
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + "---|" * len(head)
-    for pair in dict.fromkeys(row["pair"] for row in rows if "load" in row):
-        own = {row["load"]: row for row in rows if row["pair"] == pair}
-        most = own[None]
-        again = f"{most['wasted_tokens']:,}" if "wasted_tokens" in most else "-"
-        cells = [f"{most['tokens_per_s']:,.0f}", f"{most['preemptions']:,}, {again}"]
-        cells.append(f"{most['kv_mean']:.0%}")
-        for load in loads:
-            at = own[load]
-            gap = f"{at['itl_p99'] * 1e3:.0f} ms"
-            cells.append(f"{at['goodput_per_s']:.1f}, {at['ttft_p99']:.2f} s, {gap}")
-        yield f"| {pair} | " + " | ".join(cells) + " |"
-
-
-def plot(options: argparse.Namespace) -> None:
-    import matplotlib.pyplot as plt
-
-    for path in sorted(Path(options.out).glob("*.json")):
-        rows = json.loads(path.read_text())
-        print(f"\n{path.stem}\n")
-        print("\n".join(table(rows)))
-        loads = sorted({row["load"] for row in rows if row.get("load")})
-        if len(loads) < 2:
-            continue
-        shown = {
-            "output tokens per second": "tokens_per_s",
-            "good requests per second": "goodput_per_s",
-            "first token, 99th percentile, s": "ttft_p99",
-            "gap between tokens, 99th percentile, s": "itl_p99",
-        }
-        figure, axes = plt.subplots(2, 2, figsize=(11, 8))
-        for (title, name), axis in zip(shown.items(), axes.flat, strict=True):
-            for pair in dict.fromkeys(row["pair"] for row in rows if "load" in row):
-                own = {row["load"]: row[name] for row in rows if row["pair"] == pair}
-                style = "--" if pair.endswith("alternate") else "-"
-                axis.plot(loads, [own[load] for load in loads], style, marker="o", label=pair)
-            axis.set_title(title)
-            axis.set_xlabel("offered load, of saturation")
-            axis.grid(alpha=0.3)
-        axes[0, 0].legend(fontsize=7)
-        figure.suptitle(path.stem)
-        figure.tight_layout()
-        target = Path(options.images) / f"schedulers-{path.stem}.png"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=80)
-        plt.close(figure)
 
 
 def main() -> None:

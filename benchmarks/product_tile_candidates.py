@@ -8,7 +8,7 @@ from itertools import product
 
 from gpu_quantised import SHAPES
 
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, MatrixTile, Tile
+from tokenpod.kernels.triton.quantised.tiles import AddTile, LaneTile, MatrixTile, Tile
 
 #: By the name that the table has for it.
 NAMES = {
@@ -70,27 +70,32 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
     elif tokens > TOKENS[-1]:
         yield from _for_hundreds(gated)
     elif tokens == 1:
-        yield from _lanes_for_one(case, k) if in_lanes else _matrix_for_one(k)
+        if case.kind == "int8":
+            yield from _adds_for_one(k)
+        yield from _lanes_for_one(case, k) if in_lanes else _matrix_for_one()
     elif in_lanes:
         yield from _lanes_for_some(case, tokens, gated)
     else:
         yield from _matrix_for_some(case, tokens, gated)
 
 
+def _adds_for_one(k: int) -> Iterator[Tile]:
+    shapes = ((8, 1024, 4), (4, 1024, 4), (16, 1024, 4), (8, 512, 2), (8, 2048, 8), (4, 2048, 8))
+    for (block_n, block_k, warps), ahead in product(shapes, (0, 1024, k)):
+        yield AddTile(block_n, block_k, warps, ahead)
+
+
 def _lanes_for_one(case: Case, k: int) -> Iterator[Tile]:
     shapes = ((8, 8, 4), (16, 4, 4), (16, 8, 8), (32, 4, 8))
-    normed = SHAPES[case.shape][2] in ("norm", "gate") and case.kind == "int4"
     for block_n, parts, warps in shapes:
         for stages, ahead in ((2, 0), (2, k), (4, k)) if case.kind == "int4" else ((3, 0), (3, k)):
-            for norms in (False, True) if normed and ahead else (False,):
-                yield LaneTile(block_n, parts, warps, stages, ahead=ahead, norms=norms)
+            yield LaneTile(block_n, parts, warps, stages, ahead=ahead)
 
 
-def _matrix_for_one(k: int) -> Iterator[Tile]:
-    shapes = ((8, 8, 4, 128), (16, 4, 4, 256), (4, 16, 4, 128), (16, 8, 8, 128))
+def _matrix_for_one() -> Iterator[Tile]:
+    shapes = ((8, 8, 4, 128), (16, 4, 4, 256))
     for (block_n, parts, warps, block_k), stages in product(shapes, (3, 5)):
-        for ahead in (0, k):
-            yield MatrixTile(block_n, block_k, 64, warps, stages, parts, ahead=ahead)
+        yield MatrixTile(block_n, block_k, 64, warps, stages, parts)
 
 
 def _splits_of(rows: int, gated: bool, of_program: int) -> tuple[int, ...]:
@@ -120,8 +125,8 @@ def _matrix_for_some(case: Case, tokens: int, gated: bool) -> Iterator[Tile]:
     for block_n, parts, warps in shapes:
         of_each = block_n // 2 if gated else block_n
         for splits in _splits_of(rows, gated, of_each):
-            for block_k, stages, ahead in ((128, 4, 0), (128, 5, 0), (256, 3, 0), (128, 4, 1024)):
-                yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits, ahead=ahead)
+            for block_k, stages in ((128, 4), (128, 5), (256, 3)):
+                yield MatrixTile(of_each, block_k, 64, warps, stages, parts, splits)
 
 
 def _for_hundreds(gated: bool) -> Iterator[Tile]:

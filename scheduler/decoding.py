@@ -21,6 +21,8 @@ from tokenpod.scheduler.step import StepBuilder
 from tokenpod.scheduler.table import Ints, Table
 
 _NONE: Ints = np.empty(0, np.int64)
+#: After more changes than this all places are gathered anew.
+_MANY = 16
 
 
 class Decoding:
@@ -40,12 +42,15 @@ class Decoding:
         #: The same in the order in which they came, and [n] their places; never changed in place.
         self._order: list[Sequence] = []
         self._places = _NONE
+        #: Who came and who went since these were made.
+        self._came: list[Sequence] = []
+        self._gone: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._order)
+        return iter(self._sequences.values())
 
     def get(self, sequence_id: int) -> Sequence | None:
         """One of them by its id."""
@@ -54,33 +59,52 @@ class Decoding:
     def add(self, sequence: Sequence) -> None:
         """The last of what a sequence needs has been planned."""
         self._sequences[sequence.id] = sequence
-        self._order = [*self._order, sequence]
-        self._places = np.append(self._places, sequence.place)
+        self._came.append(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
         """Plan nothing more of a sequence; False if it is not here."""
         if self._sequences.pop(sequence.id, None) is None:
             return False
-        at = self._order.index(sequence)
-        self._order = self._order[:at] + self._order[at + 1 :]
-        self._places = np.delete(self._places, at)
+        if sequence in self._came:
+            self._came.remove(sequence)
+        else:
+            self._gone.append(sequence)
         return True
 
     def enter(self, ledger: Ledger) -> None:
         """Add what they need."""
-        ledger.decoding(self._order, self._places)
+        ledger.decoding(*self._all())
 
     def next(self) -> tuple[list[Sequence], Ints]:
         """Those that can have a token in the next step; [n] their places."""
-        sequences, places, table = self._order, self._places, self._table
+        sequences, places = self._all()
+        table = self._table
         going_on = table.computed[places] < table.bound[places]
         if table.constrained:
             going_on &= table.paused[places] == 0
         if self._drafting is not None:  # which of the drafts are right must be known first
             going_on &= table.drafted[places] == 0
-        if going_on.all():
+        if np.count_nonzero(going_on) == len(going_on):
             return sequences, places
         return [*compress(sequences, going_on.tolist())], places[going_on]
+
+    def _all(self) -> tuple[list[Sequence], Ints]:
+        """All of them; [n] their places."""
+        came, gone = self._came, self._gone
+        if not (came or gone):
+            return self._order, self._places
+        if len(came) + len(gone) > _MANY:
+            self._order = [*self._sequences.values()]
+            self._places = _places(self._order)
+        else:
+            which = [self._order.index(sequence) for sequence in gone]
+            stay = np.ones(len(self._order), np.bool_)
+            stay[which] = False
+            self._order = [*compress(self._order, stay.tolist()), *came]
+            self._places = np.concatenate((self._places[stay], _places(came)))
+        came.clear()
+        gone.clear()
+        return self._order, self._places
 
     def holds_only(self, places: Ints) -> bool:
         """Whether the sequences at these places are all that there are, and can have a token."""
@@ -117,3 +141,7 @@ class Decoding:
         if sequences:
             step.decode(sequences, places)
         return taken + len(sequences)
+
+
+def _places(sequences: list[Sequence]) -> Ints:
+    return np.array([sequence.place for sequence in sequences], np.int64)

@@ -216,7 +216,7 @@ class KV:
         """
         tails = self.table.tail[places]
         roomy = self._allocator.rooms[tails] > 0
-        if roomy.all():
+        if np.count_nonzero(roomy) == len(roomy):
             return self._allocator.grow_each(tails)
         slots = np.empty(len(places), np.int64)
         slots[roomy] = self._allocator.grow_each(tails[roomy])

@@ -33,36 +33,36 @@ class Extent:
     Its numbers are in the allocator's columns, at `at`, so that many can grow at once.
     """
 
-    __slots__ = ("_of", "at")
+    __slots__ = ("allocator", "at")
 
     def __init__(self, of: SlotAllocator, at: int) -> None:
-        self._of = of
+        self.allocator = of
         self.at = at
 
     @property
     def position(self) -> int:
         """The position of the first slot."""
-        return int(self._of.positions[self.at])
+        return int(self.allocator.positions[self.at])
 
     @property
     def first(self) -> int:
         """The first slot."""
-        return int(self._of.firsts[self.at])
+        return int(self.allocator.firsts[self.at])
 
     @property
     def used(self) -> int:
         """Slots of positions."""
-        return int(self._of.used[self.at])
+        return int(self.allocator.used[self.at])
 
     @property
     def room(self) -> int:
         """Slots after the used ones that are set aside."""
-        return int(self._of.rooms[self.at])
+        return int(self.allocator.rooms[self.at])
 
     @property
     def end(self) -> int:
         """One past the last used slot."""
-        return int(self._of.firsts[self.at] + self._of.used[self.at])
+        return int(self.allocator.firsts[self.at] + self.allocator.used[self.at])
 
     def __repr__(self) -> str:
         return f"Extent({self.position}: [{self.first}, {self.end}) + {self.room})"
@@ -209,21 +209,29 @@ class SlotAllocator:
         """
         slots = slots_of(extents, start, end - start)
         rest = []
-        for extent in extents:
-            stop = extent.position + extent.used
-            if stop <= start or extent.position >= end:
+        for extent, (position, _, used, room) in zip(extents, self.numbers(extents), strict=True):
+            stop = position + used
+            if stop <= start or position >= end:
                 rest.append(extent)
-                continue
-            before = start - extent.position
-            if before > 0:
-                rest.append(self._split_front(extent, before))
-            self._trim_front(extent, min(end, stop) - extent.position)
-            rest.append(extent)
+            elif position >= start and stop <= end and not room and extent is not extents[-1]:
+                self.drop(extent)
+            else:
+                if position < start:
+                    rest.append(self._split_front(extent, start - position))
+                self._trim_front(extent, min(end, stop) - max(position, start))
+                rest.append(extent)
         # The last one stays even if it is empty: it has the position of the next slot.
         for extent in rest[:-1]:
             if not (extent.used or extent.room):
                 self.drop(extent)
         return slots, [e for e in rest[:-1] if e.used or e.room] + rest[-1:]
+
+    def numbers(self, extents: list[Extent]) -> list[list[int]]:
+        """Of each of these `position`, `first`, `used` and `room`."""
+        if len(extents) == 1:  # most often
+            return [self._columns[:, extents[0].at].tolist()]
+        numbers: list[list[int]] = self._columns[:, [extent.at for extent in extents]].T.tolist()
+        return numbers
 
     def free_runs(self) -> list[tuple[int, int]]:
         """(first, length) of what is free, rooms included, for checks."""
@@ -300,16 +308,16 @@ def covers(extents: list[Extent], position: int) -> bool:
 
 def slots_of(extents: list[Extent], position: int, n: int) -> Ints:
     """[n] the private slots of the positions from `position` on, int64."""
-    runs: list[Ints] = []
-    # Most often the last ones are wanted.
-    for extent in reversed(extents):
-        low = max(position, extent.position)
-        high = min(position + n, extent.position + extent.used)
+    last = extents[-1]
+    if last.position <= position:  # most often
+        numbers = [[last.position, last.first, last.used, 0]]
+    else:
+        numbers = last.allocator.numbers(extents)
+    runs = []
+    for begins, first, used, _ in numbers:
+        low, high = max(position, begins), min(position + n, begins + used)
         if low < high:
-            first = extent.first - extent.position
-            runs.append(np.arange(first + low, first + high, dtype=np.int64))
-        if extent.position <= position:
-            break
-    slots = np.concatenate(runs[::-1]) if len(runs) != 1 else runs[0]
+            runs.append(np.arange(first + low - begins, first + high - begins, dtype=np.int64))
+    slots = np.concatenate(runs) if len(runs) != 1 else runs[0]
     assert len(slots) == n, "a position without a slot"
     return slots

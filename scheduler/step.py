@@ -58,8 +58,7 @@ class Step:
 
     def ended(self, table: Table) -> list[Sequence]:
         """Its sequences that have ended since it was planned."""
-        ended = table.ended[self.places]
-        return [self.sequences[at] for at in ended.nonzero()[0].tolist()] if ended.any() else []
+        return [self.sequences[at] for at in table.ended[self.places].nonzero()[0].tolist()]
 
     def drafts_of(self, row: int) -> int:
         """How many drafts a row of the plan has."""

@@ -27,7 +27,8 @@ from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import MOST_SHARING, CompileCache, Compiled
 from tokenpod.engine.constraints.library import Library, LimitReached, Refused
 from tokenpod.engine.constraints.text import ConstrainedText
-from tokenpod.engine.constraints.trials import START_SECONDS, TooLong, Trials
+from tokenpod.engine.constraints.trial import TooLong
+from tokenpod.engine.constraints.trials import START_SECONDS, Trials
 from tokenpod.engine.constraints.workers import Workers
 
 log = logging.getLogger("tokenpod.engine")
@@ -35,8 +36,6 @@ log = logging.getLogger("tokenpod.engine")
 _NEVER = "this model's vocabulary can't be used for constraints"
 #: Seconds of a trial that most constraints need a hundredth of.
 _QUICK_SECONDS = 0.1
-#: How much a trial that takes longer yields to others.
-_NICE = 10
 
 LibraryOf = Callable[[list[bytes], list[int]], Library]
 
@@ -84,8 +83,7 @@ class Compiler:
         self._limits = limits
         self._clock = clock
         self._tries = trials
-        self._quick: Trials | None = None
-        self._dear: Trials | None = None
+        self._trials: Trials | None = None
         self._known = threading.Event()
         #: When the first constraint could be compiled: vocabulary and trials were there.
         self._ready_at: int | None = None
@@ -96,9 +94,7 @@ class Compiler:
         tokens = vocabulary.tokens[: self._vocab_size]
         tokens = tokens + [b""] * (self._vocab_size - len(tokens))
         if self._tries:
-            # One more than threads: a process that has started is there when one was killed.
-            self._quick = Trials(tokens, vocabulary.special, workers.compilers + 1)
-            self._dear = Trials(tokens, vocabulary.special, 1, _NICE)
+            self._trials = Trials(tokens, vocabulary.special, workers.compilers)
         workers.run(partial(self._learn, tokens, vocabulary.special), "compile")
 
     def begin(self, request: Request, workers: Workers) -> None:
@@ -159,11 +155,11 @@ class Compiler:
         self._known.wait()
         try:
             if self._ready_at is None:
-                if self._quick is not None:
+                if self._trials is not None:
                     with contextlib.suppress(OSError, LinkClosed, TooLong):  # the trial tells it
-                        self._quick.ready()
+                        self._trials.start()
                 self._ready_at = self._clock()
-            self._do(job, self._quick, _QUICK_SECONDS)
+            self._do(job, _QUICK_SECONDS)
         except TooLong:
             workers.run(partial(self._compile_dear, job), "dear")
 
@@ -172,15 +168,15 @@ class Compiler:
             return
         try:
             # The engine's own compiling takes as long again.
-            self._do(job, self._dear, self._limits.compile_seconds / 2)
+            self._do(job, self._limits.compile_seconds / 2, dear=True)
         except TooLong:
             job.problem = self._too_long
             job.done = True
 
-    def _do(self, job: Compiling, trials: Trials | None, seconds: float) -> None:
+    def _do(self, job: Compiling, seconds: float, *, dear: bool = False) -> None:
         """Compile a request's constraint. Raises TooLong."""
         try:
-            job.texts = self._texts(job.request, trials, seconds)
+            job.texts = self._texts(job.request, seconds, dear=dear)
             if job.texts[0].over:
                 raise Refused("no token can begin a text that conforms to it")
         except TooLong:
@@ -192,9 +188,7 @@ class Compiler:
             job.problem = "constraint: the library failed to compile it"
         job.done = True
 
-    def _texts(
-        self, request: Request, trials: Trials | None, seconds: float
-    ) -> list[ConstrainedText]:
+    def _texts(self, request: Request, seconds: float, *, dear: bool) -> list[ConstrainedText]:
         if self.library is None:
             raise Refused(_NEVER)
         constraint, n = request.constraint, len(request.sequence_ids)
@@ -202,8 +196,8 @@ class Compiler:
 
         def make(before: Compiled | None) -> Compiled:
             prepared = before.prepared if before else ""
-            if trials is not None and not before:
-                prepared = trials.try_first(constraint, seconds)
+            if self._trials is not None and not before:
+                prepared = self._trials.try_first(constraint, seconds, dear=dear)
             return self._compiled(constraint, prepared)
 
         texts: list[ConstrainedText] = []

@@ -1,18 +1,10 @@
-"""Processes in which constraints are compiled before the engine does it (trial.py).
-
-try_first(constraint) -> an idle process -> what `Library.compile` takes, or Refused
-                            | time is over -> SIGKILL, a new process, TooLong
-                            | it has ended -> a new process, Refused
-"""
+"""Constraints are compiled by other processes before the engine does it (trial.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Lock
@@ -20,117 +12,95 @@ from threading import Lock
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.engine.constraints.library import Refused
-from tokenpod.engine.constraints.trial import Begin, Tried, Try
+from tokenpod.engine.constraints.trial import Begin, TooLong, Tried, Try, receive
 
 #: -P: nothing is imported from the working directory.
 _COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.constraints.trial")
-#: Seconds that a process may take to start.
+#: Seconds that lanes may take to start, and to answer when a trial's time is over.
 START_SECONDS = 60.0
-_TOO_DEEP = "its parts are too many, nested too deeply, or name each other in too long a row"
-_ENDS = {
-    -signal.SIGABRT: "it takes too much memory to compile",
-    -signal.SIGSEGV: _TOO_DEEP,
-    -signal.SIGBUS: _TOO_DEEP,
-}
-
-
-class TooLong(Exception):
-    """A trial was not over in time."""
+_ANSWER_SECONDS = 30.0
+#: How much the lane for those that take long yields to others.
+_NICE = 10
 
 
 class Trials:
-    """So many processes, started with the first trial. Used by as many threads as processes.
+    """Lanes for trials, which start with the first. Used by as many threads as there are lanes.
 
     Args:
         tokens: the bytes of each token of the model, by id.
         special: those that are no text.
-        count: of processes; with one more than threads there is one that has started already.
-        nice: how much they yield to others.
+        quick: lanes for most constraints; there is one more, for those that take long.
     """
 
-    def __init__(
-        self, tokens: Sequence[bytes], special: Sequence[int], count: int, nice: int = 0
-    ) -> None:
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int], quick: int) -> None:
+        nice = [0] * quick + [_NICE]
         self._begin = Begin(len(tokens), {token: tokens[token] for token in special}, nice)
-        #: Processes that are yet to be started.
-        self._missing = count
-        self._idle: SimpleQueue[_Process] = SimpleQueue()
         self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._quick: SimpleQueue[Link[Tried]] = SimpleQueue()
+        self._dear: SimpleQueue[Link[Tried]] = SimpleQueue()
 
-    def ready(self) -> None:
-        """Wait until a process has started. Raises OSError, TooLong and LinkClosed."""
-        self._start()
-        process = self._idle.get()
-        try:
-            process.start()
-        finally:
-            self._idle.put(process)
-
-    def try_first(self, constraint: Constraint, seconds: float) -> str:
-        """What `Library.compile` takes besides. Raises Refused and TooLong."""
-        self._start()
-        process = self._idle.get()
-        try:
-            answer = process.ask(constraint, seconds)
-        except (LinkClosed, TooLong) as error:
-            status = process.end()
-            with self._lock:
-                self._missing += 1
-            with contextlib.suppress(OSError):  # the next one tries again
-                self._start()
-            if isinstance(error, TooLong):
+    def start(self) -> None:
+        """Wait until all lanes are there. Raises OSError, LinkClosed and TooLong."""
+        with self._lock:
+            if self._process is not None:
+                return
+            process, links = self._lanes()
+            try:
+                for link in links:
+                    receive(link, START_SECONDS)
+            except BaseException:
+                process.kill()
+                process.wait()
                 raise
-            raise Refused(_ENDS.get(status, "the library fails to compile it")) from error
-        self._idle.put(process)
+            self._quick, self._dear = SimpleQueue(), SimpleQueue()
+            for link, nice in zip(links, self._begin.nice, strict=True):
+                (self._dear if nice else self._quick).put(link)
+            self._process = process
+
+    def try_first(self, constraint: Constraint, seconds: float, *, dear: bool = False) -> str:
+        """What `Library.compile` takes besides. Raises Refused and TooLong.
+
+        Args:
+            constraint: it.
+            seconds: for this.
+            dear: at a low priority, behind others of that kind.
+        """
+        self.start()
+        lanes = self._dear if dear else self._quick
+        link = lanes.get()
+        try:
+            link.send(Try(constraint, seconds))
+            answer = receive(link, seconds + _ANSWER_SECONDS)
+        except (LinkClosed, TooLong):
+            self._end()
+            raise Refused("it could not be tried") from None
+        finally:
+            lanes.put(link)
+        if answer.late:
+            raise TooLong
         if answer.problem:
             raise Refused(answer.problem)
         return answer.prepared
 
-    def _start(self) -> None:
-        with self._lock:
-            while self._missing:
-                self._idle.put(_Process(self._begin))
-                self._missing -= 1
-
-
-class _Process:
-    """One of them: it starts by itself, and has one constraint at a time."""
-
-    def __init__(self, begin: Begin) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+    def _lanes(self) -> tuple[subprocess.Popen[bytes], list[Link[Tried]]]:
+        pairs = [socket.socketpair() for _ in self._begin.nice]
+        numbers = [theirs.fileno() for _, theirs in pairs]
+        try:
+            process = subprocess.Popen(
+                [*_COMMAND, *map(str, numbers)], pass_fds=numbers, stdin=subprocess.DEVNULL
             )
-        self._link = Link(ours, Tried)
-        with contextlib.suppress(LinkClosed):  # it has ended: so the first receive says
-            self._link.send(begin)
-        self._started = False
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        links = [Link(ours, Tried) for ours, _ in pairs]
+        links[0].send(self._begin)
+        return process, links
 
-    def start(self) -> None:
-        """Wait until it has started. Raises LinkClosed and TooLong."""
-        if not self._started:
-            self._receive(START_SECONDS)
-            self._started = True
-
-    def ask(self, constraint: Constraint, seconds: float) -> Tried:
-        """Have a constraint tried. Raises LinkClosed and TooLong."""
-        self.start()
-        self._link.send(Try(constraint))
-        return self._receive(seconds)
-
-    def end(self) -> int:
-        """Kill it, whatever it does; what it had ended with before, else -SIGKILL."""
-        self._process.kill()
-        self._link.close()
-        return self._process.wait()
-
-    def _receive(self, seconds: float) -> Tried:
-        until = time.monotonic() + seconds
-        while True:
-            if messages := self._link.receive(max(until - time.monotonic(), 0)):
-                return messages[0]
-            if time.monotonic() >= until:
-                raise TooLong
+    def _end(self) -> None:
+        """A lane is gone, which is not a constraint's doing: all begin anew with the next one."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None

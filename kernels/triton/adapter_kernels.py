@@ -80,7 +80,7 @@ def shrink_tiles(
     OVERLAP: tl.constexpr,
 ):
     """One tile, 16 ranks of one part, `share` inputs -> its part of inner [T, PARTS, ranks]."""
-    slot, first, length, own = _tile(tiles, tl.program_id(0))
+    slot, first, length, own = tile_of(tiles, tl.program_id(0))
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     split = tl.program_id(2)
     at = tl.arange(0, TOKENS)
@@ -135,17 +135,17 @@ def expand_tiles(
 ):
     """One tile, OUTPUTS outputs of one part -> y, or added to it; or of two parts, and gated."""
     GATED: tl.constexpr = ACTIVATION != "none"
-    part, output, end = _outputs_of(tl.program_id(1), rows_0, rows_1, rows_2, GATED, OUTPUTS)
-    slot, first, length, own = _tile(tiles, tl.program_id(0))
+    part, output, end = outputs_of(tl.program_id(1), rows_0, rows_1, rows_2, GATED, OUTPUTS)
+    slot, first, length, own = tile_of(tiles, tl.program_id(0))
     at = tl.arange(0, TOKENS)
     there = at < length
     token = tl.load(t_order + first + at, mask=there, other=0).to(tl.int64)
     place = (slot - 1).to(tl.int64)
     factors = up + place * slot_stride
     # What no overlapping kernel writes is on its way before the input is there.
-    b = _factors(factors, 0, rank_stride, own, output, end, RANKS)
+    b = factors_of(factors, 0, rank_stride, own, output, end, RANKS)
     if GATED:
-        other_b = _factors(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
+        other_b = factors_of(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
     await_inputs(OVERLAP)
     if (length > 0) & ((slot > 0) | (not ADD) | GATED):
         seen = inner + token[:, None] * (PARTS * WIDTH)
@@ -179,153 +179,14 @@ def expand_tiles(
 
 
 @triton.jit
-def expand_rows(
-    inner,
-    up,
-    bias,
-    t_order,
-    tiles,
-    y,
-    gated,
-    tokens,
-    rows_0,
-    rows_1,
-    rows_2,
-    slot_stride,
-    rank_stride,
-    bias_stride,
-    y_stride,
-    ADD: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    RANKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """As `expand_tiles`, tokens one after the other, without the matrix unit.
-
-    That needs 16 tokens, and moves factors between threads. Here a thread keeps the ranks of its
-    outputs: with OUTPUTS of 256 a warp, it reads 16 bytes at once and sums without the others.
-    """
-    GATED: tl.constexpr = ACTIVATION != "none"
-    part, output, end = _outputs_of(tl.program_id(0), rows_0, rows_1, rows_2, GATED, OUTPUTS)
-    slot, first, length, own = _tile(tiles, tl.program_id(1))
-    token, next_token = _two_tokens(t_order, first, length)
-    place = (slot - 1).to(tl.int64)
-    factors = up + place * slot_stride
-    # What no overlapping kernel writes is on its way before the input is there.
-    b = _factors(factors, 0, rank_stride, own, output, end, RANKS)
-    if GATED:
-        other_b = _factors(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
-    await_inputs(OVERLAP)
-    inside = output < end
-    if (slot > 0) | (not ADD) | GATED:
-        extra = tl.zeros((OUTPUTS,), tl.float32)
-        other_extra = extra
-        if bias is not None:
-            at_bias = bias + place * bias_stride + output
-            extra = tl.load(at_bias, mask=inside & (slot > 0), other=0.0).to(tl.float32)
-            if GATED:
-                other_extra = tl.load(at_bias + rows_0, mask=inside & (slot > 0), other=0.0)
-                other_extra = other_extra.to(tl.float32)
-        split = tokens * (PARTS * WIDTH)
-        for at in range(0, length, 2):
-            both = at + 1 < length
-            seen = inner + token * (PARTS * WIDTH) + part * WIDTH
-            next_seen = inner + next_token * (PARTS * WIDTH) + part * WIDTH
-            at_y = y + token * y_stride + output
-            at_next = y + next_token * y_stride + output
-            # All is asked for before any of it is needed.
-            a = _inner_of(seen, 0, split, own, SPLITS, RANKS)
-            next_a = _inner_of(next_seen, 0, split, own, SPLITS, RANKS)
-            total, next_total = extra, extra
-            if ADD:
-                total += tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
-                next_total += tl.load(at_next, mask=inside & both, other=0.0).to(tl.float32)
-            if GATED:
-                other_a = _inner_of(seen + WIDTH, 0, split, own, SPLITS, RANKS)
-                next_other_a = _inner_of(next_seen + WIDTH, 0, split, own, SPLITS, RANKS)
-                here = tl.load(at_y + rows_0, mask=inside, other=0.0)
-                next_here = tl.load(at_next + rows_0, mask=inside & both, other=0.0)
-            total += tl.sum(tl.sum(a, axis=0)[:, None] * b, axis=0)
-            next_total += tl.sum(tl.sum(next_a, axis=0)[:, None] * b, axis=0)
-            if WIDTH > RANKS:
-                total, next_total = _more_terms(
-                    total, next_total, seen, next_seen, split, factors, rank_stride, own, output,
-                    end, SPLITS, RANKS,
-                )  # fmt: skip
-            if GATED:
-                other = other_extra + here.to(tl.float32)
-                next_other = other_extra + next_here.to(tl.float32)
-                other += tl.sum(tl.sum(other_a, axis=0)[:, None] * other_b, axis=0)
-                next_other += tl.sum(tl.sum(next_other_a, axis=0)[:, None] * other_b, axis=0)
-                if WIDTH > RANKS:
-                    other, next_other = _more_terms(
-                        other, next_other, seen + WIDTH, next_seen + WIDTH, split, factors,
-                        rank_stride, own, output + rows_0, end + rows_0, SPLITS, RANKS,
-                    )  # fmt: skip
-                unit = gated_unit(total, other, ACTIVATION).to(gated.dtype.element_ty)
-                next_unit = gated_unit(next_total, next_other, ACTIVATION)
-                next_unit = next_unit.to(gated.dtype.element_ty)
-                tl.store(gated + token * rows_0 + output, unit, mask=inside)
-                tl.store(gated + next_token * rows_0 + output, next_unit, mask=inside & both)
-            else:
-                tl.store(at_y, total.to(y.dtype.element_ty), mask=inside)
-                tl.store(at_next, next_total.to(y.dtype.element_ty), mask=inside & both)
-            token, next_token = _two_tokens(t_order, first + at + 2, length - at - 2)
-
-
-@triton.jit
-def _tile(tiles, number):
+def tile_of(tiles, number):
     """Its slot, its first token's place in the order, how many tokens, and the slot's rank."""
     tile = tiles + number * 4
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
 @triton.jit
-def _two_tokens(t_order, first, length):
-    """Which tokens are at these two places; 0 where there is none."""
-    token = tl.load(t_order + first, mask=length > 0, other=0)
-    return token, tl.load(t_order + first + 1, mask=length > 1, other=0)
-
-
-@triton.jit
-def _inner_of(seen, start, split_stride, own, SPLITS: tl.constexpr, RANKS: tl.constexpr):
-    """[SPLITS, RANKS]: one token's, read by different threads."""
-    rank = start + tl.arange(0, RANKS)[None, :]
-    split = tl.arange(0, SPLITS)[:, None]
-    return tl.load(seen + split * split_stride + rank, mask=rank < own, other=0.0)
-
-
-@triton.jit
-def _more_terms(
-    total,
-    next_total,
-    seen,
-    next_seen,
-    split_stride,
-    factors,
-    rank_stride,
-    own,
-    output,
-    end,
-    SPLITS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    """Two tokens' totals [OUTPUTS], and the terms of ranks behind the first `RANKS`."""
-    for start in range(RANKS, own, RANKS):
-        b = _factors(factors, start, rank_stride, own, output, end, RANKS)
-        a = _inner_of(seen, start, split_stride, own, SPLITS, RANKS)
-        next_a = _inner_of(next_seen, start, split_stride, own, SPLITS, RANKS)
-        total += tl.sum(tl.sum(a, axis=0)[:, None] * b, axis=0)
-        next_total += tl.sum(tl.sum(next_a, axis=0)[:, None] * b, axis=0)
-    return total, next_total
-
-
-@triton.jit
-def _outputs_of(column, rows_0, rows_1, rows_2, GATED: tl.constexpr, OUTPUTS: tl.constexpr):
+def outputs_of(column, rows_0, rows_1, rows_2, GATED: tl.constexpr, OUTPUTS: tl.constexpr):
     """Of a program: its part of the product, its outputs, and where the part ends."""
     blocks_0, blocks_1 = tl.cdiv(rows_0, OUTPUTS), tl.cdiv(rows_1, OUTPUTS)
     in_1 = (column >= blocks_0) & (column < blocks_0 + blocks_1) & (not GATED)
@@ -338,7 +199,7 @@ def _outputs_of(column, rows_0, rows_1, rows_2, GATED: tl.constexpr, OUTPUTS: tl
 
 
 @triton.jit
-def _factors(factors, start, rank_stride, own, output, end, RANKS: tl.constexpr):
+def factors_of(factors, start, rank_stride, own, output, end, RANKS: tl.constexpr):
     """[RANKS, outputs]: second factors of ranks from `start` on."""
     rank = start + tl.arange(0, RANKS)
     at = factors + rank[:, None] * rank_stride + output[None, :]
@@ -371,5 +232,5 @@ def _terms(
             at = seen + split * split_stride + rank[None, :]
             a += tl.load(at, mask=mask, other=0.0)
         total = tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
-        b = _factors(factors, start + RANKS, rank_stride, own, output, end, RANKS)
+        b = factors_of(factors, start + RANKS, rank_stride, own, output, end, RANKS)
     return total

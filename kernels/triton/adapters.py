@@ -21,12 +21,8 @@ import triton
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.adapter_kernels import (
-    expand_rows,
-    expand_tiles,
-    plan_tiles,
-    shrink_tiles,
-)
+from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
+from tokenpod.kernels.triton.adapter_rows import expand_rows
 from tokenpod.kernels.triton.launch import launch_options
 
 #: Steps of up to so many tokens are planned by one launch.
@@ -59,8 +55,8 @@ class Tiles(NamedTuple):
 
 #: For steps of up to so many tokens; beyond, the last.
 TILES = (
-    (16, Tiles(4, 256, 8, 4, 128, 1, by_row=True)),
-    (128, Tiles(4, 256, 4, 4, 128, 1, by_row=True)),
+    (16, Tiles(8, 256, 8, 4, 128, 1, by_row=True)),
+    (128, Tiles(8, 256, 4, 4, 128, 1, by_row=True)),
     (256, Tiles(16, 256, 4, 4, 256, 4)),
     (1 << 31, Tiles(64, 128, 1, 4, 128, 4)),
 )

@@ -25,6 +25,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
 from tokenpod.scheduler.simulation.skipping import SkippingScheduler
 from tokenpod.scheduler.simulation.step_times import Ints, StepSize, StepTimes
+from tokenpod.scheduler.simulation.token_times import TokenTimes
 from tokenpod.scheduler.simulation.trace import Arrival
 
 #: Tokens of outputs are `PLAIN`, 0, or the last one, 1; prompts have others.
@@ -57,36 +58,6 @@ class Outcome:
     mean_use: float
     most_use: float
     end: int
-
-
-@dataclass(slots=True)
-class _Came:
-    """When tokens came, and whose."""
-
-    #: The end of each step, how many requests it served, and these, step after step.
-    _ends: list[int] = field(default_factory=list)
-    _served: list[int] = field(default_factory=list)
-    _whose: list[Ints] = field(default_factory=list)
-
-    def step(self, end: int, whose: Ints) -> None:
-        """A step has brought a token to each of these [n]."""
-        self._ends.append(end)
-        self._served.append(len(whose))
-        self._whose.append(whose)
-
-    def steps(self, ends: Ints, whose: Ints) -> None:
-        """Each of these steps has."""
-        self._ends += ends.tolist()
-        self._served += [len(whose)] * len(ends)
-        self._whose += [whose] * len(ends)
-
-    def by_request(self, count: int) -> list[Ints]:
-        """[count] of each request: when its tokens came."""
-        whose = np.concatenate(self._whose) if self._whose else _ZERO[:0]
-        # Numbers of 16 bits are sorted in a tenth of the time.
-        small = whose.astype(np.uint16) if count <= 1 << 16 else whose
-        times = np.array(self._ends, np.int64).repeat(self._served)[small.argsort(kind="stable")]
-        return np.split(times, np.bincount(whose, minlength=count).cumsum()[:-1])
 
 
 @dataclass(slots=True)
@@ -127,7 +98,7 @@ class Simulator:
     _now: int = 0
     _next: int = 0
     _flying: _Flying | None = None
-    _came: _Came = field(default_factory=_Came)
+    _came: TokenTimes = field(default_factory=TokenTimes)
     _began: dict[int, int] = field(default_factory=dict)
     _cached: dict[int, int] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
@@ -242,13 +213,17 @@ class Simulator:
         self._now = flying.end
         step, plan = flying.step, flying.step.plan
         outputs, due = plan.r_output + (flying.later + 1), self._due[step.places]
-        sampled = plan.r_samples > 0
+        places = step.places
+        if plan.sampling < plan.rows:
+            sampled = plan.r_samples > 0
+            places, outputs, due = places[sampled], outputs[sampled], due[sampled]
         # What comes after the last token is surplus.
-        whose = self._whose[step.places[sampled & (outputs <= due)]]
+        whose = self._whose[places[outputs <= due]]
         if len(whose):
             self._came.step(self._now, whose)
-        tokens = (outputs == due)[sampled].astype(np.int64).tolist()
-        settled = self.scheduler.settle(step, tokens, self._now, arrived=self._arrived)
+        # `PLAIN`, or `_END`.
+        tokens = (outputs == due).astype(np.int64)
+        settled = self.scheduler.settle_plain(step, tokens, self._now, arrived=self._arrived)
         for started in settled.started:
             self._began[started.sequence_id] = started.began_at
             self._cached[started.sequence_id] = started.cached_tokens

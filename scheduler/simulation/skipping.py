@@ -16,6 +16,7 @@ from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.simulation.plain import PLAIN, OutputCounts
+from tokenpod.scheduler.table import Ints
 
 
 class SkippingOutcomes(Outcomes):
@@ -43,12 +44,11 @@ class SkippingOutcomes(Outcomes):
         if plan.sampling < plan.rows:
             sampled = plan.r_samples > 0
             special, places = special[sampled], places[sampled]
-        if any(tokens):
-            special |= np.array(tokens, np.int64) != PLAIN
+        special |= np.asarray(tokens) != PLAIN
         plain = ~special & (table.ended[places] == 0)
         which = special.nonzero()[0].tolist()
         for at, sequence in zip(which, self._sampled(step, which), strict=True):
-            self.take(sequence, tokens[at], at, now, settled)
+            self.take(sequence, int(tokens[at]), at, now, settled)
         self.counts.add(places[plain])
 
     @staticmethod
@@ -79,6 +79,13 @@ class SkippingScheduler(Scheduler):
                 counted = self._outcomes.counts.begin(sequence.place)
                 # Only drafts and beams do more with a list, and there are none.
                 sequence.outputs = cast("list[int]", counted)
+
+    def settle_plain(
+        self, step: Step, tokens: Ints, now: int, *, arrived: int | None = None
+    ) -> Settled:
+        """See `settle`; tokens are [samples] int64."""
+        # `SkippingOutcomes` takes them as they are, and nobody else looks at them.
+        return self.settle(step, cast("list[int]", tokens), now, arrived=arrived)
 
     def quiet_steps(self, step: Step, most: int) -> int:
         """How many steps like `step`, the last one planned, surely follow if no token ends one.

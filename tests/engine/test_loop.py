@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,3 +201,52 @@ def test_what_has_waited_for_tokens_is_launched_before_they_are_told():
     for _ in range(4):
         loop.turn()
     assert order[:5] == ["launch", "launch", "tell", "launch", "tell"]
+
+
+def test_it_says_when_it_waits_for_the_device_or_for_messages():
+    """Who reads adapters works then."""
+    seen: list[tuple[str, bool]] = []
+    inbox = [Request([1], [5, 6], SamplingParams(), StoppingParams(2))]
+
+    class Pace:
+        waits = False
+
+        def __enter__(self):
+            self.waits = True
+
+        def __exit__(self, *_):
+            self.waits = False
+
+    class End:
+        def receive(self, seconds):
+            seen.append(("receive", pace.waits))
+            messages = [*inbox]
+            inbox.clear()
+            return messages
+
+        def send(self, message):
+            seen.append(("send", pace.waits))
+
+    class Noting(Counting):
+        def launch(self, plan):
+            seen.append(("launch", pace.waits))
+            launched = super().launch(plan)
+            wait = launched.wait
+            launched.wait = lambda: [seen.append(("wait", pace.waits)), wait()][1]
+            return launched
+
+    pace = Pace()
+    book = SimpleNamespace(pace=pace, settle=lambda: None, busy=False)
+    limits = Limits(slots=200, max_rows=2, max_positions=100, prefill_tokens=CHUNK)
+    scheduler = Scheduler(limits)
+    loop = EngineLoop(End(), scheduler, Noting(), overlap=True, clock=lambda: 1, adapters=book)
+    while scheduler.busy or inbox:
+        loop.turn()
+    loop.turn()
+    # The first and the last have nothing else to do; between them a step is under way.
+    receives = [waits for name, waits in seen if name == "receive"]
+    assert receives[0]
+    assert receives[-1]
+    assert not any(receives[1:-1])
+    assert {waits for name, waits in seen if name == "wait"} == {True}
+    assert not any(waits for name, waits in seen if name in ("launch", "send"))

@@ -16,7 +16,8 @@ from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSch
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import LimitReached, Refused
-from tokenpod.engine.constraints.trials import TooLong, Trials
+from tokenpod.engine.constraints.trial import TooLong
+from tokenpod.engine.constraints.trials import Trials
 from tokenpod.models import load as loading
 
 

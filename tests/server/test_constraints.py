@@ -133,6 +133,7 @@ def test_once_has_the_same(api: Any) -> None:
     assert finished.constraint_satisfied
 
 
+ROW = [f'r{i}: r{i + 1} "x"?' for i in range(3000)]
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "look-around": ({"regex": "a(?=b)"}, "constraint.regex", "look-ahead"),
     "back reference": ({"regex": r"(a)\1"}, "constraint.regex", "back references"),
@@ -154,6 +155,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"json_schema": '{"type": "integer", "minimum": 5, "maximum": 3}'},
         "constraint.json_schema",
         "minimum (5)",
+    ),
+    "recursion": (
+        {"json_schema": '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'},
+        "constraint.json_schema",
+        "each needs another one within, at #/items/$ref",
+    ),
+    # It would let the library's stack overflow.
+    "a long row": (
+        {"grammar": "\n".join(["start: r0", *ROW, 'r3000: "y"'])},
+        "constraint.grammar",
+        "name each other in too long a row",
     ),
     "levels": ({"json_schema": '{"a":' * 5000}, "constraint.json_schema", "#"),
     "grammar": ({"grammar": "start: nothing"}, "constraint.grammar", "nothing"),

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product import add_up, asks_rows
 from tokenpod.kernels.triton.product_kernels import ask_rows
-from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
+from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, lane_unit, plus_zero
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
 from tokenpod.kernels.triton.quantised.tiles import LaneTile
@@ -34,7 +34,6 @@ def multiply_lanes(
     activation: Activation | None,
     add: bool,
     tile: LaneTile,
-    norm: RowNorm | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x · weightᵀ + bias; with an activation gates come first.
 
@@ -46,7 +45,6 @@ def multiply_lanes(
         activation: of the gates; None: there are none.
         add: to what y holds.
         tile: how a program works.
-        norm: of x, if the tile `norms`.
     """
     tokens, n = y.shape
     gates = 1 if activation is None else 2
@@ -59,12 +57,10 @@ def multiply_lanes(
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
     options = launch_options(y.device)
-    norm_weight, epsilon = (None, 0.0) if norm is None else norm
-    assert norm is None or splits == 1, "a split has a part of the squares"
     lane_product[(triton.cdiv(n, block_n), splits)](
-        *(x, weight.numbers, weight.scale, weight.zero, bias, norm_weight, target),
+        *(x, weight.numbers, weight.scale, weight.zero, bias, target),
         *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.numbers.shape[1]),
-        *(len(weight.scale), epsilon),
+        len(weight.scale),
         KIND=weight.kind,
         TABLE=weight.table,
         PLANES=weight.planes,
@@ -97,7 +93,6 @@ def lane_product(
     scale,
     zero,
     bias,
-    norm_weight,
     y,
     x_stride,
     y_stride,
@@ -106,7 +101,6 @@ def lane_product(
     k,
     row_lanes,
     groups,
-    epsilon,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
     PLANES: tl.constexpr,
@@ -159,7 +153,6 @@ def lane_product(
             ask_rows(weight, tl.program_id(0) * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
-    squares = tl.zeros((COLUMNS,), tl.float32)
     for step in tl.range(0, share, num_stages=STAGES):
         s = next_s
         ahead = first_step + tl.minimum(step + 1, share - 1)
@@ -170,18 +163,10 @@ def lane_product(
             its_step = tl.minimum(its_step, steps - 1)
         i = (first + step) // SUB * (PLANES * WIDTH) + (first + step) % SUB * LANES
         v = _inputs(at_x, i, k, is_x, PLANES, WIDTH, LANES, EVEN)
-        if norm_weight is not None:
-            squares += _squares(v, PLANES)
-            factors = _inputs(norm_weight + 0 * token, i, k, is_x, PLANES, WIDTH, LANES, EVEN)
-            v = _times(v, factors)
         w = lane_planes(at_w + its_step * LANES, LANES, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
         z = step_zeros(zero, own, its_step // SUB, rows, PLANES, PER_GROUP)
         sums = _add_planes(sums, w, v, s, z, zero, KIND, PLANES, PER_GROUP, ASSEMBLY)
-    if norm_weight is not None:
-        # The norm divides sums: they are linear in what it divides inputs by.
-        of_token = token[:, None] == token[None, :]
-        all_squares = tl.sum(tl.where(of_token, squares[:, None], 0.0), axis=0)
-        sums *= tl.rsqrt(all_squares / k + epsilon)[None, :]
+    sums *= lane_unit(KIND, x.dtype.element_ty, ASSEMBLY)
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
     _finish(out, bias, y, y_stride, tokens, n, GATES, ACTIVATION, ADD, SPLITS, BLOCK_T, BLOCK_N)
 
@@ -212,32 +197,6 @@ def _inputs(
 def _plane(at_x, i, k, is_x, EVEN: tl.constexpr):
     inside = is_x[None, :] if EVEN else is_x[None, :] & (i < k)
     return tl.load(at_x[None, :] + i, mask=inside, other=0.0)
-
-
-@triton.jit
-def _squares(v, PLANES: tl.constexpr):
-    """[columns] float32, of all planes' inputs."""
-    sums = _plane_squares(v[0]) + _plane_squares(v[1])
-    if PLANES == 4:
-        sums += _plane_squares(v[2]) + _plane_squares(v[3])
-    return sums
-
-
-@triton.jit
-def _plane_squares(v):
-    v = v.to(tl.float32)
-    return tl.sum(v * v, axis=0)
-
-
-@triton.jit
-def _times(v, factors):
-    """Inputs of each plane times the norm's weight, rounded."""
-    return (
-        (v[0].to(tl.float32) * factors[0].to(tl.float32)).to(v[0].dtype),
-        (v[1].to(tl.float32) * factors[1].to(tl.float32)).to(v[1].dtype),
-        (v[2].to(tl.float32) * factors[2].to(tl.float32)).to(v[2].dtype),
-        (v[3].to(tl.float32) * factors[3].to(tl.float32)).to(v[3].dtype),
-    )
 
 
 @triton.jit
@@ -297,11 +256,11 @@ def _add_planes(
     z0, z1, z2, z3 = z
     w0, w1, w2, w3 = w
     v0, v1, v2, v3 = v
-    w0 = plus_zero(w0, z0, zero, v0.dtype, ASSEMBLY)
-    w1 = plus_zero(w1, z1, zero, v0.dtype, ASSEMBLY)
+    w0 = plus_zero(w0, z0, zero, KIND, v0.dtype, ASSEMBLY)
+    w1 = plus_zero(w1, z1, zero, KIND, v0.dtype, ASSEMBLY)
     if PLANES == 4:
-        w2 = plus_zero(w2, z2, zero, v0.dtype, ASSEMBLY)
-        w3 = plus_zero(w3, z3, zero, v0.dtype, ASSEMBLY)
+        w2 = plus_zero(w2, z2, zero, KIND, v0.dtype, ASSEMBLY)
+        w3 = plus_zero(w3, z3, zero, KIND, v0.dtype, ASSEMBLY)
     dot = tl.dot(w0, v0, input_precision="ieee")
     if PER_GROUP % 2 != 0:
         sums += dot * factor_of(s0, KIND)[:, None]

@@ -51,6 +51,8 @@ def lane_planes(
 ):
     """The numbers of lanes (`lanes`), plane by plane: four tiles [rows, WIDTH], of 8 bits two.
 
+    They are multiples of 1 / `lane_unit`.
+
     Args:
         at_row: [rows], the first lane of each row.
         WIDTH: lanes of each row.
@@ -102,14 +104,23 @@ def lane_planes(
 
 
 @triton.jit
-def plus_zero(w, z, zero, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+def plus_zero(w, z, zero, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Whole numbers of a tile plus what `Lanes.zero` has for each row; `zero` None: nothing."""
     if zero is None:
         return w
     elif ASSEMBLY and tl.bfloat16 == DTYPE:
-        return in_pairs(w, z, PLUS)
+        return in_pairs(w, z / lane_unit(KIND, DTYPE, ASSEMBLY), PLUS)
     else:
         return (w.to(tl.float32) + z.to(tl.float32)[:, None]).to(DTYPE)
+
+
+@triton.jit
+def lane_unit(KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """What the numbers of `lane_planes` are to be multiplied by: bfloat16 has no larger factor."""
+    if KIND == "int4" and ASSEMBLY and tl.bfloat16 == DTYPE:
+        return 64.0
+    else:
+        return 1.0
 
 
 @triton.jit
@@ -126,23 +137,25 @@ def _of_table(code, TABLE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _int4_lanes(packed):
-    """Less 8. A nibble joined with 0x4300 is 128 more than it is, as a bfloat16."""
+    """Less 8, and 64 times too small: see `lane_unit`.
+
+    Bits below the second exponent are evenly spaced in bfloat16: two planes of four need no shift.
+    """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, c, one, less;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 less, 0xC308C308;
-        shr.u32 a, $4, 4;
-        shr.u32 b, $4, 8;
-        shr.u32 c, $4, 12;
-        lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, $0, one, less;
-        fma.rn.bf16x2 $1, $1, one, less;
-        fma.rn.bf16x2 $2, $2, one, less;
-        fma.rn.bf16x2 $3, $3, one, less;
+        .reg .b32 high, large, less_large, less;
+        mov.b32 large, 0x7F007F00;
+        mov.b32 less_large, 0x7D007D00;
+        mov.b32 less, 0xBE00BE00;
+        shr.u32 high, $4, 8;
+        and.b32 $0, $4, 0x000F000F;
+        and.b32 $1, $4, 0x00F000F0;
+        and.b32 $2, high, 0x000F000F;
+        and.b32 $3, high, 0x00F000F0;
+        fma.rn.bf16x2 $0, $0, large, less;
+        fma.rn.bf16x2 $1, $1, less_large, less;
+        fma.rn.bf16x2 $2, $2, large, less;
+        fma.rn.bf16x2 $3, $3, less_large, less;
         }""",
         "=&r,=&r,=&r,=&r,r",
         [packed],

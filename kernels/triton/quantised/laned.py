@@ -35,10 +35,8 @@ def prepare_lanes(
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, made.rows, made.inputs, len(x))
-        norm = around.norm
-        inside = isinstance(tile, LaneTile) and tile.norms and x.dtype == torch.bfloat16
-        if norm is not None and not (inside and made.order is None):
-            x, norm = rms_norm(x, norm.weight, norm.epsilon), None
+        if around.norm is not None:
+            x = rms_norm(x, around.norm.weight, around.norm.epsilon)
         if made.order is not None:
             x = x.index_select(1, made.order)
         if isinstance(tile, LaneTile):
@@ -46,7 +44,7 @@ def prepare_lanes(
                 delta,
                 y,
                 around,
-                lambda out, gate, add: multiply_lanes(x, made, bias, out, gate, add, tile, norm),
+                lambda out, gate, add: multiply_lanes(x, made, bias, out, gate, add, tile),
             )
             return
         out = functional.linear(x, widen_lanes(made, x.dtype), bias)

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product_kernels import ask_rows
 from tokenpod.kernels.triton.quantised.parts import sum_parts
 from tokenpod.kernels.triton.quantised.widening import numbers_of
 
@@ -45,7 +44,6 @@ def multiply_rounded(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PANEL: tl.constexpr,
-    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -54,8 +52,7 @@ def multiply_rounded(
     KIND "fp8" or "int8". GROUPED: scale [⌈n / scale_rows⌉, scale_columns], a column for
     steps_in_group steps; x_scale has as many columns. SPLITS programs share a row; they leave
     partial sums [SPLITS, tokens, n] float32. Programs of PANEL blocks of rows walk over tokens side
-    by side. AHEAD bytes of each row are asked for at first. Rows of a tile are [PARTS, BLOCK_N],
-    columns [PARTS, BLOCK_T]: see `parts`.
+    by side. Rows of a tile are [PARTS, BLOCK_N], columns [PARTS, BLOCK_T]: see `parts`.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     ALL: tl.constexpr = PARTS * BLOCK_N
@@ -81,11 +78,6 @@ def multiply_rounded(
     up_scale = (own + n) // scale_rows * scale_columns
     at_x = x + token.to(tl.int64) * width
     at_low = at_x + tokens.to(tl.int64) * width
-    if AHEAD > 0:
-        start = tl.program_id(1) * PARTS * share * BLOCK_K
-        ask_rows(weight, block_n * BLOCK_N, n, start, width, BLOCK_N, AHEAD)
-        if GATED:
-            ask_rows(weight, block_n * BLOCK_N + n, 2 * n, start, width, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
 
     # Digits of a row are summed apart, as whole numbers.

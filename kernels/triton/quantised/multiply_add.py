@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
+from tokenpod.kernels.triton.product_kernels import ask_rows
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -37,37 +38,49 @@ def multiply_add_bytes(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] (+)= x [tokens, k] · weightᵀ, gates first with ACTIVATION.
 
-    The weight's bytes are e4m3 with FP8, else whole numbers; a scale per row.
+    The weight is words of four e4m3 with FP8, else of whole numbers; a scale per row. AHEAD bytes
+    of each row are asked into the L2 cache at first.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     NORM: tl.constexpr = norm_weight is not None
+    WORDS: tl.constexpr = BLOCK_K // 4
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)
-    start_of_row = weight + own.to(tl.int64)[None, :, None] * k
-    start_of_up = weight + (own + n).to(tl.int64)[None, :, None] * k
-    # A thread has 8 bytes, and as many inputs: so nothing changes its layout.
+    row_words = k // 4
+    start_of_row = weight + own.to(tl.int64)[None, :, None] * row_words
+    start_of_up = weight + (own + n).to(tl.int64)[None, :, None] * row_words
+    # A thread has 2 words, and 8 inputs: so nothing changes its layout.
+    word = tl.max_contiguous(tl.arange(0, WORDS), 2)[None, None, :]
     i = tl.max_contiguous(tl.arange(0, BLOCK_K), 8)[None, None, :]
     token = tl.arange(0, BLOCK_T)[:, None, None]
     at_x = x + token * x_stride
-    sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K), tl.float32)
-    up_sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K) if GATED else (1, 1, 1), tl.float32)
+    sums = tl.zeros((BLOCK_T, BLOCK_N, WORDS), tl.float32)
+    up_sums = tl.zeros((BLOCK_T, BLOCK_N, WORDS) if GATED else (1, 1, 1), tl.float32)
     squares = tl.zeros((BLOCK_T, 1, BLOCK_K) if NORM else (1, 1, 1), tl.float32)
 
     s = tl.load(scale + own)[None, :]
     up_s = tl.load(scale + own + n)[None, :] if GATED else s
-    next_w = _tile(start_of_row + i, i < k)
-    next_up = _tile(start_of_up + i, i < k) if GATED else next_w
+    next_w = _tile(start_of_row + word, word < row_words)
+    next_up = _tile(start_of_up + word, word < row_words) if GATED else next_w
+    if AHEAD > 0:
+        first_row = tl.program_id(0) * BLOCK_N
+        ask_rows(weight, first_row, n, WORDS, row_words, BLOCK_N, AHEAD)
+        if GATED:
+            ask_rows(weight, first_row + n, 2 * n, WORDS, row_words, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     for start in tl.range(0, k, BLOCK_K):
         at = start + i
         # The next tile is on its way while this one is multiplied.
         w, up = next_w, next_up
-        next_w = _tile(start_of_row + at + BLOCK_K, at + BLOCK_K < k)
-        next_up = _tile(start_of_up + at + BLOCK_K, at + BLOCK_K < k) if GATED else next_w
+        at_next = start // 4 + WORDS + word
+        next_w = _tile(start_of_row + at_next, at_next < row_words)
+        next_up = _tile(start_of_up + at_next, at_next < row_words) if GATED else next_w
         inside = (token < tokens) & (at < k)
         if EVEN and BLOCK_T == 1:
             v = tl.load(at_x + at).to(tl.float32)
@@ -76,9 +89,12 @@ def multiply_add_bytes(
         if NORM:
             squares += v * v
             v *= tl.load(norm_weight + at, mask=at < k, other=0.0).to(tl.float32)
-        sums += v * _wide(w, FP8)
+        even, odd = tl.split(tl.reshape(v, (BLOCK_T, 1, WORDS, 2, 2)))
+        v0, v2 = tl.split(even)
+        v1, v3 = tl.split(odd)
+        sums = _add_word(sums, v0, v1, v2, v3, w, FP8, ASSEMBLY)
         if GATED:
-            up_sums += v * _wide(up, FP8)
+            up_sums = _add_word(up_sums, v0, v1, v2, v3, up, FP8, ASSEMBLY)
 
     token = tl.arange(0, BLOCK_T)
     out = tl.sum(sums, axis=2) * s
@@ -99,8 +115,61 @@ def _tile(at, inside):
 
 
 @triton.jit
-def _wide(w, FP8: tl.constexpr):
-    return w.to(tl.float8e4nv, bitcast=True).to(tl.float32) if FP8 else w.to(tl.float32)
+def _add_word(sums, v0, v1, v2, v3, word, FP8: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Sums plus the products of four inputs with the numbers of a word."""
+    if FP8:
+        w0, w1, w2, w3 = _e4m3(word), _e4m3(word >> 8), _e4m3(word >> 16), _e4m3(word >> 24)
+    elif ASSEMBLY:
+        w0, w1, w2, w3 = _wide(word)
+    else:
+        w0 = ((word << 24) >> 24).to(tl.float32)
+        w1 = ((word << 16) >> 24).to(tl.float32)
+        w2 = ((word << 8) >> 24).to(tl.float32)
+        w3 = (word >> 24).to(tl.float32)
+    sums += v0 * w0
+    sums += v1 * w1
+    sums += v2 * w2
+    return sums + v3 * w3
+
+
+@triton.jit
+def _wide(word):
+    """Four whole numbers, without conversions, which are a quarter as fast as other instructions.
+
+    A byte with its highest bit turned is 128 more than it was; as the last one of 2²³, it is added.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        .reg .f32 less;
+        mov.b32 less, 0xCB000080;
+        xor.b32 a, $4, 0x80808080;
+        prmt.b32 b, a, 0x4B000000, 0x7541;
+        prmt.b32 c, a, 0x4B000000, 0x7542;
+        prmt.b32 d, a, 0x4B000000, 0x7543;
+        prmt.b32 a, a, 0x4B000000, 0x7540;
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        mov.b32 $3, d;
+        add.f32 $0, $0, less;
+        add.f32 $1, $1, less;
+        add.f32 $2, $2, less;
+        add.f32 $3, $3, less;
+        }""",
+        "=&f,=&f,=&f,=&f,r",
+        [word],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _e4m3(byte):
+    """2¹²⁰ times what the bits are as a float32, whose exponent is four bits of that."""
+    bits = ((byte & 127) << 20) | ((byte & 128) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit

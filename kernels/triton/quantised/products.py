@@ -86,9 +86,9 @@ def kind_of(weight: Format) -> str:
 
 
 def _can_add(weight: Format) -> bool:
-    """Whether inputs stay as they are, and a row has one scale."""
+    """Whether inputs stay as they are, and a row has one scale and whole words."""
     by_output = weight.by_output if isinstance(weight, Fp8Weight) else True
-    return weight.rounding is None and by_output
+    return weight.rounding is None and by_output and weight.shape[1] % 4 == 0
 
 
 def _can_round(weight: Format) -> bool:
@@ -180,12 +180,22 @@ def _multiply_add(
     strides = (x.stride(0), 0 if delta is None else delta.stride(0), y.stride(0), tokens, n, k)
     norm_weight, epsilon = (None, 0.0) if norm is None else norm
     multiply_add_bytes[(triton.cdiv(n, block_n),)](
-        *(x, weight.numbers.view(torch.int8), weight.scale, bias, delta, norm_weight, y),
+        *(
+            x,
+            weight.numbers.view(torch.int8).view(torch.int32),
+            weight.scale,
+            bias,
+            delta,
+            norm_weight,
+            y,
+        ),
         *(*strides, epsilon),
         FP8=isinstance(weight, Fp8Weight),
         EVEN=k % tile.block_k == 0,
         BLOCK_T=triton.next_power_of_2(tokens),
         BLOCK_K=tile.block_k,
+        AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
+        ASSEMBLY=capability(x.device) is not None,
         ACTIVATION="none" if around.activation is None else around.activation.value,
         ADD=around.add,
         BLOCK_N=block_n,
@@ -235,7 +245,6 @@ def multiply(
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         PANEL=tile.panel,
-        AHEAD=min(tile.ahead, width) if asks_rows(stored) else 0,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **launch_options(y.device),

@@ -18,6 +18,8 @@ class AddTile:
     #: Inputs that it reads at a time.
     block_k: int
     warps: int = 4
+    #: Bytes of each row that are asked for before the input is there, beyond the first ones.
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,6 @@ class MatrixTile:
     splits: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.
     panel: int = 8
-    #: Inputs of each row that are asked for before rounded ones are there.
-    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,6 @@ class LaneTile:
     lanes: int = 64
     #: Bytes of each row that are asked for before the input is there.
     ahead: int = 0
-    #: Whether the input's norm is part of it, for the few tokens whose inputs take little; of
-    #: bfloat16, whose products with the norm's weight stay in range. Without splits.
-    norms: bool = False
 
 
 Tile = AddTile | MatrixTile | LaneTile

@@ -9,7 +9,7 @@ import triton.language as tl
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.triton.quantised.lane_products import step_scales, step_zeros
-from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, plus_zero
+from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, lane_unit, plus_zero
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.widening import factor_of
 
@@ -88,7 +88,7 @@ def _widen_lanes(
     await_inputs(OVERLAP)
     for plane in tl.static_range(PLANES):
         i = (step * PLANES + plane) * WIDTH + lane
-        made = plus_zero(w[plane], z[plane], zero, dtype, ASSEMBLY).to(tl.float32)
-        made *= factor_of(s[plane], KIND)[:, None]
+        made = plus_zero(w[plane], z[plane], zero, KIND, dtype, ASSEMBLY).to(tl.float32)
+        made *= (factor_of(s[plane], KIND) * lane_unit(KIND, dtype, ASSEMBLY))[:, None]
         at = out + row.to(tl.int64)[:, None] * k + i[None, :]
         tl.store(at, made.to(dtype), mask=(row < rows)[:, None] & (i < k)[None, :])

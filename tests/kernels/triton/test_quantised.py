@@ -139,7 +139,6 @@ WAYS = {
     **{f"{name}-parts": (name, replace(MATRIX, block_n=16, parts=4)) for name in IN_BYTES},
     **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
     **{f"{name}-splits": (name, replace(LANES, parts=1, splits=2, lanes=16)) for name in IN_LANES},
-    **{f"{name}-norms": (name, replace(LANES, block_n=16, norms=True)) for name in IN_LANES[::3]},
 }
 each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 

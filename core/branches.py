@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.integer[Any]]
 
-#: Branches that a step can have; executors have room for so many.
+#: Drafts of a step that can be in trees; executors have room for so many branches.
 MOST_BRANCHES = 32
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
 
@@ -182,8 +183,8 @@ def logits_each(options: EngineOptions) -> int:
 
 def most_drafts(options: EngineOptions) -> int:
     """Drafts for which executors have room in a step."""
-    chains = min(MOST_DRAFTS, options.speculate * options.max_batch_size)
-    return max(chains, options.draft_tree)
+    chains, trees = options.speculate * options.max_batch_size, MOST_BRANCHES
+    return min(MOST_DRAFTS, chains + (trees if options.draft_tree else 0))
 
 
 def largest_step(

@@ -8,14 +8,14 @@ The models are those of gpu_draft_model.py. Two tables for each draft model:
               small step, the served model's step that checks drafts, by its tokens, and a plain one
     steps     batch 1, greedy, always the same number of drafts: what a step brings, and its time
               in milliseconds from one step's results to the next one's, divided into the device's
-              (`drafts`, `check`: the served model and the draft model behind it, `draw`) and
+              (`drafts`, `check`: the served model, `draw`; then the draft model follows) and
               `idle`, in which the device waits for the host. Of that `between` is from results to
               the next launch (settling, publishing, planning), and `launch` is the launch itself,
               most of which the device does not wait for. `decided` lets the cost model choose
 
 With --profile the kernels of a small step and of a check that take most, by name. With --waits the
 host waits for results in other ways (asleep; looking now and then, as it does; looking always), and
-with --behind the draft model follows behind the served model instead of beside it: for comparison.
+with --within the draft model follows within the captured step, not behind it: for comparison.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ from gpu_drafts import Client
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine import mailbox
 from tokenpod.engine.assemble import Assembled
-from tokenpod.engine.draft import SmallModel
-from tokenpod.engine.executor import Launched, Masks, Model, StepResult
-from tokenpod.engine.graphs import Captured
+from tokenpod.engine.device_executor import DeviceExecutor
+from tokenpod.engine.executor import Launched, Masks, StepResult
+from tokenpod.engine.graphs import Captured, Graphs
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pool import KVPool
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
@@ -108,7 +106,7 @@ def main() -> None:
     parser.add_argument("--chains", nargs="*", type=int, default=[2, 3, 4, 5, 6, 8])
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
-    parser.add_argument("--behind", action="store_true")
+    parser.add_argument("--within", action="store_true")
     parser.set_defaults(tree=0)
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--profile", type=int, default=0, metavar="KERNELS")
@@ -126,12 +124,12 @@ def main() -> None:
             print(json.dumps({"draft": draft} | found), flush=True)
         if options.waits:
             waits(drafting, options)
-        if options.behind and draft != "eagle3":
-            with patch.object(SmallModel, "compute", behind):
+        if options.within:
+            with patch.object(DeviceExecutor, "_drafted", within):
                 del plain, drafting
                 torch.cuda.empty_cache()
                 plain, drafting = engines(options)
-            print("behind:", flush=True)
+            print("within:", flush=True)
             graphs(drafting, options)
             print(json.dumps(steps(drafting, options.chains[-1], options)), flush=True)
         del plain, drafting
@@ -154,13 +152,9 @@ def waits(made: Assembled, options: argparse.Namespace) -> None:
         print(json.dumps({"wait": name} | found), flush=True)
 
 
-def behind(
-    self: SmallModel, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
-) -> torch.Tensor:
-    """As `SmallModel.compute`, one behind the other."""
-    hidden = served.forward(batch, pool)
-    self.model.forward(self._own(own), self.pool)
-    return hidden
+def within(self: Any, forward: Any, counts: Any, memory: Any, rows_of: Any) -> Graphs:
+    """As `DeviceExecutor._drafted`, all of it in one graph."""
+    return Graphs(forward, counts, self._padding, memory)
 
 
 def graphs(made: Assembled, options: argparse.Namespace) -> None:

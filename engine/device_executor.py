@@ -8,7 +8,9 @@ this one. A step in which every row decodes replays a captured graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ from tokenpod.engine.graphs import (
     decode_counts,
     flat_counts,
     mixed_counts,
+    mixed_rows,
+    single_rows,
     with_adapters,
 )
 from tokenpod.engine.host_copies import pools_of
@@ -40,7 +44,7 @@ from tokenpod.engine.rounds import Unknown, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.attention_ops import StepTiles
-from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
+from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, append_slots, cut_runs
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
@@ -167,14 +171,33 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 second = Graphs(self._forward_decode, decode, self._padding, memory)
                 third = fourth = None
                 if self._drafts:
-                    third = Graphs(self._forward_flat, flat, self._padding, memory)
-                    fourth = Graphs(self._forward_mixed, drafted, self._padding, memory)
+                    third = self._drafted(self._forward_flat, flat, memory, single_rows)
+                    fourth = self._drafted(self._forward_mixed, drafted, memory, mixed_rows)
             self._graphs[adapted] = first, second, third, fourth
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
         if len(self._row_table) > self._rows + 1:
             self._branches.load()
+
+    def _drafted(
+        self,
+        forward: Callable[..., torch.Tensor],
+        counts: dict[int, Counts],
+        memory: object,
+        rows_of: Callable[[Counts], RaggedRows],
+    ) -> Graphs:
+        """Steps with drafts, behind which the host is waited for: then a draft model follows."""
+        draft = self._draft
+        if draft is None or isinstance(draft, ParallelDraft):
+            return Graphs(forward, counts, self._padding, memory)
+
+        def follow(counts: Counts, integers: Integers) -> None:
+            batch = self._batch(integers, rows_of(counts), integers.t_token)
+            draft.follow(self._of_draft(batch, integers))
+
+        forward = partial(forward, follow=False)
+        return Graphs(forward, counts, self._padding, memory, follow)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -212,7 +235,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight
-        return self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
+        flight = self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
+        if captured is not None and captured.run_behind is not None:
+            captured.run_behind()
+        return flight
 
     def _draw(
         self,
@@ -273,36 +299,42 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             flatten(host, plan)
         return captured
 
-    def _forward_flat(self, counts: Counts, integers: Integers) -> torch.Tensor:
+    def _forward_flat(
+        self, counts: Counts, integers: Integers, *, follow: bool = True
+    ) -> torch.Tensor:
         """The captured part of steps with few drafts: each token is a row."""
-        rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
-        return self._computed(self._batch(integers, rows), integers)
+        batch = self._batch(integers, single_rows(counts))
+        return self._computed(batch, integers, follow=follow)
 
     def _forward_decode(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """The captured part of steps in which every row decodes."""
-        rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
         # Every token's logits are wanted: there is nothing to gather.
-        batch = replace(self._batch(integers, rows), logit_index=None)
+        batch = replace(self._batch(integers, single_rows(counts)), logit_index=None)
         return self._computed(batch, integers)
 
-    def _forward_mixed(self, counts: Counts, integers: Integers) -> torch.Tensor:
+    def _forward_mixed(
+        self, counts: Counts, integers: Integers, *, follow: bool = True
+    ) -> torch.Tensor:
         """The captured part of mixed steps.
 
         Rows that decode are fewer than `counts.rows`; what their kernel writes beyond them, zeros,
         is overwritten by the one that follows, for rows of several tokens.
         """
-        singles = counts.rows
-        rows = RaggedRows([*range(singles + 1), counts.tokens], *_unknown(singles + 1), singles)
-        batch = self._batch(integers, rows)
-        return self._computed(batch, integers)
+        batch = self._batch(integers, mixed_rows(counts))
+        return self._computed(batch, integers, follow=follow)
 
-    def _computed(self, batch: ForwardBatch, integers: Integers) -> torch.Tensor:
+    def _computed(
+        self, batch: ForwardBatch, integers: Integers, *, follow: bool = True
+    ) -> torch.Tensor:
         """A captured step: logits, and the tokens of rows that are greedy."""
         if self._draft is None:
             hidden = self._model.forward(batch, self._pool)
         else:
             own = self._of_draft(batch, integers)
-            hidden = self._draft.compute(self._model, batch, self._pool, own)
+            hidden = self._draft.compute(self._model, batch, self._pool, own, follow=follow)
+        if not follow:
+            # The draft model reads them once others have been drawn.
+            integers.t_token.copy_(batch.t_token)
         logits = self._model.logits(hidden, batch)
         firsts = logits[: len(integers.sample_row)]
         tokens = self._sampler.begin(firsts, integers.sample_row, integers.sample_position)
@@ -319,10 +351,11 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return replace(batch, paged=replace(batch.paged, tiles=tiles))
 
     def _small_batch(self, integers: Integers, t_token: torch.Tensor) -> ForwardBatch:
-        n = len(t_token)
-        rows = RaggedRows(list(range(n + 1)), *_unknown(n), n)
         # Every token's logits are wanted: there is nothing to gather.
-        return replace(self._batch(integers, rows, t_token), logit_index=None)
+        return replace(
+            self._batch(integers, single_rows(Counts.decode(len(t_token))), t_token),
+            logit_index=None,
+        )
 
     def _paged(self, integers: Integers) -> PagedRows:
         tiles = self._tiles.by_window(integers.tiles) if len(integers.tiles) else None
@@ -372,8 +405,3 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         host = np.zeros(counts.words, np.int64)
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
-
-
-def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:
-    """Placeholders for contexts, runs and rows, which a captured step reads on the device."""
-    return [0] * rows, [[]] * rows, [0] * rows

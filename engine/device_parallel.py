@@ -67,8 +67,8 @@ class ParallelProposals:
         self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue the launch; see `Proposals.find`."""
-        m = len(unknown.rows)
-        heads = next((each for each in self._graphs if each >= unknown.most), unknown.most)
+        m, most = len(unknown.rows), int(unknown.counts.max())
+        heads = next((each for each in self._graphs if each >= most), most)
         graphs = self._graphs.get(heads)
         captured = graphs.fitting(m) if graphs else None
         counts = captured.counts if captured else Counts.decode(m)
@@ -80,8 +80,9 @@ class ParallelProposals:
             own = self._words[: counts.words]
             own.copy_(words, non_blocking=True)
             self._guess(heads, counts, views(own, counts))
-        columns = np.arange(m).repeat(unknown.counts)
-        numbers = np.stack([unknown.tokens, unknown.places * self._rows + columns])
+        columns, tokens = np.arange(m).repeat(unknown.counts), unknown.tokens
+        places = tokens - unknown.firsts.repeat(unknown.counts) - 1
+        numbers = np.stack([tokens, places * self._rows + columns])
         at, source = self._upload(numbers.astype(np.int64))
         found = self._found.view(-1).index_select(0, source)
         mailbox.post_drafts(found)

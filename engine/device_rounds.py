@@ -66,6 +66,7 @@ class DeviceDrawing(Drawing):
     def _parts(self, n: int) -> Iterator[slice]:
         """As many samples at a time as the sampler has room for, which trees may have more of."""
         most = len(self._last_token) - 1  # of the last row is padding
+        most -= most % 2 if most > 1 else 0  # see `Staging.upload`
         return (slice(at, at + most) for at in range(0, n, most))
 
     def _draw_one(self, turn: Round, masks: Masks | None) -> None:
@@ -135,12 +136,13 @@ class DeviceDrawing(Drawing):
         It is the one behind most drafts that are right, each of them drawn itself.
         """
         tokens, paths = self.drawn.tokens, Paths.of(self.plan, rows)
-        numbers = [paths.at, paths.own, paths.before, paths.behind, paths.drafts]
-        numbers.append(self.plan.r_row[rows])
+        # The rows first: a kernel reads them, see `Staging.upload`.
+        numbers = [self.plan.r_row[rows], paths.at, paths.own, paths.before, paths.behind]
+        numbers.append(paths.drafts)
         flat = np.concatenate([each.ravel() for each in numbers]).astype(np.int64)
         sizes = [each.size for each in numbers]
         uploaded = torch.split(self._staging.upload(flat), sizes)
-        at, own, before, behind, drafts, row = uploaded
+        row, at, own, before, behind, drafts = uploaded
         right = (tokens[before] == self._t_token[behind]) & (tokens[own] >= 0)
         counts = pad(right, (0, 1), value=True)[drafts].view(paths.drafts.shape).all(2)
         order = torch.arange(1, len(counts) + 1, device=tokens.device)[:, None]

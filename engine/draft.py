@@ -51,12 +51,22 @@ class ChainDraft(Protocol):
     most: int
 
     def compute(
-        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+        self,
+        served: Model,
+        batch: ForwardBatch,
+        pool: KVPool,
+        own: ForwardBatch,
+        *,
+        follow: bool = True,
     ) -> torch.Tensor:
-        """Run a step of the served model, [T, hidden], and follow it.
+        """Run a step of the served model, [T, hidden], and follow it, now or by `follow`.
 
         `own`: the same step, with tiles of its own if it is captured.
         """
+        ...
+
+    def follow(self, own: ForwardBatch) -> None:
+        """Compute what the next small step needs of a step that has been computed."""
         ...
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
@@ -130,12 +140,19 @@ class SmallModel:
     _beside: torch.cuda.Stream | None = None
 
     def compute(
-        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+        self,
+        served: Model,
+        batch: ForwardBatch,
+        pool: KVPool,
+        own: ForwardBatch,
+        *,
+        follow: bool = True,
     ) -> torch.Tensor:
         """See `ChainDraft.compute`."""
-        if not (own.t_slot.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not (follow and own.t_slot.is_cuda and torch.cuda.is_current_stream_capturing()):
             hidden = served.forward(batch, pool)
-            self.model.forward(self._own(own), self.pool)
+            if follow:
+                self.follow(own)
             return hidden
         # The draft model's kernels are many and small, and neither model reads what the other
         # writes: as a branch of the graph they run while the served model's read weights.
@@ -143,10 +160,14 @@ class SmallModel:
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            self.model.forward(self._own(own), self.pool)
+            self.follow(own)
         hidden = served.forward(batch, pool)
         here.wait_stream(self._beside)
         return hidden
+
+    def follow(self, own: ForwardBatch) -> None:
+        """See `ChainDraft.follow`."""
+        self.model.forward(self._own(own), self.pool)
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """See `CapturableModel`."""

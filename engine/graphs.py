@@ -12,14 +12,17 @@ import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tokenpod.engine.integers import Counts, Integers, views
+from tokenpod.kernels.batch import RaggedRows, Run
 
 #: Smaller mixed steps are filled up to this.
 LEAST_MIXED = 16
+
+T = TypeVar("T")
 
 #: From a step's integers on the device to [n, vocab] logits.
 Forward = Callable[[Counts, Integers], torch.Tensor]
@@ -45,6 +48,8 @@ class Captured:
     integers: Integers
     #: Runs it: [counts.samples, vocab] logits, overwritten by the next run.
     run: Callable[[], torch.Tensor]
+    #: What is left to be run behind it, before any other step; None: nothing is.
+    run_behind: Callable[[], object] | None = None
 
     def replay(
         self, words: torch.Tensor, enter: Callable[[Integers], None] | None = None
@@ -69,6 +74,7 @@ class Graphs:
         counts: of each size, rising.
         padded: integers of a step that is nothing but padding: what captures run on.
         memory: of graphs captured before, to be shared; only one graph runs at a time.
+        behind: captured apart, of the same integers: what nobody waits for.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Graphs:
         counts: dict[int, Counts],
         padded: Callable[[Counts], torch.Tensor],
         memory: Any = None,
+        behind: Callable[[Counts, Integers], T] | None = None,
     ) -> None:
         self._sizes = sorted(counts)
         self._captured: dict[int, Captured] = {}
@@ -84,21 +91,25 @@ class Graphs:
         for size in reversed(self._sizes):
             words = padded(counts[size])
             integers = views(words, counts[size])
-            step = functools.partial(forward, counts[size], integers)
-            step()  # compiles and loads what capturing must not
-            run = self._capture(step) if words.is_cuda else step
-            self._captured[size] = Captured(counts[size], words, integers, run)
+            given = counts[size], integers
+            run = self._captured_of(functools.partial(forward, *given), words)
+            after = behind and self._captured_of(functools.partial(behind, *given), words)
+            self._captured[size] = Captured(counts[size], words, integers, run, after)
 
-    def _capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def _captured_of(self, step: Callable[[], T], words: torch.Tensor) -> Callable[[], T]:
+        step()  # compiles and loads what capturing must not
+        return self._capture(step) if words.is_cuda else step
+
+    def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-            logits = step()
+            made = step()
         self.memory = self.memory or graph.pool()
 
-        def run() -> torch.Tensor:
+        def run() -> T:
             graph.replay()
-            return logits
+            return made
 
         return run
 
@@ -140,3 +151,20 @@ def mixed_counts(rows: int, tokens: int, numbers_of: Callable[[int], int]) -> di
 def with_adapters(ladder: dict[int, Counts], adapters: bool) -> dict[int, Counts]:
     """The same with a column of adapters, or without."""
     return {size: replace(counts, adapters=adapters) for size, counts in ladder.items()}
+
+
+def single_rows(counts: Counts) -> RaggedRows:
+    """Rows of one token each; what else is known of rows a captured step reads on the device."""
+    n = counts.rows
+    return RaggedRows(list(range(n + 1)), *_unknown(n), n)
+
+
+def mixed_rows(counts: Counts) -> RaggedRows:
+    """Rows of one token each, and one of all other tokens."""
+    n = counts.rows
+    return RaggedRows([*range(n + 1), counts.tokens], *_unknown(n + 1), n)
+
+
+def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:
+    """Placeholders for contexts, runs and rows."""
+    return [0] * rows, [[]] * rows, [0] * rows

@@ -66,17 +66,28 @@ class HeadDraft:
     most: int
 
     def compute(
-        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+        self,
+        served: Model,
+        batch: ForwardBatch,
+        pool: KVPool,
+        own: ForwardBatch,
+        *,
+        follow: bool = True,
     ) -> torch.Tensor:
         """See `ChainDraft.compute`."""
         assert isinstance(served, Decoder)
         hidden, streams = served.forward_tapped(batch, pool, self.head.taps)
         features = self.head.features_of(hidden, streams)
         self.head.features(self.pool).index_copy_(0, batch.t_slot, features)
+        if follow:
+            self.follow(own)
+        return hidden
+
+    def follow(self, own: ForwardBatch) -> None:
+        """See `ChainDraft.follow`."""
         entries = _entries(own)
         if len(entries.t_token):
             self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
-        return hidden
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """See `ChainDraft.logits`."""

@@ -133,15 +133,15 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         """The same by heads that guess all drafts of a row at once."""
         rows = plan.r_row[unknown.rows]
         known = plan.r_start[unknown.rows].astype(np.int64) - 1
-        logits = draft.logits(
-            torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(known), unknown.most
-        )
-        for place, scores in enumerate(logits.float().view(unknown.most, len(rows), -1)):
-            which = unknown.counts > place
-            outputs = plan.r_output[unknown.rows[which]] + place
-            scores = scores[torch.from_numpy(which)]
-            drafts = self._sampler.propose(scores, rows[which].tolist(), outputs.tolist())
-            plan.t_token[unknown.firsts[which] + 1 + place] = drafts.numpy()
+        most = int(unknown.counts.max())
+        which = torch.from_numpy(rows.astype(np.int64))
+        logits = draft.logits(which, torch.from_numpy(known), most)
+        for place, scores in enumerate(logits.float().view(most, len(rows), -1)):
+            some = unknown.counts > place
+            outputs = plan.r_output[unknown.rows[some]] + place
+            scores = scores[torch.from_numpy(some)]
+            drafts = self._sampler.propose(scores, rows[some].tolist(), outputs.tolist())
+            plan.t_token[unknown.firsts[some] + 1 + place] = drafts.numpy()
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""

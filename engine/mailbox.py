@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.core.naps import end_naps_on_time
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
@@ -71,10 +72,16 @@ class Staging:
         return values.to(self._device, non_blocking=True)
 
     def upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """Other values, likewise."""
-        host, own = self.room(values.shape, values.dtype)
-        host[...] = values
-        return self.send(own)
+        """Other values, likewise.
+
+        Each row of several begins at a multiple of 64 bytes: Triton compiles a kernel once more for
+        a pointer that is aligned otherwise, which takes seconds.
+        """
+        *rows, n = values.shape
+        unit = _ALIGNMENT // values.itemsize
+        host, own = self.room((*rows, -(-n // unit) * unit), values.dtype)
+        host[..., :n] = values
+        return self.send(own)[..., :n]
 
     def _pinned(self, size: int) -> torch.Tensor:
         on_gpu = self._device.type == "cuda"
@@ -89,12 +96,16 @@ class Mailbox:
         words: most int64 words of integers of a step.
         device: a GPU, or a CPU, for which nothing is pinned and nothing asynchronous.
         drafts: most of a step that the device finds, and words of the integers for that.
+
+    The thread that makes it is the one that waits.
     """
 
     def __init__(
         self, samples: int, words: int, device: torch.device, drafts: tuple[int, int] = (0, 0)
     ) -> None:
         self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            end_naps_on_time()
         #: For what else the step sends to the device.
         self.staging = Staging(device)
         #: The step's integers: the same memory as torch and as numpy see it.

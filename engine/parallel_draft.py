@@ -63,10 +63,16 @@ class ParallelDraft:
         self._hidden = torch.zeros(shape, dtype=heads.dtype, device=device)
 
     def compute(
-        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+        self,
+        served: Model,
+        batch: ForwardBatch,
+        pool: KVPool,
+        own: ForwardBatch,
+        *,
+        follow: bool = True,
     ) -> torch.Tensor:
-        """See `ChainDraft.compute`; heads compute nothing of a step."""
-        del own
+        """See `ChainDraft.compute`; heads have nothing to follow with."""
+        del own, follow
         hidden = served.forward(batch, pool)
         t_row, t_position, states = _rows_of(batch), batch.t_position, hidden
         if batch.logit_index is not None:

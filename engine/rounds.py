@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from tokenpod.engine.executor import Masks, StepResult, Words
 from tokenpod.engine.sampler import Samples
 
 Ints = npt.NDArray[np.integer[Any]]
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,29 +283,55 @@ def row_after_row(
     """
     if not there and not plan.drafts:
         return drawn
-    tokens, turns = list(drawn.tokens), [*rounds(plan)]
+    counted = _counted if plan.branches is None else _counted_of_trees
+    order, counts = counted(plan, drawn.tokens, there)
+    place = {i: n for n, (i, kept) in enumerate(zip(order, counts, strict=True)) if kept}
+    return replace(
+        drawn,
+        tokens=_kept(drawn.tokens, order, counts, UNSAMPLED),
+        logprobs=_kept(drawn.logprobs, order, counts, 0.0),
+        ranks=_kept(drawn.ranks, order, counts, 0) if drawn.ranks else [],
+        tops=sorted((place[i], ids, values) for i, ids, values in drawn.tops if i in place),
+    )
+
+
+def _counted(
+    plan: StepPlan, tokens: list[int], there: Mapping[int, int]
+) -> tuple[list[int], list[bool]]:
+    """[n] each, row after row: where a sample is round after round, and whether it counts."""
+    samples = plan.r_samples
+    places = np.arange(int(samples.max()))
+    has = places < samples[:, None]
+    at = has.T.cumsum().reshape(has.T.shape).T - 1
+    # [rows, places] whether there is a mask, and the sample before equals the draft.
+    right = np.ones_like(has)
+    for row, n in there.items():
+        right[row, n:] = False
+    if len(places) > 1:
+        firsts = (plan.r_tokens.cumsum() - samples)[:, None]
+        drafts = plan.t_token[np.where(has, firsts + places, 0)[:, 1:]]
+        right[:, 1:] &= np.array(tokens)[at[:, :-1]] == drafts
+    return at[has].tolist(), np.logical_and.accumulate(right, axis=1)[has].tolist()
+
+
+def _counted_of_trees(
+    plan: StepPlan, tokens: list[int], there: Mapping[int, int]
+) -> tuple[list[int], list[bool]]:
+    """The same, of each row what counts first."""
+    counts, turns = [True] * len(tokens), [*rounds(plan)]
     for turn in turns:
         before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
         for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
-            # What is no token is no draft, so that nothing after a wrong draft counts.
-            wrong = turn.place > 0 and tokens[before[i]] != drafts[i]
-            if wrong or turn.place >= there.get(row, turn.place + 1):
-                tokens[at] = UNSAMPLED
+            right = not turn.place or (counts[before[i]] and tokens[before[i]] == drafts[i])
+            counts[at] = right and turn.place < there.get(row, turn.place + 1)
     rows = np.concatenate([turn.rows for turn in turns])
-    # Of a tree what counts comes first, too.
-    order = np.lexsort((np.array(tokens) == UNSAMPLED, rows)).tolist()
-    place = {at: i for i, at in enumerate(order)}
-    return replace(
-        drawn,
-        tokens=[tokens[at] for at in order],
-        logprobs=[drawn.logprobs[at] if tokens[at] != UNSAMPLED else 0.0 for at in order],
-        ranks=[drawn.ranks[at] if tokens[at] != UNSAMPLED else 0 for at in order if drawn.ranks],
-        tops=sorted(
-            (place[at], ids, logprobs)
-            for at, ids, logprobs in drawn.tops
-            if tokens[at] != UNSAMPLED
-        ),
-    )
+    order = np.lexsort((~np.array(counts), rows)).tolist()
+    return order, [counts[at] for at in order]
+
+
+def _kept(values: list[T], order: list[int], counts: list[bool], none: T) -> list[T]:
+    """The values in this order, where they count."""
+    return [values[i] if kept else none for i, kept in zip(order, counts, strict=True)]
 
 
 class Drawing(ABC):

@@ -159,8 +159,7 @@ class Choosing:
             return 0.0, draws
         tokens, more = n + float(cost[draws].sum()), float(gain[draws].sum())
         others = n - drafting
-        small = self._costs.small(drafting * drafts / depth)
-        took = self._costs.of(tokens) + depth * small
+        took = self._costs.of(tokens) + self._costs.finding(drafting * drafts / depth, depth)
         if not self.overlaps:
             return (n + more) / took, draws
         if not others:

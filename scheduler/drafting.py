@@ -248,7 +248,7 @@ class Drafting:
             self._costs.note(step.plan.tokens, took - drafting_ns, drafts=n > 0, gap=step.gap)
             if drafting_ns:
                 most = max(depth_of(step.shape_of(row)) for row, _ in step.drafting)
-                self._costs.note_small(-(-n // most), drafting_ns // most)
+                self._costs.note_finding(-(-n // most), most, drafting_ns)
         for row, first in step.drafting:
             self._flying -= 1
             sequence = step.sequences[row]

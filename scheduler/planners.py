@@ -94,8 +94,8 @@ class Planners:
         return ledger
 
     def admit(self) -> None:
-        """Let in who may join; but what was swapped out never in a step that lacks room."""
-        if not self.queue.swapped or not self.batcher.lacks_room(self.slots_for_batcher):
+        """Let in who may join: nobody, and nothing that was swapped out, if a step lacks room."""
+        if self.queue.may_admit and not self.batcher.lacks_room(self.slots_for_batcher):
             self.queue.admit()
 
     def plan(self, step: StepBuilder) -> None:

@@ -60,6 +60,16 @@ class StepTimes:
         far = max(tokens / (2 * _SIZES[known[-1]]), 1.0)
         return float(far * np.interp(tokens, _SIZES[known], self._times[known]))
 
+    def in_line(self, number: float) -> float | None:
+        """The same of what grows with a number, from nothing, and does so beyond what is known."""
+        known = self._known
+        if not len(known):
+            return None
+        numbers, times = np.append(0, _SIZES[known]), np.append(0.0, self._times[known])
+        beyond = max(number - numbers[-1], 0) / (numbers[-1] - numbers[-2])
+        more = max(times[-1] - times[-2], 0.0) * beyond
+        return float(np.interp(number, numbers, times) + more)
+
     @property
     def _known(self) -> npt.NDArray[np.intp]:
         return np.flatnonzero(self._steps < self._until)
@@ -74,8 +84,8 @@ class Costs:
         #: Steps with drafts that were noted since this was last set to 0.
         self.tries = 0
         self._with, self._without = StepTimes(), StepTimes()
-        #: Of a draft model's small steps.
-        self._small = StepTimes()
+        #: Of a draft model's small steps, by the tokens of one: what so many of them take.
+        self._finding: dict[int, StepTimes] = {}
 
     def note(self, tokens: int, nanoseconds: int, *, drafts: bool, gap: int | None) -> None:
         """A step without prompts has settled.
@@ -87,20 +97,31 @@ class Costs:
             drafts: whether it had any.
             gap: see `Step.gap`.
         """
-        for times in (self._with, self._without, self._small):
+        for times in (self._with, self._without, *self._finding.values()):
             times.passed()
         self.tries += drafts
         (self._with if drafts else self._without).note(tokens, nanoseconds)
         if gap is not None:
             self.gap += (min(gap, 2 * self.gap + 100_000) - self.gap) / 8
 
-    def note_small(self, rows: int, nanoseconds: int) -> None:
-        """A draft model has taken so long to find one token of each of so many rows."""
-        self._small.note(rows, nanoseconds)
+    def note_finding(self, width: int, steps: int, nanoseconds: int) -> None:
+        """A draft model has taken so long for so many small steps, of so many tokens each."""
+        self._finding.setdefault(width, StepTimes()).note(steps, nanoseconds)
 
-    def small(self, rows: float) -> float:
-        """Nanoseconds of such a step; 0: unknown, or there is no draft model."""
-        return self._small.of(rows) or 0.0
+    def finding(self, width: float, steps: int) -> float:
+        """Nanoseconds of so many; 0: unknown, or there is no draft model.
+
+        Not all of it is in the small steps: the first one waits for the host.
+        """
+        found = {
+            own: took
+            for own, times in self._finding.items()
+            if (took := times.in_line(steps)) is not None
+        }
+        if not found:
+            return 0.0
+        widths = sorted(found)
+        return float(np.interp(width, widths, [found[own] for own in widths]))
 
     def of(self, tokens: float, *, drafts: bool = True) -> float:
         """Nanoseconds of a step; 0: unknown."""

@@ -10,7 +10,7 @@ those in the engine, and it is killed when its time is over. torch is not import
                        +-- a new one, once it has ended or its time was over
 
 There is a lane for each link. All come of one process, so what they know of the vocabulary is there
-once; forking is theirs, because it would hold up a process as large as the engine.
+once, and a new worker need not load anything; the engine starts a process once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import threading
-import time
 
 import constrained
 import jsonschema
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import row_by_row
 import torch
-from constrained import END, RANDOM, Client, Clock, ask, serve
+from constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compiling
 
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
@@ -324,8 +323,7 @@ def test_requests_that_are_compiled_at_once_begin_a_few_at_a_time_beside_others(
         waiting.append(len(loop.scheduler._constrained.held))
         if len(client.tokens[1]) == 3:
             go_on.set()
-            while not all(job.done for job in loop.masked._masks._compiler._jobs):
-                time.sleep(0.001)
+            wait_for_compiling(loop)
 
     asked = [ask(i, Regex("[ab]{3}"), new=5) for i in range(2, 12)]
     client = Client([ask(1, None, new=30), *asked])

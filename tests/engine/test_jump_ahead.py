@@ -10,12 +10,13 @@ import msgspec
 import pytest
 import row_by_row
 import torch
-from constrained import RANDOM, Client, ask, serve
+from constrained import RANDOM, Client, ask, serve, wait_for_compiling
 from demo_engine import load
 from guessing import drafting
 
 from tokenpod.core.constraints import Choice, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
+from tokenpod.engine.constraints import masked_steps
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
 #: Literal texts of bytes that seldom stand together leave a single token at many places.
@@ -43,6 +44,13 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_begin_at_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masked_steps, "_MOST_BEGINNING", None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +82,7 @@ def routed():
     return [msgspec.structs.replace(request, drafts=3) for request in made]
 
 
-SHAPE = {"rows": 17, "slots": 1600, "prefill": 64}
+SHAPE = {"rows": 17, "slots": 1600, "prefill": 64, "each_turn": wait_for_compiling}
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
+from pathlib import Path
 
 import constrained
 import numpy as np
 import pytest
 import torch
 from constrained import RANDOM, Client, ask, serve
+from harness import children_of
 
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
 from tokenpod.core.outputs import FinishCode
@@ -70,6 +73,27 @@ def test_one_that_could_not_be_started_is_started_for_the_next_constraint(monkey
         with pytest.raises(FileNotFoundError):
             trials.try_first(Regex("a"), 60)
     assert trials.try_first(Regex("a"), 60)
+
+
+def test_its_processes_end_with_the_first_and_others_take_their_place():
+    trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+    assert trials.try_first(Regex("a"), 60)
+    first = trials._process.pid
+    workers = [pid for lane in children_of(first) for pid in (lane, *children_of(lane))]
+    assert len(workers) == 3  # one of the first's own, the other lane and its worker
+    trials._process.kill()
+    while any(alive(pid) for pid in workers):
+        time.sleep(0.01)
+    with pytest.raises(Refused, match="could not be tried"):
+        trials.try_first(Regex("b"), 60)
+    assert trials.try_first(Regex("b"), 60)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_what_a_trial_has_prepared_is_compiled_alike(trials):

@@ -110,6 +110,22 @@ def test_a_running_row_may_take_the_watermark():
     assert driver.scheduler.load().preemptions == 0
 
 
+def test_nobody_joins_in_a_step_in_which_somebody_gives_way():
+    driver = Driver(slots=100, max_rows=20, prefill_tokens=200, admission=Optimistic)
+    for i in range(1, 11):
+        driver.submit(request(i, [i] * (11 if i == 1 else 8), max_new_tokens=30))
+    driver.turn()
+    driver.turn()
+    # 93 are held, and ten rows want one each; two more would leave 1 of 100 free.
+    driver.submit(request(11, [11] * 2, max_new_tokens=2))
+    driver.turn()
+    assert running(driver) == [*range(1, 10)]
+    assert driver.scheduler.load().preemptions == 1
+    driver.turn()
+    driver.drain()
+    assert len(driver.outputs(11)) == 2
+
+
 def test_the_lowest_priority_gives_way_before_the_last_arrival():
     driver = Driver(slots=60, max_rows=8, prefill_tokens=60, admission=Optimistic)
     driver.submit(request(1, [1] * 10, max_new_tokens=25, priority=-1))

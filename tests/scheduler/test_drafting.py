@@ -237,6 +237,21 @@ def test_a_request_that_wants_no_drafts_has_none():
     assert most == {1: 1, 2: 3}
 
 
+def test_what_finding_drafts_takes_is_learned_by_their_number():
+    """Of which some is there for the first one alone."""
+    costs = Costs()
+    assert costs.finding(1, 4) == 0
+    for steps, took in ((2, 980), (6, 1940)):
+        costs.note(1 + steps, 5000, drafts=True, gap=None)
+        costs.note_finding(1, steps, took)
+    expected = {1: 490, 2: 980, 4: 1460, 6: 1940, 8: 2420}
+    assert {n: costs.finding(1, n) for n in expected} == pytest.approx(expected)
+    # Of more rows, of which only few drafts are known, in proportion.
+    costs.note_finding(4, 2, 1200)
+    assert costs.finding(4, 6) == pytest.approx(3600)
+    assert costs.finding(2, 2) == pytest.approx(980 + 220 / 3)
+
+
 @pytest.mark.parametrize(("small", "expected"), [(None, {1: 3, 2: 3}), (0.1, {1: 1, 2: 3})])
 def test_a_constrained_row_has_no_drafts_that_are_not_known_yet(small, expected):
     limits = Limits(slots=200, max_rows=2, max_positions=100, prefill_tokens=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -160,6 +161,12 @@ class Priced:
     def launch(self, plan):
         self._clock.now += self._price(plan)
         return self._executor.launch(plan)
+
+
+def wait_for_compiling(loop):
+    """After a turn: let what was asked for be compiled, so that all of it begins together."""
+    while not all(job.done for job in loop.masked._masks._compiler._jobs):
+        time.sleep(0.001)
 
 
 def serve(

@@ -108,13 +108,7 @@ def test_what_is_swapped_is_not_computed_again():
         assert swapped.wasted_tokens < plain.wasted_tokens
 
 
-#: Ours, TGI's, vLLM's and LightLLM's; the others take as long.
-USUAL = [("exact", "mixed"), ("reserve", "alternate"), ("optimistic", "mixed")]
-USUAL += [("past_future", "mixed")]
-OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in USUAL]
-
-
-@pytest.mark.parametrize(("admission", "turns"), USUAL + OTHERS)
+@pytest.mark.parametrize(("admission", "turns"), PAIRS)
 def test_every_request_gets_its_tokens_in_its_turn(admission, turns):
     walk(admission, turns, 5000, seed=len(admission))
 

@@ -22,6 +22,8 @@ from tokenpod.engine.executor import Executor
 
 #: Those that are run where kernels are interpreted, and take seconds there.
 INTERPRETED_SCENES = ("found_drafts", "trees", "found_trees", "masks")
+#: Those that two ranks run on a device: others have all that these leave out.
+DEVICE_RANKS_SCENES = tuple(name for name in SCENES if name not in ("plain", "drafts"))
 
 
 def cases() -> Iterator[Any]:
@@ -69,9 +71,27 @@ def scene(request, folder, expected, executors) -> Scene:
     return Scene(executors[kind], expected.tokens, step_scenes.table_of(folder), tops)
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("device", marks=pytest.mark.slow)])
-def ranks(request, folder, expected) -> list[dict[str, Told]]:
-    return step_scenes.run(request.param, folder, free_port(), expected.tokens)
+def rank_cases() -> Iterator[Any]:
+    """Scenes of two ranks of hosts, and of devices."""
+    for name in SCENES:
+        yield pytest.param("cpu", name)
+    for name in DEVICE_RANKS_SCENES:
+        yield pytest.param("device", name, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def told_by_ranks() -> dict[str, list[dict[str, Told]]]:
+    """By kind: pytest would run two ranks for each scene."""
+    return {}
+
+
+@pytest.fixture
+def ranks(request, folder, expected, told_by_ranks) -> list[dict[str, Told]]:
+    kind, names = request.param, tuple(SCENES)
+    if kind not in told_by_ranks:
+        names = names if kind == "cpu" else DEVICE_RANKS_SCENES
+        told_by_ranks[kind] = step_scenes.run(kind, folder, free_port(), expected.tokens, names)
+    return told_by_ranks[kind]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +121,7 @@ def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, wanted):
     check(name, Told.by(SCENES[name](scene)), wanted[name])
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(("ranks", "name"), [*rank_cases()], indirect=["ranks"])
 def test_two_ranks_come_to_the_tokens_of_one(name, ranks, wanted):
     leader, follower = ranks
     check(name, leader[name], wanted[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import DEVICE
 
 from tokenpod.kernels import reference as plain
 from tokenpod.kernels.adapter_ops import AdapterWeights, Added
@@ -23,7 +24,7 @@ def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
     generator = torch.Generator().manual_seed(seed)
     parts, outputs = len(rows), sum(rows)
     numbers = parts * inputs + outputs + 16
-    slots = torch.randn(SLOTS, rank + 1, numbers, generator=generator).to(dtype)
+    slots = torch.randn(SLOTS, rank + 1, numbers, generator=generator).to(DEVICE, dtype)
     down = slots[:, 1:, : parts * inputs].view(SLOTS, rank, parts, inputs).transpose(1, 2)
     return AdapterWeights(
         down=down,
@@ -50,10 +51,12 @@ CASES = {
 def test_it_adds_what_the_reference_adds(case, dtype, by_row):
     adapters, rows, inputs, rank, cut, bias = CASES[case]
     weights = weights_of(rows, inputs, rank, dtype, bias=bias)
-    x = torch.randn(len(adapters), inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(len(adapters), inputs, generator=torch.Generator().manual_seed(1))
+    x = x.to(DEVICE, dtype)
     # One slot has all ranks; others fewer, and what lies beyond is an older adapter's.
-    ranks = torch.tensor([rank, max(rank // 3, 1), rank - 1], dtype=torch.int32)
-    t_adapter = torch.tensor(adapters)
+    numbers = [rank, max(rank // 3, 1), rank - 1]
+    ranks = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+    t_adapter = torch.tensor(adapters, device=DEVICE)
     expected = reference.adapt(x, weights, reference.plan_adapters(t_adapter, ranks))
     found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut._replace(by_row=by_row)))
     assert found.dtype == dtype
@@ -65,10 +68,11 @@ def test_it_adds_what_the_reference_adds(case, dtype, by_row):
 def test_what_a_plan_says_follows_from_its_tensors_alone():
     """A captured step reads both again: its launches are the same for any adapters."""
     weights = weights_of((24,), 40, 16, torch.float32)
-    x = torch.randn(6, 40)
+    x = torch.randn(6, 40, device=DEVICE)
+    ranks = torch.tensor([16, 16, 16], device=DEVICE)
     shapes = set()
     for slots in ([0] * 6, [1, 2, 3, 1, 2, 3], [2] * 6):
-        plan = plan_adapters(torch.tensor(slots), torch.tensor([16, 16, 16]), SMALL)
+        plan = plan_adapters(torch.tensor(slots, device=DEVICE), ranks, SMALL)
         assert plan.tiles[:, 2].sum() == 6
         shapes.add((plan.order.shape, plan.tiles.shape))
         assert adapt(x, weights, plan).shape == (6, 24)
@@ -77,8 +81,10 @@ def test_what_a_plan_says_follows_from_its_tensors_alone():
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 100])
 def test_each_token_is_in_one_tile_of_its_adapter(tokens):
-    t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=torch.Generator().manual_seed(2))
-    plan = plan_adapters(t_adapter, torch.ones(SLOTS, dtype=torch.int32), SMALL)
+    generator = torch.Generator().manual_seed(2)
+    t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=generator).to(DEVICE)
+    ranks = torch.ones(SLOTS, dtype=torch.int32, device=DEVICE)
+    plan = plan_adapters(t_adapter, ranks, SMALL)
     seen = []
     for slot, first, length, _ in plan.tiles.tolist():
         own = plan.order[first : first + length].tolist()
@@ -89,8 +95,9 @@ def test_each_token_is_in_one_tile_of_its_adapter(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 def test_few_tokens_are_planned_as_many_are(tokens, monkeypatch):
-    t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=torch.Generator().manual_seed(3))
-    ranks = torch.tensor([20, 0, 16], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(3)
+    t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=generator).to(DEVICE)
+    ranks = torch.tensor([20, 0, 16], dtype=torch.int32, device=DEVICE)
     found = plan_adapters(t_adapter, ranks, SMALL)
     monkeypatch.setattr(adapters, "MOST_PLANNED", 0)
     expected = plan_adapters(t_adapter, ranks, SMALL)
@@ -122,13 +129,13 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
     generator = torch.Generator().manual_seed(4)
 
     def draw(*shape):
-        return torch.randn(shape, generator=generator).to(dtype) * 0.3
+        return (torch.randn(shape, generator=generator).to(dtype) * 0.3).to(DEVICE)
 
     rows, inputs, rank = (48, 16, 16), 64, 24
     x, stream = draw(len(t_adapter), inputs), draw(len(t_adapter), 80)
     weight, bias, norm = draw(80, inputs), draw(80), RowNorm(draw(inputs), 1e-5)
-    ranks = torch.tensor([rank, 5, 17], dtype=torch.int32)
-    slots = torch.tensor(t_adapter)
+    ranks = torch.tensor([rank, 5, 17], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor(t_adapter, device=DEVICE)
     cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row)
     plan = plan_adapters(slots, ranks, cut)
     seen = plain.plan_adapters(slots, ranks)
@@ -161,9 +168,10 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_products_with_a_weight_of_their_adapter_are_those_of_the_reference(tokens):
     generator = torch.Generator().manual_seed(5)
-    weights = torch.randn(SLOTS, 100, 40, generator=generator)
-    x = torch.randn(tokens, 40, generator=generator)
-    t_adapter, has = torch.arange(tokens) % 5, torch.tensor([1, 0, 1], dtype=torch.int32)
+    weights = torch.randn(SLOTS, 100, 40, generator=generator).to(DEVICE)
+    x = torch.randn(tokens, 40, generator=generator).to(DEVICE)
+    t_adapter = torch.arange(tokens, device=DEVICE) % 5
+    has = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     own = (t_adapter == 1) | (t_adapter == 3)  # slot 2 has none, and there is no fourth
     found = adapter_heads.own_linear(x, weights, t_adapter, has)[own]
     expected = reference.own_linear(x, weights, t_adapter, has)[own]

@@ -25,9 +25,10 @@ from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 #: Of the usual time of a forward: until then masks of its step may come, and where it is over when
 #: `launch` returns, so much longer. The sampler and the next step must be launched in time.
 _WITHIN, _BEYOND = 0.75, 0.1
-#: Requests that begin in a turn, while others run: each makes a step longer, and a dozen that have
-#: been compiled meanwhile made one of 32 rows take a quarter more of an H200's time.
-_MOST_BEGINNING = 4
+#: Requests that begin in a turn, while others run: each makes a step longer. On an H200, beside 200
+#: schemas, the 99th percentile of 32 streams' gaps was 5.54 ms with four in a turn, 5.56 with
+#: eight, 5.82 with all; but with four, 64 rows that come at once are long in coming together.
+_MOST_BEGINNING = 8
 #: Weight of the newest forward in the usual time.
 _SMOOTHING = 0.1
 #: Before any is known.

@@ -32,7 +32,9 @@ class SlotRows:
     @staticmethod
     def can_move(tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are such tensors, and there are any."""
-        return bool(tensors) and all(each[0].nbytes % 4 == 0 and each.is_contiguous() for each in tensors)
+        return bool(tensors) and all(
+            each[0].nbytes % 4 == 0 and each.is_contiguous() for each in tensors
+        )
 
     def rows(self, n: int) -> torch.Tensor:
         """[n, bytes] uint8: room for n tokens."""

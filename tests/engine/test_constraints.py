@@ -19,7 +19,7 @@ from constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compili
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FinishCode
-from tokenpod.engine.constraints import cache
+from tokenpod.engine.constraints import cache, masked_steps
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.library import LimitReached
 from tokenpod.models import load as loading
@@ -311,7 +311,8 @@ def test_compiled_constraints_are_cached_by_content(model):
     assert client.load.masks.compiled <= 4
 
 
-def test_requests_that_are_compiled_at_once_begin_a_few_at_a_time_beside_others(model):
+def test_requests_that_are_compiled_at_once_begin_a_few_at_a_time_beside_others(model, monkeypatch):
+    monkeypatch.setattr(masked_steps, "_MOST_BEGINNING", 4)
     go_on, waiting = threading.Event(), []
 
     class Library(Guidance):

@@ -45,7 +45,7 @@ def loaded(folder, device=CPU):
     return served, load_draft(options_of(folder), served, 64, device)
 
 
-@pytest.mark.parametrize("tree", [0, 5])
+@pytest.mark.parametrize("tree", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_what_an_engine_drafts_is_what_the_definition_says(predicting, tree):
     """In pieces of prompts, behind a prefix of the cache, and behind wrong drafts."""
     served, head = loaded(predicting.folder)

@@ -45,6 +45,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [False, True])
@@ -118,7 +119,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.sampled(3, "gpu")
+@pytest.mark.sampled(7, "gpu")
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [False, True])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock
 
@@ -23,6 +24,16 @@ _ANSWER_SECONDS = 30.0
 _NICE = 10
 
 
+@dataclass(slots=True)
+class Lanes:
+    """Those of one process, while nobody uses them."""
+
+    process: subprocess.Popen[bytes]
+    quick: SimpleQueue[Link[Tried]] = field(default_factory=SimpleQueue)
+    #: For constraints that take long.
+    dear: SimpleQueue[Link[Tried]] = field(default_factory=SimpleQueue)
+
+
 class Trials:
     """Lanes for trials, which start with the first. Used by as many threads as there are lanes.
 
@@ -36,16 +47,14 @@ class Trials:
         nice = [0] * quick + [_NICE]
         self._begin = Begin(len(tokens), {token: tokens[token] for token in special}, nice)
         self._lock = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._quick: SimpleQueue[Link[Tried]] = SimpleQueue()
-        self._dear: SimpleQueue[Link[Tried]] = SimpleQueue()
+        self._lanes: Lanes | None = None
 
-    def start(self) -> None:
+    def start(self) -> Lanes:
         """Wait until all lanes are there. Raises OSError, LinkClosed and TooLong."""
         with self._lock:
-            if self._process is not None:
-                return
-            process, links = self._lanes()
+            if self._lanes is not None:
+                return self._lanes
+            process, links = self._begun()
             try:
                 for link in links:
                     receive(link, START_SECONDS)
@@ -53,10 +62,10 @@ class Trials:
                 process.kill()
                 process.wait()
                 raise
-            self._quick, self._dear = SimpleQueue(), SimpleQueue()
+            lanes = self._lanes = Lanes(process)
             for link, nice in zip(links, self._begin.nice, strict=True):
-                (self._dear if nice else self._quick).put(link)
-            self._process = process
+                (lanes.dear if nice else lanes.quick).put(link)
+            return lanes
 
     def try_first(self, constraint: Constraint, seconds: float, *, dear: bool = False) -> str:
         """What `Library.compile` takes besides. Raises Refused and TooLong.
@@ -66,24 +75,24 @@ class Trials:
             seconds: for this.
             dear: at a low priority, behind others of that kind.
         """
-        self.start()
-        lanes = self._dear if dear else self._quick
-        link = lanes.get()
+        lanes = self.start()
+        free = lanes.dear if dear else lanes.quick
+        link = free.get()
         try:
             link.send(Try(constraint, seconds))
             answer = receive(link, seconds + _ANSWER_SECONDS)
         except (LinkClosed, TooLong):
-            self._end()
+            self._end(lanes)
             raise Refused("it could not be tried") from None
         finally:
-            lanes.put(link)
+            free.put(link)
         if answer.late:
             raise TooLong
         if answer.problem:
             raise Refused(answer.problem)
         return answer.prepared
 
-    def _lanes(self) -> tuple[subprocess.Popen[bytes], list[Link[Tried]]]:
+    def _begun(self) -> tuple[subprocess.Popen[bytes], list[Link[Tried]]]:
         pairs = [socket.socketpair() for _ in self._begin.nice]
         numbers = [theirs.fileno() for _, theirs in pairs]
         try:
@@ -97,10 +106,13 @@ class Trials:
         links[0].send(self._begin)
         return process, links
 
-    def _end(self) -> None:
-        """A lane is gone, which is not a constraint's doing: all begin anew with the next one."""
+    def _end(self, lanes: Lanes) -> None:
+        """One is gone, which is not a constraint's doing: all begin anew with the next one.
+
+        Others that waited for one of these lanes may find that later, too.
+        """
         with self._lock:
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-                self._process = None
+            if self._lanes is lanes:
+                lanes.process.kill()
+                lanes.process.wait()
+                self._lanes = None

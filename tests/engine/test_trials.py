@@ -78,14 +78,28 @@ def test_one_that_could_not_be_started_is_started_for_the_next_constraint(monkey
 def test_its_processes_end_with_the_first_and_others_take_their_place():
     trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
     assert trials.try_first(Regex("a"), 60)
-    first = trials._process.pid
-    workers = [pid for lane in children_of(first) for pid in (lane, *children_of(lane))]
+    first = trials.start().process
+    workers = [pid for lane in children_of(first.pid) for pid in (lane, *children_of(lane))]
     assert len(workers) == 3  # one of the first's own, the other lane and its worker
-    trials._process.kill()
+    first.kill()
     while any(alive(pid) for pid in workers):
         time.sleep(0.01)
     with pytest.raises(Refused, match="could not be tried"):
         trials.try_first(Regex("b"), 60)
+    assert trials.try_first(Regex("b"), 60)
+
+
+def test_who_finds_late_that_lanes_are_gone_does_not_end_their_successors():
+    trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+    old = trials.start()
+    old.process.kill()
+    with pytest.raises(Refused, match="could not be tried"):
+        trials.try_first(Regex("b"), 60)
+    new = trials.start()
+    # Another thread had waited for one of the old lanes, and finds now that it is gone.
+    trials._end(old)
+    assert trials.start() is new
+    assert new.process.poll() is None
     assert trials.try_first(Regex("b"), 60)
 
 

@@ -23,6 +23,7 @@ import torch
 from tokenpod.core.capacity import STAGING_BYTES, STAGING_PIECES
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.host_copies import HostCopies
+from tokenpod.engine.mailbox import upload
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.slots import SlotRows
@@ -134,10 +135,7 @@ class DeviceCopies(HostCopies):
         self._coming.append((step, there))
 
     def _indices(self, values: np.ndarray) -> torch.Tensor:
-        source = torch.from_numpy(values)
-        if self._queue is not None:
-            source = source.pin_memory()
-        return source.to(self._device, non_blocking=True)
+        return upload(values, self._device)
 
     def _beside(self) -> AbstractContextManager[object]:
         """What is queued within goes to the copies' queue."""

@@ -37,7 +37,7 @@ from tokenpod.engine.graphs import (
 )
 from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
-from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.mailbox import Flight, Mailbox, upload
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Unknown, unmasked_rounds
@@ -396,10 +396,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         )
 
     def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
-        source = torch.as_tensor(values)
-        if self._device.type == "cuda":
-            source = source.pin_memory()
-        return source.to(self._device, non_blocking=True)
+        return upload(values, self._device)
 
     def _padding(self, counts: Counts) -> torch.Tensor:
         host = np.zeros(counts.words, np.int64)

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.engine.mailbox import upload
+
 #: Tokens of one row, and what is added to their scores: [m] each.
 Edits = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
@@ -43,12 +45,3 @@ def enter_rows(
         edited, told = sent[-2 * m : -m], sent[-m:]
         edit_ids.view(-1).index_copy_(0, edited, told.view(torch.int32)[::2])
         edit_values.view(-1).index_copy_(0, edited, told.view(torch.float32)[1::2])
-
-
-def upload(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The values on a device, in the order of its stream and without waiting for it."""
-    source = torch.from_numpy(values)
-    if device.type == "cuda":
-        # Pinned memory is not used again before the copy is done.
-        source = source.pin_memory()
-    return source.to(device, non_blocking=True)

@@ -23,7 +23,8 @@ from tokenpod.core.sampling import (
     SamplingTable,
 )
 from tokenpod.engine.device_launches import Asked, Launches, Tiles
-from tokenpod.engine.device_rows import enter_rows, upload
+from tokenpod.engine.device_rows import enter_rows
+from tokenpod.engine.mailbox import upload
 from tokenpod.engine.sampler import LeaderTokens, Sampler, Samples, edits_of
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens

@@ -38,6 +38,15 @@ class Posted:
     scored: dict[int, PromptScores]
 
 
+def upload(values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values on a device, in the order of the current stream and without waiting for it."""
+    source = torch.as_tensor(values)
+    if device.type == "cuda":
+        # Pinned memory is not used again before the copy is done.
+        source = source.pin_memory()
+    return source.to(device, non_blocking=True)
+
+
 class Staging:
     """Pinned memory through which a step's other values go to a device, one behind the other.
 

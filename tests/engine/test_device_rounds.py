@@ -22,6 +22,24 @@ ROWS += [(1, False, 0), (2, True, 3)]
 PARAMS = [SamplingParams(), sampled(temperature=0.7), sampled(top_k=20), sampled(top_p=0.9)] * 2
 
 
+def behind_the_first(plan, logits, first, sampler, last, *, joined):
+    """What is drawn behind each row's first token, but for rows that wait for masks."""
+    drawing = DeviceDrawing(
+        plan,
+        logits,
+        plan.sampling,
+        first,
+        torch.from_numpy(plan.t_token.astype(np.int64)).to(DEVICE),
+        sampler=sampler,
+        last_token=last,
+        staging=Staging(DEVICE),
+    )
+    if not joined:
+        drawing._may_join = lambda turns: False
+    drawing.draw(unmasked_rounds(plan)[1:])
+    return drawing
+
+
 def drawn(logits, masks, drafts, *, joined, masked=True):
     """What a step comes to, and each row's last token."""
     planned = [
@@ -41,19 +59,7 @@ def drawn(logits, masks, drafts, *, joined, masked=True):
         positions = torch.zeros_like(rows)
         first = sampler.sample(logits[: len(rows)], rows, positions)
         last[rows[rows < len(last) - 1]] = first.tokens[rows < len(last) - 1]
-    drawing = DeviceDrawing(
-        plan,
-        logits,
-        plan.sampling,
-        first,
-        torch.from_numpy(plan.t_token.astype(np.int64)).to(DEVICE),
-        sampler=sampler,
-        last_token=last,
-        staging=Staging(DEVICE),
-    )
-    if not joined:
-        drawing._may_join = lambda turns: False
-    drawing.draw(unmasked_rounds(plan)[1:])
+    drawing = behind_the_first(plan, logits, first, sampler, last, joined=joined)
     if plan.r_masked.any():
         drawing.draw(masked_rounds(plan), masks)
     tokens, logprobs = drawing.drawn.tokens.tolist(), drawing.drawn.logprobs.tolist()
@@ -127,19 +133,7 @@ def drawn_of_trees(logits, drafts, *, joined):
     rows = torch.arange(len(SHAPES), device=DEVICE)
     first = sampler.sample(logits[: len(rows)], rows, torch.zeros_like(rows))
     last[rows] = first.tokens
-    drawing = DeviceDrawing(
-        plan,
-        logits,
-        plan.sampling,
-        first,
-        torch.from_numpy(plan.t_token.astype(np.int64)).to(DEVICE),
-        sampler=sampler,
-        last_token=last,
-        staging=Staging(DEVICE),
-    )
-    if not joined:
-        drawing._may_join = lambda turns: False
-    drawing.draw(unmasked_rounds(plan)[1:])
+    drawing = behind_the_first(plan, logits, first, sampler, last, joined=joined)
     tokens, logprobs = drawing.drawn.tokens.tolist(), drawing.drawn.logprobs.tolist()
     result = row_after_row(plan, StepResult(tokens, logprobs, tops=[]))
     return result.tokens, [round(value, 4) for value in result.logprobs], last.tolist()

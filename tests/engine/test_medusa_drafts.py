@@ -12,12 +12,10 @@ import stepping
 import torch
 from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
 from harness import free_port
-from head_drafts import MOST, Watching, answer
-from interpreted import DEVICE
+from head_drafts import MOST, answer, check_that_devices_draft_alike
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.core.plan import LAST
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import assemble
@@ -155,21 +153,7 @@ def small(tmp_path_factory):
 @pytest.mark.slow
 def test_a_device_drafts_what_a_host_drafts(small):
     folder, heads = small
-    told = []
-    for kind in ("fast", "device"):
-        device = CPU if kind == "fast" else DEVICE
-        executor = Watching(step_scenes.make(kind, folder, device, head=heads))
-        rows = stepping.rows_of(stepping.requests(tops=False))
-        # The first prompt has one token; the others are computed in two pieces.
-        whole = [(row, row.prompt(0, 1 + row.row)) for row in rows]
-        stepping.run_step(executor, whole)
-        rest = [(row, row.prompt(1 + row.row, len(row.request.prompt))) for row in rows[1:]]
-        stepping.run_step(executor, [*rest, (rows[0], rows[0].step())])
-        stepping.go_on(executor, rows, lambda row, outputs: [LAST] * [2, 3, 0][row])
-        told.append(([row.outputs for row in rows], executor.drafts()))
-        assert len(told[-1][1]) > 5
-        assert all(LAST not in drafts for drafts in told[-1][1].values())
-    assert told[0] == told[1]
+    check_that_devices_draft_alike(folder, heads, drafts=(2, 3, 0))
 
 
 def test_two_ranks_with_heads_come_to_the_tokens_of_one(small):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import step_scenes
+import stepping
 import torch
 from demo_engine import CPU, POSITIONS, Recorder
+from interpreted import DEVICE
 
+from tokenpod.core.plan import LAST
 from tokenpod.engine.draft import draft_of
 from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.host_executor import HostExecutor
@@ -92,3 +96,22 @@ def answer(served, asked, head=None, prefill=8, most=MOST, tree=0):
         found.append(executor.drafts())
     assert link.done
     return link, found
+
+
+def check_that_devices_draft_alike(folder, head, drafts):
+    """What a device drafts of three rows, so many tokens each, is what a host drafts."""
+    told = []
+    for kind in ("fast", "device"):
+        device = CPU if kind == "fast" else DEVICE
+        executor = Watching(step_scenes.make(kind, folder, device, head=head))
+        rows = stepping.rows_of(stepping.requests(tops=False))
+        # The first prompt has one token; the others are computed in two pieces.
+        whole = [(row, row.prompt(0, 1 + row.row)) for row in rows]
+        stepping.run_step(executor, whole)
+        rest = [(row, row.prompt(1 + row.row, len(row.request.prompt))) for row in rows[1:]]
+        stepping.run_step(executor, [*rest, (rows[0], rows[0].step())])
+        stepping.go_on(executor, rows, lambda row, outputs: [LAST] * drafts[row])
+        told.append(([row.outputs for row in rows], executor.drafts()))
+        assert len(told[-1][1]) > 5
+        assert all(LAST not in found for found in told[-1][1].values())
+    assert told[0] == told[1]

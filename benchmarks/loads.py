@@ -1,4 +1,4 @@
-"""Lengths of requests, when they arrive, and what is told of a run that served them."""
+"""Lengths of requests, when they arrive, and the figures of a run that served them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ HEAD = "head"
 class Division(Enum):
     """How parallel ranks divide an axis."""
 
-    #: Every rank has all of it.
+    #: Each rank holds it whole.
     WHOLE = "whole"
     #: Into equal parts.
     EVEN = "even"

@@ -105,7 +105,7 @@ class RadixTree:
         self._clock = 0
         #: Hears of what is added and removed; None: nobody asks.
         self.log: BlockLog | None = None
-        #: Is told of a leaf whose tokens are evicted but for the first so many, before they are.
+        #: Called with a leaf and how many of its tokens stay, before the others are evicted.
         self.spill: Callable[[Node, int], None] | None = None
 
     @property

@@ -274,7 +274,7 @@ class Scheduler:
         """
         settled = Settled()
         if self.kv.table.constrained:
-            # What has become of constraints is told no later than the answer to a router's step.
+            # Ends by constraints are published no later than the answer to a router's step.
             settled, self._events = self._events, settled
         took = self._clock.settled(step.planned_at, now)
         self._pace.note(step.prompt_tokens, took)

@@ -266,7 +266,7 @@ class Settings(BaseSettings):
     """A small model, an EAGLE-3 head or Medusa heads that draft instead of n-grams: a folder, or a
     name that is in the local Hugging Face cache; or mtp, the layer of the served model's own
     checkpoint that predicts further tokens. A model's vocabulary must be the served one's; each
-    rank has all of it."""
+    rank holds it whole."""
     draft_tree: int = _memory(0, ge=0, le=31)
     """Drafts of a sequence in a step if they are a tree: several for one place, from draft-model,
     more than speculate in all. Few sequences at a time have trees, where these pay. 0: none."""

@@ -58,7 +58,7 @@ def stack_of(
 
 
 class StoredArguments(NamedTuple):
-    """What `expert_products.product` is told of a weight, and of inputs that it may round."""
+    """What `expert_products.product` needs to know of a weight, and of inputs that it may round."""
 
     x: torch.Tensor
     x_scale: torch.Tensor

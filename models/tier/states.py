@@ -63,7 +63,7 @@ class RowStates(KVPool):
         slots: what the scheduler hands out.
         dtype: of the model.
         device: of the model.
-        unused: what other pools are told.
+        unused: arguments of other pools.
     """
 
     def __init__(

@@ -157,7 +157,7 @@ class StepExecutor(ABC, Generic[S]):
 
     @abstractmethod
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
-        """Find the drafts that a plan leaves open: a small step for each of `Unknown.levels`."""
+        """Find the drafts that a plan leaves open: small step after small step, see `Asked`."""
 
     @abstractmethod
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:

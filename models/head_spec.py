@@ -1,4 +1,4 @@
-"""What every head that drafts tells of itself: EAGLE-3's (`eagle`), and layers for it (`mtp`)."""
+"""What is known of every head that drafts: EAGLE-3's (`eagle`), and layers for it (`mtp`)."""
 
 from __future__ import annotations
 

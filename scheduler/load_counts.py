@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself: the counts that go to the service with every step."""
+"""A scheduler's load: the counts that go to the service with every step."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from functools import cache, lru_cache
 
-#: How often the guesses behind a right one are right, the likeliest first: what the draft models
-#: and heads of `benchmarks/draft_pair.py` came to.
+#: How often the guesses behind a right one are right, the likeliest first: an estimate. What a
+#: trained pair comes to is printed by `benchmarks/draft_pair.py`.
 CHANCES = (0.75, 0.11, 0.045, 0.025)
 
 #: A shape: of each draft, the number of the one that it follows, from 1; 0: the last known token.

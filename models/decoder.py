@@ -186,7 +186,7 @@ def _embedding(
 
     def embed(batch: ForwardBatch) -> torch.Tensor:
         added = adapters.embedded(batch) if adapters is not None else None
-        x = ops.embed(table, batch.t_token, added and added.add)
+        x = ops.embed(table, batch.t_token, added.add if added is not None else None)
         if copies is not None and batch.t_adapter is not None:
             x = copies.embedded(x, batch.t_token, batch.t_adapter, ops.embed)
         if scale != 1.0 and not spec.scales_given:

@@ -269,7 +269,8 @@ class AdapterStore:
         """What is added to rows of the embedding."""
         if self.vocabulary is None or step.t_adapter is None:
             return None
-        weights, ranks = (x[EMBEDDING] for x in (self.vocabulary.weights, self.vocabulary.ranks))
+        own = self.vocabulary
+        weights, ranks = own.weights[EMBEDDING], own.ranks[EMBEDDING]
         return AddedRows(weights, step.t_adapter, ranks, self._ops.adapt_rows)
 
 

@@ -45,7 +45,9 @@ class TableBase:
 
 def base_tables(file: TensorFile, targets: Targets) -> dict[str, str]:
     """Modules, and names of the base's own tables that an adapter's file has for them."""
-    named = {module_name(name.removesuffix(BASE)): name for name in file.entries if BASE in name}
+    named = {
+        module_name(name.removesuffix(BASE)): name for name in file.entries if name.endswith(BASE)
+    }
     return {module: name for module, name in named.items() if module in targets.tables}
 
 

@@ -23,12 +23,28 @@ from tokenpod.models.shard import WHOLE, Shard
 
 TOLERANCE = 2e-5
 SPACE = Space(slots=3, rank=8, vocabulary=True)
-BASES = ("llama", "llama-grouped-tied", "gemma2")
-#: What is adapted by the first adapter, and by the second.
-TARGETS = (
-    {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "rank_pattern": {"lm_head": 6}},
-    {"target_modules": ["embed_tokens"], "use_rslora": True, "alpha_pattern": {"embed_tokens": 5}},
-)
+#: What the embedding and the head, and a product, are called.
+NAMES = ("embed_tokens", "lm_head", "q_proj")
+BASES = {
+    "llama": NAMES,
+    "llama-grouped-tied": NAMES,
+    "gemma2": NAMES,
+    # Its embedding is scaled after given ones have taken their places.
+    "granite": NAMES,
+    # Its embedding has another width than its layers.
+    "opt-350m": ("embed_tokens", "lm_head", "fc1"),
+    "gpt-neox": ("embed_in", "embed_out", "dense_h_to_4h"),
+}
+
+
+def targets_of(base: str) -> tuple[dict[str, Any], ...]:
+    """What is adapted by the first adapter, and by the second."""
+    embedding, head, product = BASES[base]
+    rooted = {"use_rslora": True, "alpha_pattern": {embedding: 5}}
+    return (
+        {"target_modules": [embedding, head, product], "rank_pattern": {head: 6}},
+        {"target_modules": [embedding], **rooted},
+    )
 
 
 def load(folder: Path, space: Space | None = SPACE, **more: Any):
@@ -73,16 +89,19 @@ def by_peft(golden, tmp_path_factory):
     return make
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("base", BASES)
 def test_rows_have_what_peft_makes_of_their_adapter(base, golden, schedule, text, by_peft):
     """Two adapters and none in one step; a tied table, and one that is scaled."""
     folder, texts = golden(base).folder, [text(7), text(5, seed=1), text(6, seed=2)]
     model, expected = load(folder), []
-    for number, (tokens, settings) in enumerate(zip(texts, TARGETS, strict=False), start=1):
+    both = zip(texts, targets_of(base), strict=False)
+    for number, (tokens, settings) in enumerate(both, start=1):
         adapter, wanted = by_peft(folder, tokens, **settings)
         # PEFT saves the base's own tables beside the factors.
         names = load_file(adapter / "adapter_model.safetensors")
-        assert any(name.endswith("embed_tokens.base_layer.weight") for name in names)
+        beside = any(name.endswith(".base_layer.weight") for name in names)
+        assert beside == ("embed_tokens" in BASES[base])
         put(model, adapter, number)
         expected.append(wanted)
     expected += scores(schedule, load(folder, None), [0], texts[2:])

@@ -122,6 +122,9 @@ class Settings(BaseSettings):
     max_adapter_heads: int = _memory(0, ge=0, le=1024)
     """Adapters among max-adapters that may bring a whole embedding or head of their own
     (modules_to_save). Memory for both is taken for each; 0: such adapters are refused."""
+    lora_vocabulary: bool = _memory(False)
+    """Take LoRA adapters of the embedding and the head too (target modules embed_tokens and
+    lm_head). Each of max-adapters takes memory for both; without it such adapters are refused."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits

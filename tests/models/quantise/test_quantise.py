@@ -76,6 +76,19 @@ def test_what_is_written_is_served_and_near(name, group, held, most, dense, tmp_
     assert listed["model.safetensors"] == digest_of(folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_what_is_written_is_what_is_made_while_loading(name, dense, tmp_path):
+    """The same numbers, scales and rounding of inputs. (int4's scales are bfloat16 while loading.)"""
+    source = dense(hidden_size=256, intermediate_size=256)
+    folder = written(source, tmp_path / "made", name)
+    stored, made = read(folder, Shard()), read(source, Shard(), quantize=name)
+    for key, weight in made.items():
+        assert torch.equal(dense_of(stored[key]), dense_of(weight)), key
+        if not isinstance(weight, torch.Tensor):
+            ours, theirs = ([part.rounding for part in w.parts] for w in (weight, stored[key]))
+            assert ours == theirs
+
+
 def test_experts_are_written_too_and_routers_left(dense, tmp_path):
     source = dense(
         architectures=["Qwen3MoeForCausalLM"],

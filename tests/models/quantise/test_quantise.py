@@ -78,7 +78,7 @@ def test_what_is_written_is_served_and_near(name, group, held, most, dense, tmp_
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_what_is_written_is_what_is_made_while_loading(name, dense, tmp_path):
-    """The same numbers, scales and rounding of inputs. (int4's scales are bfloat16 while loading.)"""
+    """The same numbers, scales and rounding of inputs. Of int4 what is made has bfloat16 scales."""
     source = dense(hidden_size=256, intermediate_size=256)
     folder = written(source, tmp_path / "made", name)
     stored, made = read(folder, Shard()), read(source, Shard(), quantize=name)

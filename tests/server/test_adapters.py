@@ -256,7 +256,7 @@ BAD_LOADS = {
     "a list": ({"name": "a,b", "path": "law"}, "name is not 1 to 256"),
     "a digest of another kind": ({"path": "law", "digest": "md5:1"}, "digest is not `sha256:`"),
     "another digest": ({"path": "law", "digest": f"sha256:{'0' * 64}"}, "was asked for"),
-    "another base's": ({"path": "narrow"}, "lora_A [4, 128] and lora_B [768, 4]; the base's has 256"),
+    "another base's": ({"path": "narrow"}, "up_proj has lora_A [4, 128] and lora_B [768, 4]"),
     "a rank too large": ({"path": "wide"}, "has rank 9; at most 8 is served (--max-adapter-rank)"),
 }
 

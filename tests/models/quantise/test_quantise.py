@@ -89,6 +89,29 @@ def test_what_is_written_is_what_is_made_while_loading(name, dense, tmp_path):
             assert ours == theirs
 
 
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("int8", "pack-quantized"), ("int4", "pack-quantized"), ("fp8", "float-quantized")],
+)
+def test_what_is_written_is_read_by_compressed_tensors(name, form, dense, tmp_path):
+    """Its config, and modules that its own code unpacks, say what ours read."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    folder = written(dense(hidden_size=256), tmp_path / "made", name)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    theirs = QuantizationConfig.model_validate(config)
+    assert theirs.format == form
+    assert theirs.quantization_status.value == "compressed"
+    (scheme,) = theirs.config_groups.values()
+    stored, (down,) = load_file(folder / "model.safetensors"), read(folder, Shard())["0.down"].parts
+    begin = "model.layers.0.mlp.down_proj."
+    state = {key.removeprefix(begin): t for key, t in stored.items() if key.startswith(begin)}
+    unpacked = BaseCompressor.get_value_from_registry(form).decompress(state, scheme)["weight"]
+    torch.testing.assert_close(unpacked.float(), down.dequantised(torch.float32))
+
+
 def test_experts_are_written_too_and_routers_left(dense, tmp_path):
     source = dense(
         architectures=["Qwen3MoeForCausalLM"],

@@ -33,6 +33,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,17 +52,28 @@ from tokenpod.engine.constraints.guidance import Guidance
 STAMPS = r"(\d{{4}}-0[1-9]-[0-3]\dT00:00:00Z~q{}#\^;){{200}}"
 
 
-def rows(bench: Bench, name: str, constraints: list[Constraint | None], new: int) -> float:
-    """Tokens a second of the rows but the slow one's; prints a line."""
+class Rates(NamedTuple):
+    """Tokens a second of the rows but the slow one's."""
+
+    #: From the moment at which all have begun: those that began first end first.
+    all: float
+    #: From that moment until the first one ends.
+    together: float
+
+
+def rows(bench: Bench, name: str, constraints: list[Constraint | None], new: int) -> Rates:
+    """How fast they are; prints a line."""
     before = bench.client.load.masks if bench.client.load else MaskCounts()
     sequences = [bench.ask(constraint, new) for constraint in constraints]
     quick = [s for s, c in zip(sequences, constraints, strict=True) if not isinstance(c, Choice)]
     bench.run(set(quick))
     gaps = bench.gaps(quick)
     begin = max(bench.client.times[s][0] for s in quick)
-    end = max(bench.client.times[s][-1] for s in quick)
-    tokens = sum(t > begin for s in quick for t in bench.client.times[s])
-    rate = tokens / (end - begin)
+    times = np.sort(np.concatenate([bench.client.times[s] for s in quick]))
+    first_end = min(bench.client.times[s][-1] for s in quick)
+    all_begun, together = times[times > begin], times[(times > begin) & (times <= first_end)]
+    rates = Rates(len(all_begun) / (all_begun[-1] - begin), len(together) / (together[-1] - begin))
+    began = min(bench.client.times[s][0] for s in quick)
     told = ""
     assert bench.client.load is not None
     now = bench.client.load.masks
@@ -71,27 +83,33 @@ def rows(bench: Bench, name: str, constraints: list[Constraint | None], new: int
             f"  late {(now.late - before.late) / needed:6.2%} of {needed} masks, {took:.0f} us each"
         )
     median, p99 = statistics.median(gaps), float(np.percentile(gaps, 99))
-    print(f"{name:13} {rate:9.0f} tok/s  gap {median:7.2f} ms  p99 {p99:7.2f} ms{told}", flush=True)
+    print(
+        f"{name:13} {rates.all:9.0f} tok/s, together {rates.together:6.0f}, all begin within "
+        f"{(begin - began) * 1e3:5.1f} ms  gap {median:7.2f} ms  p99 {p99:7.2f} ms{told}",
+        flush=True,
+    )
     bench.end(sequences)
-    return rate
+    return rates
 
 
-def by_turns(rounds: int, kinds: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+def by_turns(rounds: int, kinds: Mapping[str, Callable[[], Rates]]) -> dict[str, float]:
     """Each kind's median rate, beside the first one's: all of them by turns, so often."""
-    rates = defaultdict[str, list[float]](list)
+    rates = defaultdict[str, list[Rates]](list)
     names = [*kinds]
     for at in range(rounds):
         for name in (*names[at % len(names) :], *names[: at % len(names)]):
             rates[name].append(kinds[name]())
     first = np.array(rates[names[0]])
     for name in names[1:]:
-        low, middle, high = np.percentile(np.array(rates[name]) / first, (25, 50, 75))
-        print(
-            f"          {name:14} {middle:.3f} of `{names[0]}`, quartiles {low:.3f} and {high:.3f} "
-            f"of {rounds} pairs",
-            flush=True,
-        )
-    return {name: statistics.median(found) for name, found in rates.items()}
+        for way, part in enumerate(Rates._fields):
+            pairs = (np.array(rates[name]) / first)[:, way]
+            low, middle, high = np.percentile(pairs, (25, 50, 75))
+            print(
+                f"          {name:14} {part:9} {middle:.3f} of `{names[0]}`, quartiles {low:.3f} "
+                f"and {high:.3f} of {rounds} pairs",
+                flush=True,
+            )
+    return {name: statistics.median(each.all for each in found) for name, found in rates.items()}
 
 
 def forced(bench: Bench) -> None:
@@ -101,7 +119,7 @@ def forced(bench: Bench) -> None:
     texts: list[Constraint | None] = [Regex(STAMPS.format(i)) for i in range(asked.rows // 2)]
     steps = {}
 
-    def measured(kind: str, most: int, *, learns: bool) -> float:
+    def measured(kind: str, most: int, *, learns: bool) -> Rates:
         ahead.most, ahead._costs = most, costs if learns else None
         before = bench.client.steps
         rate = rows(bench, kind, texts, asked.new)
@@ -162,7 +180,7 @@ def schemas(bench: Bench) -> float:
     rows(bench, "warm up", [schema(i) for i in range(n)], new // 4)
     cold = 0
 
-    def of(name: str, *, many: bool = True, fresh: bool = False) -> float:
+    def of(name: str, *, many: bool = True, fresh: bool = False) -> Rates:
         nonlocal cold
         cold += fresh
         return rows(bench, name, [schema(1000 * cold + i * many) for i in range(n)], new)
@@ -191,7 +209,7 @@ def slow(bench: Bench, masked: float) -> None:
     """Rows under schemas beside one whose masks take 50 ms."""
     n = bench.asked.rows
     some: list[Constraint | None] = [schema(3000 + i) for i in range(n - 1)]
-    mixed = rows(bench, "slow", [*some, Choice(("a" * 4000,))], bench.asked.new)
+    mixed = rows(bench, "slow", [*some, Choice(("a" * 4000,))], bench.asked.new).all
     print(f"          {mixed / (n - 1) / (masked / n):.3f} of `cold` a row, beside 50 ms a mask")
 
 

@@ -97,7 +97,8 @@ class MaskedDrawing(Drawing):
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """Nothing is drawn without masks."""
-        assert masks is None and not any(len(turn.rows) for turn in turns)
+        assert masks is None
+        assert not any(len(turn.rows) for turn in turns)
 
     def draw_masked(self, masks: Masks) -> None:
         """See `Drawing.draw_masked`."""

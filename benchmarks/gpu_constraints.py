@@ -21,7 +21,8 @@ The kinds of `schemas` and `forced` take turns (--pairs), and so much of the fir
 median of the pairs.
 
 A vocabulary of 128,256 tokens is trained at the start, in about a minute; `--save-vocabulary FILE`
-keeps it, and `--vocabulary FILE` reads it. The cases take a minute on an H200.
+keeps it, and `--vocabulary FILE` reads it, or as many tokens of the tekken_240911.json that the
+package mistral-common brings. The cases take a minute on an H200.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from constrained_turns import Turns
 
 from tokenpod.core.constraints import Choice, Constraint, Regex
 from tokenpod.core.outputs import MaskCounts
-from tokenpod.engine.constraints import guidance_batch
+from tokenpod.engine.constraints import guidance_batch, workers
 from tokenpod.engine.constraints.guidance import Guidance
 
 #: Every other token or so is the only one that is allowed.
@@ -237,11 +238,13 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256, help="tokens of each row")
     parser.add_argument("--speculate", type=int, default=4, help="forced tokens of a row in a step")
     parser.add_argument("--workers", type=int, default=0, help="as --constraint-workers")
+    parser.add_argument("--compilers", type=int, default=2, help="threads that compile")
     parser.add_argument("--cases", default="threads,schemas,slow,forced,arrivals")
     parser.add_argument("--vocabulary", type=Path, help="read from here")
     parser.add_argument("--save-vocabulary", type=Path, help="kept here once it is made")
     asked = parser.parse_args()
     began = time.perf_counter()
+    workers._MOST_COMPILERS = asked.compilers
     cases = asked.cases.split(",")
     if "threads" in cases and not asked.cpu:
         threads(words(asked), asked.rows)

@@ -63,8 +63,8 @@ class MaskedDraws:
         host[0, :n], host[1, :n] = plan.r_row, plan.r_output
         self._numbers[:, : host.shape[1]].copy_(own, non_blocking=True)
         words, own = staging.room((n, self._masks.shape[1]), np.int32)
-        for row in range(n):
-            words[row] = masks[row][0] if row in masks else 0
+        none = np.zeros((1, self._masks.shape[1]), np.int32)
+        np.concatenate([masks.get(row, none) for row in range(n)], out=words)
         self._masks[:n].copy_(own, non_blocking=True)
 
     def drawn(self, logits: torch.Tensor, rows: int) -> Samples:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import base64
+import gc
 import json
 import os
 import time

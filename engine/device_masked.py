@@ -69,7 +69,8 @@ class MaskedDraws:
 
     def drawn(self, logits: torch.Tensor, rows: int) -> Samples:
         """What has been drawn for the first rows, and what else they ask of it."""
-        return self.sampler.drawn(logits[:rows], *self._numbers[:, :rows], self._masks[:rows])
+        numbers, masks = self._numbers[:, :rows], self._masks[:rows]
+        return self.sampler.drawn(logits[:rows], numbers[0], numbers[1], masks)
 
 
 class MaskedDrawing(Drawing):

@@ -18,6 +18,7 @@ from hand_scheduler import HandScheduler
 from harness import ServerProcess, serve
 from lora_folders import merge, write_lora
 from public_api import ask, once, refused
+from safetensors.torch import load_file, save_file
 
 import tokenpod.models.demo
 from tokenpod.models.load import load_model
@@ -33,6 +34,7 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import Gener
 DEMO = Path(tokenpod.models.demo.__file__).parent
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 8
+UP = "model.layers.0.mlp.up_proj"
 PARTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -254,6 +256,7 @@ BAD_LOADS = {
     "a list": ({"name": "a,b", "path": "law"}, "name is not 1 to 256"),
     "a digest of another kind": ({"path": "law", "digest": "md5:1"}, "digest is not `sha256:`"),
     "another digest": ({"path": "law", "digest": f"sha256:{'0' * 64}"}, "was asked for"),
+    "another base's": ({"path": "narrow"}, "up_proj has lora_A [4, 128] and lora_B [768, 4]"),
     "a rank too large": ({"path": "wide"}, "has rank 9; at most 8 is served (--max-adapter-rank)"),
 }
 
@@ -265,7 +268,12 @@ def test_a_load_that_fails_leaves_the_version_that_serves(
     fields, said = BAD_LOADS[case]
     if fields.get("path") == "wide":
         folder = adapters["sql"].folder.parent / "wide"
-        write_lora(folder, DEMO, {"model.layers.0.mlp.up_proj": 9}, r=9)
+        write_lora(folder, DEMO, {UP: 9}, r=9)
+    if fields.get("path") == "narrow":
+        lora = write_lora(folder := adapters["sql"].folder.parent / "narrow", DEMO, {UP: 4})
+        path = lora.folder / "adapter_model.safetensors"
+        narrow = {key: t[:, :128].contiguous() for key, t in load_file(path).items()}
+        save_file(narrow, folder / path.name)
     asked = service_pb.LoadAdapterRequest(**{"name": "sql"} | fields)
     error = refused(grpc.StatusCode.INVALID_ARGUMENT, lambda: admin.LoadAdapter(asked, **TOKEN))
     assert said in str(error.details())

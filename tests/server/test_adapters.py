@@ -357,10 +357,10 @@ def test_two_ranks_adapt_what_one_does(adapters: dict[str, Any], expected: dict[
     """Those of the start, and one that comes later; a load that fails changes nothing.
 
     There are two slots: under load three adapters leave them for each other, and one that is
-    loaded anew meanwhile is another yet.
+    loaded anew meanwhile is another yet. Drafts are checked with each adapter's own head.
     """
     given = {name: lora for name, lora in adapters.items() if name != "law"}
-    flags = ("--num-shard", "2", "--lora-adapters", named(given))
+    flags = ("--num-shard", "2", "--speculate", "2", "--lora-adapters", named(given))
     folder = adapters["sql"].folder.parent
     with serve(*FLAGS, *flags, *changing(folder), env=ENV) as pod:
         stub, admin = GenerationServiceStub(pod.channel()), AdapterServiceStub(pod.channel())

@@ -91,10 +91,10 @@ class Settings(BaseSettings):
     checkpoint's on a GPU, float32 on a CPU."""
     quantize: Quantize = _model("none")
     """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
-    norms stay as they are. Not for mixtures of experts. A checkpoint that is quantised needs no
-    value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
-    modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
-    make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
+    norms stay as they are. A checkpoint that is quantised needs no value: its config says how, and
+    the name of a layout (gptq, awq, marlin, compressed-tensors, modelopt, fp8, bitsandbytes) is
+    compared with it. Of a dense checkpoint eetq and bitsandbytes make int8, bitsandbytes-nf4 and
+    bitsandbytes-fp4 int4."""
     quantize_head: bool = _model(False)
     """Make the head's weight in that format too. A head that is the embedding is then held twice,
     and read in fewer bits."""

@@ -154,7 +154,7 @@ def set_ranks(store: AdapterStore, embedding: int, head: int) -> None:
 
 def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
     """Of a captured step, the median of replays one by one."""
-    return captured_seconds(lambda: decoder.logits(decoder.forward(batch, stage.pool)))
+    return captured_seconds(lambda: decoder.logits(decoder.forward(batch, stage.pool), batch))
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def compare(stage: Stage, store: AdapterStore) -> None:
             )
             whole = replace(OPERATIONS, adapted=ops.adapted)
             decoder = Decoder(config(), dict(stage.weights), whole, adapters=store)
-            logits = decoder.logits(decoder.forward(batch, stage.pool))
+            logits = decoder.logits(decoder.forward(batch, stage.pool), batch)
             found.append(logits.float().log_softmax(-1))
         store._ops = OPERATIONS
         difference = (found[0] - found[1]).abs()
@@ -327,7 +327,7 @@ def profile(decoder: Decoder, batch: ForwardBatch, stage: Stage, name: str) -> N
     """Print which kernels a captured step's time goes to."""
 
     def run() -> torch.Tensor:
-        return decoder.logits(decoder.forward(batch, stage.pool))
+        return decoder.logits(decoder.forward(batch, stage.pool), batch)
 
     run()
     graph = torch.cuda.CUDAGraph()

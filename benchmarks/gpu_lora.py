@@ -55,11 +55,11 @@ class Way:
     tiles: Tiles | None = None
     #: Whether the first factors are multiplied beside the product.
     beside: bool = adapted.BESIDE
-    #: Make all that adapters add first, and start products from it.
+    #: Norm, product, adapters and gate one after the other.
     apart: bool = False
 
     def __str__(self) -> str:
-        how = "a delta first" if self.apart else "beside" if self.beside else "before"
+        how = "each operation alone" if self.apart else "beside" if self.beside else "before"
         return f"{how}, {tuple(self.tiles) if self.tiles else 'tiles of serving'}"
 
 
@@ -199,7 +199,7 @@ def _launch_all(
         if name == "shrink":
             adapters.shrink(x, weights, plan, inner)
         else:
-            adapters.expand(inner, weights, plan, y, add=True)
+            adapters.expand(inner, weights, plan, y)
 
 
 def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:

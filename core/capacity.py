@@ -244,8 +244,8 @@ def _reserve(
     )
     adapters = {}
     if options.max_adapters:
-        adapters["adapters"] = options.max_adapters * model.adapter_bytes(
-            ranks, options.max_adapter_rank, item_bytes
+        adapters["adapters"] = model.adapter_bytes(
+            ranks, options.max_adapters, options.max_adapter_rank, item_bytes
         )
     if options.max_adapter_heads:
         own = model.portions[ranks].copied_numbers * item_bytes

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenpod.core.adapters import scale_bytes
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.adapters.store import Space, store_of
-from tokenpod.models.adapters.targets import copied_numbers, slot_numbers, targets_of
+from tokenpod.models.adapters.targets import (
+    copied_numbers,
+    scale_numbers,
+    slot_numbers,
+    targets_of,
+)
 from tokenpod.models.adapters.virtual import VirtualBase
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder
@@ -103,6 +109,7 @@ def load_model(
             numbers = adapters.slots * slot_numbers(weights, shard, adapters.rank)
             numbers += adapters.heads * copied_numbers(weights, shard)
             needed += numbers * dtype.itemsize
+            needed += scale_bytes(*scale_numbers(weights, shard), adapters.slots)
         _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
@@ -122,7 +129,7 @@ def load_model(
     if adapters is not None:
         positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
         virtual = VirtualBase(spec, shard, dtype, positions)
-        store = store_of(targets_of(family, spec), weights, tensors, adapters, virtual, ops)
+        store = store_of(targets_of(family, spec), weights, tensors, adapters, virtual, ops, group)
     return Decoder(
         shard.config(spec),
         tensors,

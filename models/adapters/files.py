@@ -12,11 +12,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tokenpod.core.adapter_files import CONFIG, WEIGHTS, Digesting
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.config import LoraConfig, read_lora
+from tokenpod.models.adapters.scales import Factors
 from tokenpod.models.adapters.targets import Place, Product, Targets
 from tokenpod.models.adapters.virtual import (
     KINDS,
@@ -33,16 +35,8 @@ from tokenpod.models.weights import Division
 
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """A rank's part of what an adapter adds to one part of a product, on the host."""
-
-    #: [r, in]
-    down: torch.Tensor
-    #: [outputs of the part, r], with the scale.
-    up: torch.Tensor
+#: Lengths of a module's outputs (DoRA), by the names that versions of PEFT gave them.
+_LENGTHS = (".lora_magnitude_vector", ".lora_magnitude_vector.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +151,15 @@ class _Reader:
     def _foreign(self, name: str) -> ModelError:
         """What is wrong with a tensor that was not read."""
         module = name
-        for end in (_DOWN, _UP, ".lora_embedding_A", ".lora_embedding_B", ".bias", ".weight"):
+        for end in (
+            _DOWN,
+            _UP,
+            *_LENGTHS,
+            ".lora_embedding_A",
+            ".lora_embedding_B",
+            ".bias",
+            ".weight",
+        ):
             module = module.removesuffix(end)
         reason = self._base.targets.refused.get(module)
         if reason is None:
@@ -177,6 +179,7 @@ class _Reader:
         scale = self._config.scale(module, rank)
         kind, shard = self._base.dtype, self._base.shard
         down, up = self._tensor(down_name), self._tensor(up_name)
+        lengths = self._lengths(module, len(up)) if self._config.dora else None
         # Products with a scale are rounded once, whatever the kind.
         up = (up if up.dtype == kind else up.float()) * scale
         for place in places:
@@ -185,7 +188,26 @@ class _Reader:
             own_up = up[rows.start : rows.stop] if stored is None else up[torch.from_numpy(stored)]
             own_down = down[:, columns.start : columns.stop]
             own = factors.setdefault(place.weight, {})
-            own[place.part] = Factors(own_down.to(kind), own_up.to(kind))
+            own_lengths = None
+            if lengths is not None:
+                all_rows = np.arange(rows.start, rows.stop) if stored is None else stored
+                own_lengths = lengths[torch.from_numpy(all_rows)]
+            own[place.part] = Factors(own_down.to(kind), own_up.to(kind), own_lengths)
+
+    def _lengths(self, module: str, outputs: int) -> torch.Tensor:
+        """[outputs] float32: what lengths a module's outputs get."""
+        found = (self._left.pop(module + end, None) for end in _LENGTHS)
+        name = next((name for name in found if name is not None), None)
+        if name is None:
+            raise ModelError(
+                f"{self._file.name}: use_dora is true, and there is no {module}{_LENGTHS[0]}"
+            )
+        shape = self._file.entries[name].shape
+        if shape != (outputs,):
+            raise ModelError(
+                f"{self._file.name}: {name} is {list(shape)}; {module} has {outputs} outputs"
+            )
+        return self._tensor(name).float()
 
     def _check(self, module: str, places: list[Place], down_name: str, up_name: str) -> int:
         """Shapes against the base's, before anything is read; the module's rank."""

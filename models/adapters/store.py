@@ -17,12 +17,15 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.adapters import AdapterKind
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added, BaseLinear
 from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.adapters.copies import Copies
 from tokenpod.models.adapters.files import Base, HostAdapter, read_adapter
+from tokenpod.models.adapters.scales import Made, Scales, fill
 from tokenpod.models.adapters.targets import (
     Targets,
     aligned,
@@ -64,13 +67,17 @@ class Packed:
     pieces: tuple[torch.Tensor, ...]
     kind: AdapterKind = AdapterKind.LORA
     virtual_tokens: int = 0
+    #: What outputs are multiplied with, in pieces as `scales.Made` has it; none: it scales nothing.
+    scale: tuple[torch.Tensor, ...] = ()
+    squares: tuple[torch.Tensor, ...] = ()
     #: An embedding and a head of its own, in pieces too.
     copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
-        pieces = [*self.pieces, *(piece for own in self.copies.values() for piece in own)]
+        pieces = [*self.pieces, *self.scale, *self.squares]
+        pieces += (piece for own in self.copies.values() for piece in own)
         return sum(piece.nbytes for piece in pieces)
 
 
@@ -86,6 +93,7 @@ class AdapterStore:
         ops: the model's.
         device: of the slots.
         tables: shapes of this rank's embedding and head, where there is room for adapters' own.
+        group: the ranks that divide the model; None: there is one.
     """
 
     def __init__(
@@ -95,13 +103,18 @@ class AdapterStore:
         ops: Operations,
         device: torch.device,
         tables: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        group: Group | None = None,
     ) -> None:
         self._base, self._ops, self._device = base, ops, device
         self._ranks = torch.zeros(space.slots, dtype=torch.int32, device=device)
         shape = (space.slots, *slot_shape(base.products.values(), space.rank))
         # Written at once: memory that is only promised would be taken under load.
         self._slots = torch.empty(shape, dtype=base.dtype, device=device).zero_()
-        self._weights = self._views(self._slots)
+        self.scales = Scales(base.products, space.slots, base.dtype, device, group)
+        self._weights = {
+            name: replace(weights, scale=self.scales.of(name), scaled=self.scales.scaled)
+            for name, weights in self._views(self._slots).items()
+        }
         #: By the number that requests have.
         self._read: dict[int, Packed | Virtual] = {}
         #: How many there are.
@@ -112,7 +125,8 @@ class AdapterStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self._slots.nbytes + (self.copies.nbytes if self.copies else 0)
+        copies = self.copies.nbytes if self.copies else 0
+        return self._slots.nbytes + self.scales.nbytes + copies
 
     def _views(self, slots: torch.Tensor, rest: Rest = no_rest) -> dict[str, AdapterWeights]:
         """Each product's part of slots [S, rows, numbers]."""
@@ -141,10 +155,18 @@ class AdapterStore:
         if isinstance(adapter, Virtual):
             return adapter
         copies = {name: self._pieces(own.view(-1), rest) for name, own in adapter.copies.items()}
-        pieces = self._pieces(self._packed(adapter, rest).view(-1), rest)
-        return Packed(adapter.rank, adapter.digest, pieces, copies=copies)
+        made = self.scales.made(adapter.factors, rest)
+        pieces = self._pieces(self._packed(adapter, made, rest).view(-1), rest)
+        scale, squares = (
+            ((), ())
+            if made is None
+            else (self._pieces(x, rest) for x in (made.scale, made.squares))
+        )
+        return Packed(
+            adapter.rank, adapter.digest, pieces, copies=copies, scale=scale, squares=squares
+        )
 
-    def _packed(self, adapter: HostAdapter, rest: Rest) -> torch.Tensor:
+    def _packed(self, adapter: HostAdapter, made: Made | None, rest: Rest) -> torch.Tensor:
         """[rows, numbers], as a slot for adapters of this rank has them."""
         numbers = torch.zeros(
             slot_shape(self._base.products.values(), adapter.rank), dtype=self._base.dtype
@@ -156,9 +178,16 @@ class AdapterStore:
                 weights.down[0, part, :rank] = factors.down
                 weights.up[0, :rank, start : start + len(factors.up)] = factors.up.t()
                 rest()
-            if weights.bias is not None and name in adapter.biases:
-                weights.bias[0] = adapter.biases[name]
+            if weights.bias is not None:
+                weights.bias[0] = self._bias(name, adapter, made)
         return numbers
+
+    def _bias(self, name: str, adapter: HostAdapter, made: Made | None) -> torch.Tensor:
+        """[out]: what is added to a product that has the base's bias; scales are not for that."""
+        base = self._base.biases[name]
+        added = adapter.biases.get(name, torch.zeros_like(base))
+        scale = None if made is None else self.scales.row(made, name)
+        return added if scale is None else added + (1 - scale) * base
 
     def _pieces(self, numbers: torch.Tensor, rest: Rest) -> tuple[torch.Tensor, ...]:
         """Of a GPU's adapter pinned ones, so that their copies need not wait for the host.
@@ -189,10 +218,8 @@ class AdapterStore:
         """Put an adapter into a slot, from 1, in the order of the device's queue."""
         adapter, at = self._read[number], slot - 1
         assert isinstance(adapter, Packed), "virtual tokens have no slots"
-        room, start = self._slots[at].view(-1), 0
-        for piece in adapter.pieces:
-            room[start : start + len(piece)].copy_(piece, non_blocking=True)
-            start += len(piece)
+        fill(self._slots[at].view(-1), adapter.pieces)
+        self.scales.put(slot, adapter.scale, adapter.squares)
         self._ranks[at : at + 1].fill_(adapter.rank)
         if self.copies is not None:
             self.copies.put(slot, adapter.copies)
@@ -226,6 +253,10 @@ class AdapterStore:
             return batch
         return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
 
+    def meet(self, name: str, product: BaseLinear) -> None:
+        """See `models.linear.Meet`."""
+        self.scales.meet(name, product)
+
     def delta(self, name: str, step: ForwardBatch | None) -> Added | None:
         """What is added to a product; see `models.linear.Delta`."""
         if step is None or step.adapters is None:
@@ -246,6 +277,7 @@ def store_of(
     space: Space,
     virtual: VirtualBase,
     ops: Operations,
+    group: Group | None = None,
 ) -> AdapterStore:
     """An empty store for a rank's part of a model, all of its memory taken.
 
@@ -256,6 +288,7 @@ def store_of(
         space: how many slots, of which rank.
         virtual: whose part it is, and what virtual tokens must fit.
         ops: the model's.
+        group: the ranks that divide it; None: there is one.
     """
     table, shard = tensors["embedding"], virtual.shard
     assert isinstance(table, torch.Tensor)
@@ -267,4 +300,9 @@ def store_of(
     max_rank = space.rank if space.slots else 0
     heads = bool(space.heads)
     base = Base(targets, products, shard, table.dtype, max_rank, biases, virtual, heads)
-    return AdapterStore(base, space, ops, table.device, copied_shapes(weights, shard))
+    store = AdapterStore(base, space, ops, table.device, copied_shapes(weights, shard), group)
+    for name in products if space.slots else ():
+        weight = tensors[name]
+        assert not isinstance(weight, StackedWeight), name
+        store.scales.measure(name, weight)
+    return store

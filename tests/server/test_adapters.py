@@ -42,7 +42,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     modules = {f"model.layers.{i}.{part}": 4 for i in range(2) for part in PARTS}
     wholes = {"sql": (), "chat": (), "law": ("model.embed_tokens", "lm_head")}
     return {
-        name: write_lora(folder / name, DEMO, modules, seed=at, whole=whole)
+        name: write_lora(
+            folder / name, DEMO, modules, seed=at, whole=whole, use_dora=name == "chat"
+        )
         for at, (name, whole) in enumerate(wholes.items())
     }
 
@@ -359,13 +361,13 @@ def test_two_ranks_adapt_what_one_does(adapters: dict[str, Any], expected: dict[
         stub, admin = GenerationServiceStub(pod.channel()), AdapterServiceStub(pod.channel())
         load(admin, "law", "law")
         broken = folder / "broken"
-        write_lora(broken, DEMO, {"model.layers.0.mlp.up_proj": 4}, use_dora=True)
+        write_lora(broken, DEMO, {"model.layers.0.mlp.up_proj": 4}, lora_bias=True)
         with ThreadPoolExecutor(8) as pool:
             found = pool.map(lambda name: tokens(stub, name), [*expected] * 4)
             error = refused(grpc.StatusCode.INVALID_ARGUMENT, load, admin, "sql", "broken")
             load(admin, "law", "law")
             assert list(found) == [*expected.values()] * 4
-        assert "use_dora is True, which is not supported" in str(error.details())
+        assert "lora_bias is True, which is not supported" in str(error.details())
         assert pod.stop() == 0
 
 

@@ -53,6 +53,8 @@ class Portion(msgspec.Struct, frozen=True):
     adapter_outputs: tuple[int, int] = (0, 0)
     #: Of an adapter's own embedding and head.
     copied_numbers: int = 0
+    #: Of a slot for adapters' factors of embedding and head, for each unit of their rank.
+    vocabulary_numbers: int = 0
     #: None: its layers keep keys and values.
     expansion: Expansion | None = None
 

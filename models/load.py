@@ -18,6 +18,7 @@ from tokenpod.models.adapters.targets import (
     scale_numbers,
     slot_numbers,
     targets_of,
+    vocabulary_numbers,
 )
 from tokenpod.models.adapters.virtual import VirtualBase
 from tokenpod.models.checkpoint import Checkpoint
@@ -108,6 +109,8 @@ def load_model(
         if adapters is not None:
             numbers = adapters.slots * slot_numbers(weights, shard, adapters.rank)
             numbers += adapters.heads * copied_numbers(weights, shard)
+            if adapters.vocabulary:
+                numbers += adapters.slots * vocabulary_numbers(weights, shard, adapters.rank)
             needed += numbers * dtype.itemsize
             needed += scale_bytes(*scale_numbers(weights, shard), adapters.slots)
         _check_memory(needed, dtype, device, local)
@@ -129,7 +132,8 @@ def load_model(
     if adapters is not None:
         positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
         virtual = VirtualBase(spec, shard, dtype, positions)
-        store = store_of(targets_of(family, spec), weights, tensors, adapters, virtual, ops, group)
+        targets = targets_of(family, spec)
+        store = store_of(targets, weights, tensors, adapters, virtual, ops, group, folder)
     return Decoder(
         shard.config(spec),
         tensors,

@@ -58,6 +58,8 @@ class LoraConfig:
     dora: bool
     #: Whether it may bring whole modules.
     saves: bool = False
+    #: Whether factors of an embedding are those of a head that is tied to it.
+    ties: bool = False
 
     def scale(self, module: str, rank: int) -> float:
         """What a module's product of that rank is multiplied with."""
@@ -95,6 +97,7 @@ def read_lora(fields: Fields, *, whole: bool = False, heads: bool = False) -> Lo
         biases=fields.text("bias", "none") != "none",
         dora=fields.flag("use_dora", False),
         saves=saves,
+        ties=fields.flag("ensure_weight_tying", False),
     )
 
 

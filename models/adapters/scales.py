@@ -24,6 +24,7 @@ import torch
 from tokenpod.kernels.adapter_ops import BaseLinear
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.weight import LinearWeight, Stored
+from tokenpod.models.adapters.copies import fill
 from tokenpod.models.adapters.targets import Product, scaled_order
 from tokenpod.models.errors import ModelError
 from tokenpod.models.tensor_file import Rest, no_rest
@@ -211,14 +212,6 @@ class Scales:
         total += ((up @ (wide @ wide.t())) * up).sum(1)
         rest()
         return total
-
-
-def fill(room: torch.Tensor, pieces: tuple[torch.Tensor, ...]) -> None:
-    """Copy pieces, one behind the other, in the order of the device's queue."""
-    start = 0
-    for piece in pieces:
-        room[start : start + len(piece)].copy_(piece, non_blocking=True)
-        start += len(piece)
 
 
 def _inverse(squares: torch.Tensor) -> torch.Tensor:

@@ -192,3 +192,10 @@ def test_lengths_that_are_wrong_are_refused_by_name(case, golden, tmp_path):
     with pytest.raises(ModelError, match=r"^[^\n]+$") as caught:
         load(base, Space(1, 4)).adapters.read(lora.folder)
     assert said in str(caught.value)
+
+
+def test_dora_of_the_head_is_refused_by_name(golden, tmp_path):
+    base = golden("llama").folder
+    lora = write_lora(tmp_path / "a", base, {UP: 4, "lm_head": 4}, use_dora=True)
+    with pytest.raises(ModelError, match=r"lm_head.lora_A.weight: use_dora is true, and DoRA of"):
+        load(base, Space(1, 4, vocabulary=True)).adapters.read(lora.folder)

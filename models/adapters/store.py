@@ -107,8 +107,8 @@ class AdapterStore:
         ops: the model's.
         device: of the slots.
         tables: shapes of this rank's embedding and head, where there is room for adapters' own.
-        group: the ranks that divide the model; None: there is one.
         vocabulary: the two as products, where there is room for factors of them.
+        group: the ranks that divide the model; None: there is one.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class AdapterStore:
         ops: Operations,
         device: torch.device,
         tables: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-        group: Group | None = None,
         vocabulary: Mapping[str, Product] = MappingProxyType({}),
+        group: Group | None = None,
     ) -> None:
         self._base, self._ops, self._device = base, ops, device
         self._ranks = torch.zeros(space.slots, dtype=torch.int32, device=device)
@@ -361,7 +361,7 @@ def store_of(
         folder=folder,
     )
     shapes = copied_shapes(weights, shard)
-    store = AdapterStore(base, space, ops, table.device, shapes, group, base.vocabulary)
+    store = AdapterStore(base, space, ops, table.device, shapes, base.vocabulary, group)
     for name in products if space.slots else ():
         weight = tensors[name]
         assert not isinstance(weight, StackedWeight), name

@@ -62,11 +62,11 @@ class Way:
     tiles: Tiles | None = None
     #: Whether the first factors are multiplied beside the product.
     beside: bool = adapted.BESIDE
-    #: Make all that adapters add first, and start products from it.
+    #: Norm, product, adapters and gate one after the other.
     apart: bool = False
 
     def __str__(self) -> str:
-        how = "a delta first" if self.apart else "beside" if self.beside else "before"
+        how = "each operation alone" if self.apart else "beside" if self.beside else "before"
         return f"{how}, {tuple(self.tiles) if self.tiles else 'tiles of serving'}"
 
 
@@ -239,7 +239,7 @@ def _launch_all(
         if name == "shrink":
             adapters.shrink(x, weights, plan, inner)
         else:
-            adapters.expand(inner, weights, plan, y, add=True)
+            adapters.expand(inner, weights, plan, y)
 
 
 def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
@@ -278,6 +278,7 @@ def vocabulary(stage: Stage, options: argparse.Namespace) -> None:
     store = make_store(options.slots, options.rank, room, vocabulary=True)
     compare(stage, store)
     model = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
+    check_both(model, store, options.rank, stage)
     for rows, context, count in ((64, 1024, 32), (64, 1024, 1), (1, 1024, 1)):
         batch = make_batch(rows, context)
         own = with_adapters(batch, rows, min(count, options.slots))
@@ -305,6 +306,19 @@ def vocabulary(stage: Stage, options: argparse.Namespace) -> None:
         if options.profile:
             profile(without, own, stage, "layers alone")
             profile(model, own, stage, "both")
+
+
+def check_both(model: Decoder, store: AdapterStore, rank: int, stage: Stage) -> None:
+    """Fail unless factors of the embedding change logits, and those of the head."""
+    batch = with_adapters(make_batch(16, 1024), 16, 5)
+    found = []
+    for ranks in ((0, 0), (rank, 0), (0, rank)):
+        set_ranks(store, *ranks)
+        found.append(model.logits(model.forward(batch, stage.pool), batch).float())
+    set_ranks(store, rank, rank)
+    embedding, head = ((each - found[0]).abs().mean() for each in found[1:])
+    print(f"the embedding's factors move logits by {embedding:.4f}, the head's by {head:.4f}")
+    assert min(embedding, head) > 0
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     modules = {f"model.layers.{i}.{part}": 4 for i in range(2) for part in PARTS}
     tables = "model.embed_tokens", "lm_head"
     kinds: dict[str, dict[str, Any]] = {
-        "sql": {"modules": modules},
+        "sql": {"modules": modules, "use_dora": True},
         "chat": {"modules": modules | dict.fromkeys(tables, 4), "embedding": tables[0]},
         "law": {"modules": modules, "whole": tables},
     }
@@ -386,13 +386,13 @@ def test_two_ranks_adapt_what_one_does(adapters: dict[str, Any], expected: dict[
         stub, admin = GenerationServiceStub(pod.channel()), AdapterServiceStub(pod.channel())
         load(admin, "law", "law")
         broken = folder / "broken"
-        write_lora(broken, DEMO, {"model.layers.0.mlp.up_proj": 4}, use_dora=True)
+        write_lora(broken, DEMO, {"model.layers.0.mlp.up_proj": 4}, lora_bias=True)
         with ThreadPoolExecutor(8) as pool:
             found = pool.map(lambda name: tokens(stub, name), [*expected] * 4)
             error = refused(grpc.StatusCode.INVALID_ARGUMENT, load, admin, "sql", "broken")
             load(admin, "law", "law")
             assert list(found) == [*expected.values()] * 4
-        assert "use_dora is True, which is not supported" in str(error.details())
+        assert "lora_bias is True, which is not supported" in str(error.details())
         assert pod.stop() == 0
 
 

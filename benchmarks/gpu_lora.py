@@ -279,6 +279,8 @@ def vocabulary(stage: Stage, options: argparse.Namespace) -> None:
     compare(stage, store)
     model = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
     check_both(model, store, options.rank, stage)
+    for tokens in (64, 1024, 8192):
+        embedding_alone(store, tokens)
     for rows, context, count in ((64, 1024, 32), (64, 1024, 1), (1, 1024, 1)):
         batch = make_batch(rows, context)
         own = with_adapters(batch, rows, min(count, options.slots))
@@ -306,6 +308,17 @@ def vocabulary(stage: Stage, options: argparse.Namespace) -> None:
         if options.profile:
             profile(without, own, stage, "layers alone")
             profile(model, own, stage, "both")
+
+
+def embedding_alone(store: AdapterStore, tokens: int) -> None:
+    """Time what is added to the embeddings of so many tokens, all with adapters."""
+    assert store.vocabulary is not None
+    weights, ranks = store.vocabulary.weights[EMBEDDING], store.vocabulary.ranks[EMBEDDING]
+    t_row = torch.randint(weights.down.shape[3], (tokens,), device="cuda")
+    t_adapter = torch.arange(tokens, device="cuda") % len(ranks) + 1
+    x = torch.zeros(tokens, weights.up.shape[2], device="cuda", dtype=torch.bfloat16)
+    seconds = captured_seconds(lambda: OPERATIONS.adapt_rows(x, weights, t_row, t_adapter, ranks))
+    print(f"embeddings of {tokens} tokens alone: {seconds * 1e6:.0f} microseconds", flush=True)
 
 
 def check_both(model: Decoder, store: AdapterStore, rank: int, stage: Stage) -> None:

@@ -49,10 +49,9 @@ def adapt_rows(
             x[tokens] = (x[tokens].float() + added).to(x.dtype)
 
 
-def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
-    """See `Adapt`."""
+def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
+    """See `Adapt`. On a GPU it waits for the device."""
     segments: Segments = plan
-    delta = x.new_zeros(len(x), weights.up.shape[2])
     for slot, rank, tokens in segments:
         own, parts, first = x[tokens].float(), [], 0
         for part, rows in enumerate(weights.rows):
@@ -60,8 +59,9 @@ def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.
             up = weights.up[slot, :rank, first : first + rows].float()
             parts.append(inner.to(x.dtype).float() @ up)
             first += rows
-        added = torch.cat(parts, dim=-1)
+        made = torch.cat(parts, dim=-1).add_(y[tokens])
+        if weights.scale is not None and weights.scaled is not None and weights.scaled[slot]:
+            made *= weights.scale[slot]
         if weights.bias is not None:
-            added += weights.bias[slot]
-        delta[tokens] = added.to(x.dtype)
-    return delta
+            made += weights.bias[slot]
+        y[tokens] = made.to(y.dtype)

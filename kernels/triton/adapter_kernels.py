@@ -111,10 +111,12 @@ def expand_tiles(
     inner,
     up,
     bias,
+    scale,
+    scaled,
     t_order,
     tiles,
     y,
-    gated,
+    out,
     tokens,
     rows_0,
     rows_1,
@@ -122,8 +124,10 @@ def expand_tiles(
     slot_stride,
     rank_stride,
     bias_stride,
+    scale_stride,
     y_stride,
-    ADD: tl.constexpr,
+    out_stride,
+    INTO: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -133,7 +137,10 @@ def expand_tiles(
     RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile, OUTPUTS outputs of one part -> y, or added to it; or of two parts, and gated."""
+    """One tile, OUTPUTS outputs of one part: y -> out, or added to it; or of two parts, and gated.
+
+    Where out is y, nothing is done for tokens without an adapter.
+    """
     GATED: tl.constexpr = ACTIVATION != "none"
     part, output, end = outputs_of(tl.program_id(1), rows_0, rows_1, rows_2, GATED, OUTPUTS)
     slot, first, length, own = tile_of(tiles, tl.program_id(0))
@@ -146,8 +153,13 @@ def expand_tiles(
     b = factors_of(factors, 0, rank_stride, own, output, end, RANKS)
     if GATED:
         other_b = factors_of(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
+    factor, extra = around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
+    if GATED:
+        other_factor, other_extra = around_of(
+            bias, scale, scaled, slot, bias_stride, scale_stride, output + rows_0, end + rows_0
+        )
     await_inputs(OVERLAP)
-    if (length > 0) & ((slot > 0) | (not ADD) | GATED):
+    if (length > 0) & ((slot > 0) | INTO | GATED):
         seen = inner + token[:, None] * (PARTS * WIDTH)
         split = tokens * (PARTS * WIDTH)
         mask = there[:, None] & (output[None, :] < end)
@@ -156,26 +168,37 @@ def expand_tiles(
             b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
             SPLITS, TOKENS, OUTPUTS, RANKS,
         )  # fmt: skip
-        has_bias = (slot > 0) & (output < end)
-        if bias is not None:
-            at_bias = bias + place * bias_stride + output
-            total += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
-        if ADD:
-            total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+        total = total * factor[None, :] + extra[None, :]
+        at_out = out + token[:, None] * out_stride + output[None, :]
         if GATED:
             other = _terms(
                 other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
                 end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
             )  # fmt: skip
-            if bias is not None:
-                at_bias = bias + place * bias_stride + rows_0 + output
-                other += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
             other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
-            unit = gated_unit(total, other, ACTIVATION)
-            at_gated = gated + token[:, None] * rows_0 + output[None, :]
-            tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=mask)
-        else:
-            tl.store(at_y, total.to(y.dtype.element_ty), mask=mask)
+            other = other * other_factor[None, :] + other_extra[None, :]
+            total = gated_unit(total, other, ACTIVATION)
+        if INTO:
+            total += tl.load(at_out, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end):
+    """[outputs] float32: what a slot's sums are multiplied with, and what is added then."""
+    place, inside = (slot - 1).to(tl.int64), (slot > 0) & (output < end)
+    factor = tl.full(output.shape, 1.0, tl.float32)
+    extra = tl.zeros(output.shape, tl.float32)
+    if scale is not None:
+        # Where no slot is scaled, nothing is read.
+        flag = tl.load(scaled + place, mask=slot > 0, other=0)
+        at = scale + place * scale_stride + output
+        factor = tl.load(at, mask=inside & (flag > 0), other=1.0)
+    if bias is not None:
+        at = bias + place * bias_stride + output
+        extra = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return factor, extra
 
 
 @triton.jit

@@ -8,7 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.adapter_kernels import factors_of, outputs_of, tile_of
+from tokenpod.kernels.triton.adapter_kernels import (
+    around_of,
+    factors_of,
+    outputs_of,
+    tile_of,
+)
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
 
@@ -18,10 +23,12 @@ def expand_rows(
     inner,
     up,
     bias,
+    scale,
+    scaled,
     t_order,
     tiles,
     y,
-    gated,
+    out,
     tokens,
     rows_0,
     rows_1,
@@ -29,8 +36,10 @@ def expand_rows(
     slot_stride,
     rank_stride,
     bias_stride,
+    scale_stride,
     y_stride,
-    ADD: tl.constexpr,
+    out_stride,
+    INTO: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -54,17 +63,14 @@ def expand_rows(
     b = factors_of(factors, 0, rank_stride, own, output, end, RANKS)
     if GATED:
         other_b = factors_of(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
+    factor, extra = around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
+    if GATED:
+        other_factor, other_extra = around_of(
+            bias, scale, scaled, slot, bias_stride, scale_stride, output + rows_0, end + rows_0
+        )
     await_inputs(OVERLAP)
     inside = output < end
-    if (slot > 0) | (not ADD) | GATED:
-        extra = tl.zeros((OUTPUTS,), tl.float32)
-        other_extra = extra
-        if bias is not None:
-            at_bias = bias + place * bias_stride + output
-            extra = tl.load(at_bias, mask=inside & (slot > 0), other=0.0).to(tl.float32)
-            if GATED:
-                other_extra = tl.load(at_bias + rows_0, mask=inside & (slot > 0), other=0.0)
-                other_extra = other_extra.to(tl.float32)
+    if (slot > 0) | INTO | GATED:
         split = tokens * (PARTS * WIDTH)
         for at in range(0, length, 2):
             both = at + 1 < length
@@ -72,13 +78,16 @@ def expand_rows(
             next_seen = inner + next_token * (PARTS * WIDTH) + part * WIDTH
             at_y = y + token * y_stride + output
             at_next = y + next_token * y_stride + output
+            at_out = out + token * out_stride + output
+            at_next_out = out + next_token * out_stride + output
             # All is asked for before any of it is needed.
             a = _inner_of(seen, 0, split, own, SPLITS, RANKS)
             next_a = _inner_of(next_seen, 0, split, own, SPLITS, RANKS)
-            total, next_total = extra, extra
-            if ADD:
-                total += tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
-                next_total += tl.load(at_next, mask=inside & both, other=0.0).to(tl.float32)
+            total = tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
+            next_total = tl.load(at_next, mask=inside & both, other=0.0).to(tl.float32)
+            if INTO:
+                stream = tl.load(at_out, mask=inside, other=0.0)
+                next_stream = tl.load(at_next_out, mask=inside & both, other=0.0)
             if GATED:
                 other_a = _inner_of(seen + WIDTH, 0, split, own, SPLITS, RANKS)
                 next_other_a = _inner_of(next_seen + WIDTH, 0, split, own, SPLITS, RANKS)
@@ -91,9 +100,10 @@ def expand_rows(
                     total, next_total, seen, next_seen, split, factors, rank_stride, own, output,
                     end, SPLITS, RANKS,
                 )  # fmt: skip
+            total = total * factor + extra
+            next_total = next_total * factor + extra
             if GATED:
-                other = other_extra + here.to(tl.float32)
-                next_other = other_extra + next_here.to(tl.float32)
+                other, next_other = here.to(tl.float32), next_here.to(tl.float32)
                 other += tl.sum(tl.sum(other_a, axis=0)[:, None] * other_b, axis=0)
                 next_other += tl.sum(tl.sum(next_other_a, axis=0)[:, None] * other_b, axis=0)
                 if WIDTH > RANKS:
@@ -101,14 +111,15 @@ def expand_rows(
                         other, next_other, seen + WIDTH, next_seen + WIDTH, split, factors,
                         rank_stride, own, output + rows_0, end + rows_0, SPLITS, RANKS,
                     )  # fmt: skip
-                unit = gated_unit(total, other, ACTIVATION).to(gated.dtype.element_ty)
-                next_unit = gated_unit(next_total, next_other, ACTIVATION)
-                next_unit = next_unit.to(gated.dtype.element_ty)
-                tl.store(gated + token * rows_0 + output, unit, mask=inside)
-                tl.store(gated + next_token * rows_0 + output, next_unit, mask=inside & both)
-            else:
-                tl.store(at_y, total.to(y.dtype.element_ty), mask=inside)
-                tl.store(at_next, next_total.to(y.dtype.element_ty), mask=inside & both)
+                other = other * other_factor + other_extra
+                next_other = next_other * other_factor + other_extra
+                total = gated_unit(total, other, ACTIVATION)
+                next_total = gated_unit(next_total, next_other, ACTIVATION)
+            if INTO:
+                total += stream.to(tl.float32)
+                next_total += next_stream.to(tl.float32)
+            tl.store(at_out, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(at_next_out, next_total.to(out.dtype.element_ty), mask=inside & both)
             token, next_token = _two_tokens(t_order, first + at + 2, length - at - 2)
 
 

@@ -3,7 +3,8 @@
     tokens by adapter         sorted once a step: each adapter's lie beside each other
     tiles of them             one adapter each, so its factors are read once for all of its tokens
     shrink   x · downᵀ        inputs divided among programs, whose parts are kept apart
-    expand   Σ parts · upᵀ    outputs divided among programs; zeros for tokens without an adapter
+    expand   Σ parts · upᵀ    outputs divided among programs, which finish the base's product: they
+                              scale it (DoRA), gate it, or add it to the stream
 
 The grids depend on the number of tokens and slots alone, and what is in which slot, of which rank,
 is read on the device: so both are part of captured steps, and a captured step stays right when
@@ -136,11 +137,9 @@ def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
     return plan
 
 
-def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
-    """See `Adapt`. Rows of x are contiguous."""
-    delta = torch.empty((len(x), sum(weights.rows)), dtype=x.dtype, device=x.device)
-    expand(shrink(x, weights, plan), weights, plan, delta, add=False)
-    return delta
+def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
+    """See `Adapt`. Rows of x and y are contiguous."""
+    expand(shrink(x, weights, plan), weights, plan, y)
 
 
 def shrink(
@@ -194,14 +193,14 @@ def expand(
     plan: Plan,
     y: torch.Tensor,
     *,
-    add: bool,
+    stream: torch.Tensor | None = None,
     gated: torch.Tensor | None = None,
     activation: Activation | None = None,
 ) -> None:
-    """Y [T, out] = what adapters add, zeros for tokens without one; or += with `add`.
+    """Y [T, out], the base's product, becomes what adapters make of it.
 
-    With an `activation` y stays as it is, and `gated` [T, out / 2] becomes the gated unit of the
-    sum, whose first part are gates.
+    Or y stays as it is: `stream` [T, out] += that; or, with an `activation`, `gated` [T, out / 2]
+    becomes its gated unit, whose first part are gates.
     """
     cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
@@ -210,7 +209,8 @@ def expand(
         assert gated is not None, activation
         assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
         columns = triton.cdiv(weights.rows[0], cut.outputs)
-    bias = weights.bias
+    bias, scale = weights.bias, weights.scale
+    out = next(each for each in (gated, stream, y) if each is not None)
     launch = expand_tiles[(len(plan.tiles), columns)]
     more = {"TOKENS": max(cut.tokens, _LEAST_ROWS)}
     if cut.by_row:
@@ -219,16 +219,20 @@ def expand(
         inner,
         weights.up,
         bias,
+        scale,
+        weights.scaled,
         plan.order,
         plan.tiles,
         y,
-        y if gated is None else gated,
+        out,
         tokens,
         *rows,
         *weights.up.stride()[:2],
         0 if bias is None else bias.stride(0),
+        0 if scale is None else scale.stride(0),
         y.stride(0),
-        ADD=add,
+        out.stride(0),
+        INTO=stream is not None,
         ACTIVATION="none" if activation is None else activation.value,
         PARTS=parts,
         WIDTH=width,

@@ -7,11 +7,12 @@ import torch
 from interpreted import DEVICE
 
 from tokenpod.kernels import reference as plain
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference import adapters as reference
 from tokenpod.kernels.triton import adapted, adapter_embeddings, adapter_heads, adapters
 from tokenpod.kernels.triton.adapters import Tiles, adapt, plan_adapters
+from tokenpod.kernels.triton.product import prepare_linear
 from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
 
@@ -20,7 +21,10 @@ SMALL, LARGE = Tiles(4, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
 
 
 def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
-    """Slots as the store has them: a rank's numbers of all products beside each other."""
+    """Slots as the store has them: a rank's numbers of all products beside each other.
+
+    Two of them scale outputs; the third has numbers that an adapter before it has left.
+    """
     generator = torch.Generator().manual_seed(seed)
     parts, outputs = len(rows), sum(rows)
     numbers = parts * inputs + outputs + 16
@@ -31,6 +35,8 @@ def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
         up=slots[:, 1:, parts * inputs : parts * inputs + outputs],
         bias=slots[:, 0, parts * inputs : parts * inputs + outputs] if bias else None,
         rows=rows,
+        scale=(torch.rand(SLOTS, outputs + 3, generator=generator) + 0.5).to(DEVICE)[:, :outputs],
+        scaled=torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE),
     )
 
 
@@ -49,21 +55,22 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_it_adds_what_the_reference_adds(case, dtype, by_row):
+def test_it_makes_what_the_reference_makes(case, dtype, by_row):
     adapters, rows, inputs, rank, cut, bias = CASES[case]
     weights = weights_of(rows, inputs, rank, dtype, bias=bias)
-    x = torch.randn(len(adapters), inputs, generator=torch.Generator().manual_seed(1))
-    x = x.to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(len(adapters), inputs, generator=generator).to(DEVICE, dtype)
+    y = torch.randn(len(adapters), sum(rows), generator=generator).to(DEVICE, dtype)
     # One slot has all ranks; others fewer, and what lies beyond is an older adapter's.
     numbers = [rank, max(rank // 3, 1), rank - 1]
     ranks = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
     t_adapter = torch.tensor(adapters, device=DEVICE)
-    expected = reference.adapt(x, weights, reference.plan_adapters(t_adapter, ranks))
-    found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut._replace(by_row=by_row)))
-    assert found.dtype == dtype
+    expected, found = y.clone(), y.clone()
+    reference.adapt(x, expected, weights, reference.plan_adapters(t_adapter, ranks))
+    adapt(x, found, weights, plan_adapters(t_adapter, ranks, cut._replace(by_row=by_row)))
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
     torch.testing.assert_close(found, expected, **close)
-    assert not found[t_adapter == 0].any()
+    assert torch.equal(found[t_adapter == 0], y[t_adapter == 0])
 
 
 def test_what_a_plan_says_follows_from_its_tensors_alone():
@@ -76,7 +83,7 @@ def test_what_a_plan_says_follows_from_its_tensors_alone():
         plan = plan_adapters(torch.tensor(slots, device=DEVICE), ranks, SMALL)
         assert plan.tiles[:, 2].sum() == 6
         shapes.add((plan.order.shape, plan.tiles.shape))
-        assert adapt(x, weights, plan).shape == (6, 24)
+        adapt(x, torch.zeros(6, 24, device=DEVICE), weights, plan)
     assert len(shapes) == 1
 
 
@@ -126,7 +133,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
+def test_products_end_in_what_adapters_make_of_them(case, dtype, by_row):
     """Plain, normed and gated, and into the stream; with adapters' biases and without."""
     t_adapter, tile = PRODUCTS[case]
     tiles = ProductTiles({}, [(64, tile)])
@@ -145,28 +152,37 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
     seen = plain.plan_adapters(slots, ranks)
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}
 
-    def added(rows, x, *, bias=False):
+    def added(rows, *, bias=False):
         weights = weights_of(rows, inputs, rank, dtype, bias=bias)
         for each in (weights.down, weights.up):
             each *= 0.3
-        return Added(weights, plan, adapt), plain.adapt(x, weights, seen)
+        return Added(weights, plan, adapt), Added(weights, seen, plain.adapt)
+
+    def plainly(read, own, bias):
+        y = plain.OPERATIONS.prepare_linear(weight, bias)(read)
+        own.apply(read, y)
+        return y
 
     for biases in (False, True):
-        own, delta = added(rows, x, bias=biases)
-        found = adapted.linear(weight, bias, tiles=tiles)(x, own)
-        expected = plain.OPERATIONS.prepare_linear(weight, bias)(x, delta)
-        torch.testing.assert_close(found, expected, **close)
-        own, delta = added((80,), x, bias=biases)
-        found, expected = stream.clone(), stream.clone()
-        adapted.add_linear(weight, bias, tiles)(x, found, own)
-        plain.OPERATIONS.prepare_add_linear(weight, bias)(x, expected, delta)
-        torch.testing.assert_close(found, expected, **close)
-        normed = plain.OPERATIONS.rms_norm(x, norm.weight, norm.epsilon)
-        for activation, parts in ((Activation.SILU, (40, 40)), (None, rows)):
-            own, delta = added(parts, normed, bias=biases)
-            found = adapted.linear(weight, bias, norm, activation, tiles)(x, own)
-            product = plain.OPERATIONS.prepare_norm_linear(weight, bias, norm, activation)
-            torch.testing.assert_close(found, product(x, delta), **close)
+        base, dense = prepare_linear(weight, bias, tiles), DenseWeight(weight, bias)
+        # A weight that is at hand makes a difference for one token.
+        for given in (dense, None)[: 2 if len(x) == 1 else 1]:
+            own, other = added(rows, bias=biases)
+            found = adapted.linear(base, given, tiles=tiles)(x, own)
+            torch.testing.assert_close(found, plainly(x, other, bias), **close)
+            own, other = added((80,), bias=biases)
+            found = stream.clone()
+            adapted.add_linear(base, given, tiles)(x, found, own)
+            expected = stream + plainly(x, other, bias)
+            torch.testing.assert_close(found, expected, **close)
+            normed = plain.OPERATIONS.rms_norm(x, norm.weight, norm.epsilon)
+            for activation, parts in ((Activation.SILU, (40, 40)), (None, rows)):
+                own, other = added(parts, bias=biases)
+                found = adapted.linear(base, given, norm, activation, tiles)(x, own)
+                expected = plainly(normed, other, bias)
+                if activation is not None:
+                    expected = plain.OPERATIONS.act_mul(expected, activation)
+                torch.testing.assert_close(found, expected, **close)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])

@@ -44,6 +44,8 @@ def read_given(store: AdapterStore | None, options: EngineOptions) -> list[Adapt
     found = []
     if options.lora_fuse:
         return [_fused(*options.adapters[0])]
+    if store is not None:
+        store.scales.warm()
     for number, (name, folder) in enumerate(options.adapters, start=1):
         assert store is not None, "settings take slots where adapters are given"
         try:

@@ -120,6 +120,14 @@ class Scales:
         if name in self._squares:
             self._linears[name] = product
 
+    def warm(self) -> None:
+        """Let products get ready for what `made` asks of them: before others would have to wait."""
+        shapes = {(each.inputs, each.rows): name for name, each in self.products.items()}
+        with torch.inference_mode(), self._beside:
+            for (inputs, _), name in shapes.items():
+                if name in self._linears:
+                    self._linears[name](self._rows(inputs))
+
     # -- adapters ------------------------------------------------------------------------------
 
     def made(
@@ -192,6 +200,9 @@ class Scales:
         own.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(own)
 
+    def _rows(self, inputs: int) -> torch.Tensor:
+        return torch.zeros((_ROWS, inputs), dtype=self.dtype, device=self.device)
+
     def _moved(self, name: str, start: int, factors: Factors, rest: Rest) -> torch.Tensor:
         """[outputs of the part] float32: this rank's summands of ‖W + B · A‖²."""
         rows = slice(start, start + len(factors.up))
@@ -201,7 +212,7 @@ class Scales:
             some = down[first : first + _ROWS - 1].float()
             length = some.norm(dim=1, keepdim=True)
             factor = torch.where(length > 0, (_LENGTH / length).log2().floor().exp2(), 1.0)
-            x = torch.zeros((_ROWS, down.shape[1]), dtype=self.dtype, device=self.device)
+            x = self._rows(down.shape[1])
             x[: len(some)] = some * factor
             y = self._linears[name](x)[:, rows].float()
             # The last row is the bias, if there is one.

@@ -7,7 +7,7 @@ scheduler decides which adapter is in which slot; what it decides comes with a s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.adapters import AdapterKind
 from tokenpod.kernels.adapter_ops import AdapterWeights, Added, AddedRows, BaseLinear
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.group import Group
@@ -25,6 +24,7 @@ from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.adapters.copies import Copies, fill
 from tokenpod.models.adapters.files import Base, HostAdapter, read_adapter
+from tokenpod.models.adapters.packed import Packed, PackedFactors
 from tokenpod.models.adapters.scales import Made, Scales
 from tokenpod.models.adapters.targets import (
     EMBEDDING,
@@ -37,7 +37,7 @@ from tokenpod.models.adapters.targets import (
     vocabulary_products,
 )
 from tokenpod.models.adapters.virtual import Virtual, VirtualBase
-from tokenpod.models.adapters.vocabulary import PackedFactors, Vocabulary, filled_up
+from tokenpod.models.adapters.vocabulary import Vocabulary, filled_up
 from tokenpod.models.linear import Weights
 from tokenpod.models.tensor_file import Rest, no_rest
 from tokenpod.models.weights import HEAD, Weight
@@ -60,39 +60,6 @@ class Space:
     heads: int = 0
     #: Whether each slot has room for factors of the embedding and the head.
     vocabulary: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """An adapter on the host, as a slot has it."""
-
-    rank: int
-    digest: str
-    #: One behind the other: [rows, numbers] as `targets.slot_shape`, without ranks that it does not
-    #: have.
-    pieces: tuple[torch.Tensor, ...]
-    kind: AdapterKind = AdapterKind.LORA
-    virtual_tokens: int = 0
-    #: What outputs are multiplied with, in pieces as `scales.Made` has it; none: it scales nothing.
-    scale: tuple[torch.Tensor, ...] = ()
-    squares: tuple[torch.Tensor, ...] = ()
-    #: An embedding and a head of its own, in pieces too.
-    copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    #: Factors of the base's embedding and head.
-    vocabulary: Mapping[str, PackedFactors] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the host."""
-        pieces = [*self.pieces, *self.scale, *self.squares]
-        pieces += (piece for own in self.copies.values() for piece in own)
-        pieces += (piece for own in self.vocabulary.values() for piece in own.pieces)
-        return sum(piece.nbytes for piece in pieces)
-
-    @property
-    def largest_rank(self) -> int:
-        """Of all its modules."""
-        return max(self.rank, *(own.rank for own in self.vocabulary.values()), 0)
 
 
 class AdapterStore:

@@ -323,6 +323,9 @@ def adapted() -> None:
                 halves = replace(weights, down=down, rows=(HIDDEN // 2, HIDDEN // 2))
                 own = Added(halves, plan, adapters.adapt)
                 OPERATIONS.adapted.linear(*base, norm, Activation.SILU)(x, own)
+    weights = AdapterWeights(draw(4, 1, 16, 300), draw(4, 16, HIDDEN), None, (HIDDEN,))
+    one = torch.ones(3, dtype=torch.int64)
+    OPERATIONS.adapt_rows(draw(3, HIDDEN), weights, one, one, ranks)
     OPERATIONS.own_linear(
         draw(3, HIDDEN), draw(2, 300, HIDDEN), torch.ones(3, dtype=torch.int64), torch.ones(2).int()
     )

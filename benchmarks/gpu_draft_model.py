@@ -63,6 +63,7 @@ from tokenpod.scheduler.tree_shapes import CHANCES
 
 #: Few, so that few sizes of steps are captured.
 POSITIONS, ROWS, PREFILL, SLOTS = 4096, 16, 256, 1 << 16
+_DEVICE = torch.device("cuda")
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -170,19 +171,32 @@ def main() -> None:
 
 def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
     """Of one served model: without a draft model, and with it."""
+    served, draft = models(options)
+    plain = assemble(served, _asked(), positions=POSITIONS, device=_DEVICE)
+    return plain, drafting_engine(served, draft, options)
+
+
+def models(options: argparse.Namespace) -> tuple[Decoder, DraftModel]:
+    """The served model and the draft model."""
     let_segments_grow()
-    device = torch.device("cuda")
     shapes = json.loads((Path(__file__).parent / "shapes.json").read_text())
-    served = counting(shapes["llama-3.1-8b"], device)
-    draft: DraftModel
+    served = counting(shapes["llama-3.1-8b"], _DEVICE)
     if options.draft == "eagle3":
-        draft = told_head(served, device, options.right)
-    elif options.draft.startswith("medusa"):
-        own = options.draft == "medusa"
-        draft = medusa_heads(served, device, options.speculate, own=own, right=options.right)
-    else:
-        draft = counting(DRAFTS[options.draft], device, options.right)
-    asked = EngineOptions(
+        return served, told_head(served, _DEVICE, options.right)
+    if options.draft.startswith("medusa"):
+        own, right = options.draft == "medusa", options.right
+        return served, medusa_heads(served, _DEVICE, options.speculate, own=own, right=right)
+    return served, counting(DRAFTS[options.draft], _DEVICE, options.right)
+
+
+def drafting_engine(served: Decoder, draft: DraftModel, options: argparse.Namespace) -> Assembled:
+    """An engine with the draft model."""
+    asked = _asked(speculate=options.speculate, draft_tree=options.tree)
+    return assemble(served, asked, positions=POSITIONS, device=_DEVICE, draft=draft)
+
+
+def _asked(**more: Any) -> EngineOptions:
+    return EngineOptions(
         model_folder="",
         dtype="bfloat16",
         device="cuda",
@@ -190,12 +204,8 @@ def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
         max_batch_size=ROWS,
         max_batch_prefill_tokens=PREFILL,
         max_batch_total_tokens=SLOTS,
+        **more,
     )
-    plain = assemble(served, asked, positions=POSITIONS, device=device)
-    fields = {name: getattr(asked, name) for name in asked.__struct_fields__}
-    fields |= {"speculate": options.speculate, "draft_tree": options.tree}
-    drafted = EngineOptions(**fields)
-    return plain, assemble(served, drafted, positions=POSITIONS, device=device, draft=draft)
 
 
 def counting(shape: dict[str, Any], device: torch.device, right: float = 1.0) -> Decoder:

@@ -23,7 +23,7 @@ from tokenpod.engine.draft import ChainDraft
 from tokenpod.engine.graphs import Captured, Graphs, ladder
 from tokenpod.engine.integers import ALIGNMENT, Counts, Integers, views
 from tokenpod.engine.mailbox import Mailbox
-from tokenpod.engine.rounds import Asked, Ints, Unknown
+from tokenpod.engine.open_drafts import Asked, Ints, Unknown
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.triton.steps import resolve, spread

@@ -38,9 +38,10 @@ from tokenpod.engine.graphs import (
 from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox, upload
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Unknown, unmasked_rounds
+from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.attention_ops import StepTiles

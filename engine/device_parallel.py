@@ -17,8 +17,8 @@ from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.graphs import Graphs, decode_counts
 from tokenpod.engine.integers import Counts, Integers, views
 from tokenpod.engine.mailbox import Mailbox
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
-from tokenpod.engine.rounds import Unknown
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.scheduler.drafting import MOST_ROWS
 

@@ -16,13 +16,12 @@ from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
+from tokenpod.engine.open_drafts import Asked, Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import (
-    Asked,
     Drawing,
     Ints,
     Round,
-    Unknown,
     allowed,
     drafts_of,
     mask_words,

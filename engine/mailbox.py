@@ -16,8 +16,9 @@ from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import StepWords
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
+from tokenpod.engine.rounds import Drawing, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
 #: How often results that are urgent are looked for.

@@ -26,8 +26,9 @@ from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Integers, fill, given_tokens
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
-from tokenpod.engine.rounds import Drawing, Round, Unknown
+from tokenpod.engine.rounds import Drawing, Round
 from tokenpod.engine.sampler import LeaderTokens, Sampler
 from tokenpod.kernels.batch import (
     ForwardBatch,

@@ -60,7 +60,7 @@ PLACES: list[tuple[type, str, str]] = [
     (Proposals, "_steps", "small shapes"),
     (Proposals, "_fill", "small filled"),
     (Proposals, "find", "drafts queued"),
-    (DeviceExecutor, "_captured", "filled"),
+    (DeviceExecutor, "_filled", "filled"),
     (Captured, "replay", "replayed"),
     (DeviceExecutor, "_draw", "drawn"),
     (DeviceExecutor, "launch", "launched"),
@@ -184,7 +184,7 @@ def main() -> None:
     for options.draft, inside in variants:
         with ExitStack() as stack:
             if inside:
-                stack.enter_context(patch.object(DeviceExecutor, "_drafted", within))
+                stack.enter_context(within())
             began = time.perf_counter()
             made = drafting_engine(*models(options), options)
             ready = time.perf_counter() - began

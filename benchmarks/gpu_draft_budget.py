@@ -143,7 +143,7 @@ def waits(made: Assembled, options: argparse.Namespace) -> None:
         self._event.synchronize()
 
     for name, change in (
-        ("asleep", patch.object(mailbox._Mark, "wait", asleep)),
+        ("asleep", patch.object(mailbox.Mark, "wait", asleep)),
         ("looking always", patch.object(mailbox, "LOOK_SECONDS", 0)),
         ("looking now and then", patch.object(mailbox, "LOOK_SECONDS", mailbox.LOOK_SECONDS)),
     ):
@@ -166,7 +166,7 @@ def graphs(made: Assembled, options: argparse.Namespace) -> None:
     """What captured steps take alone."""
     executor: Any = made.executor
     _, decode, drafted, _ = executor._captured._kinds[False]
-    small = executor._proposals._graphs[1]
+    small = executor._proposals._small._graphs[1]
     found: dict[str, float] = {"small step": alone(small.fitting(1))}
     found["plain"] = alone(decode.fitting(1))
     for size in sorted({drafted.fitting(n + 1).counts.tokens for n in (1, 3, 6, 8, 16)}):

@@ -6,8 +6,9 @@ Batch 1, greedy, the models of gpu_draft_model.py, each text after a warm one, w
 that has no draft model. Printed for each draft model:
 
     a line of medians, in milliseconds: the device's parts of a step (`gap`: from one step's results
-        to the first work of the next one, in which what follows a step is computed, too; `drafts`,
-        `check`, `draw`), and when the host was where, after the device had a step's results
+        to the first work of the next one, in which what follows a step is computed, too, and the
+        drafts are found that the next one needs; `drafts`: that of it; `check`, `draw`), and when
+        the host was where, after the device had a step's results
     the slowest turns: what each took, where it was slower than the median, and collected garbage
 
 With --within also the first draft model following within the captured step, not behind it.
@@ -45,6 +46,7 @@ from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.executor import Launched, Masks, StepResult
 from tokenpod.engine.graphs import Captured
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.small_steps import SmallSteps
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
@@ -52,17 +54,17 @@ from tokenpod.scheduler.step_times import Costs
 #: After which of our functions a mark is made, in the order of a turn. Where one is called again in
 #: a turn, the first call counts.
 PLACES: list[tuple[type, str, str]] = [
-    (mailbox._Mark, "wait", "seen"),
+    (mailbox.Mark, "wait", "seen"),
     (mailbox.Flight, "wait", "read"),
     (Scheduler, "settle", "settled"),
     (Scheduler, "plan", "planned"),
     (mailbox.Mailbox, "begin", "begun"),
-    (Proposals, "_steps", "small shapes"),
-    (Proposals, "_fill", "small filled"),
+    (SmallSteps, "fill", "small filled"),
     (Proposals, "find", "drafts queued"),
     (DeviceExecutor, "_filled", "filled"),
     (Captured, "replay", "replayed"),
     (DeviceExecutor, "_draw", "drawn"),
+    (Proposals, "find_ahead", "found ahead"),
     (DeviceExecutor, "launch", "launched"),
     (EngineLoop, "_publish", "published"),
 ]

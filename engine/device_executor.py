@@ -8,6 +8,7 @@ this one. A step in which every row decodes replays a captured graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import BothTiles, Draft
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, single_rows
+from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox, upload
@@ -95,6 +97,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         #: Drafts for the step that is being launched, see `Proposals.find`.
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         self._unknown: Unknown | None = None
+        #: How many drafts of each row's last step were right.
+        self._accepted = torch.zeros_like(self._last_token)
         if isinstance(draft, ParallelDraft):
             self._proposals = ParallelProposals(
                 draft, sampler, last_token=self._last_token, upload=self._upload
@@ -107,17 +111,20 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 self._small_batch,
                 row_table=table,
                 last_token=self._last_token,
+                accepted=self._accepted,
                 upload=self._upload,
                 ranks=ranks,
             )
+            self._proposals.use(pool.slots)
         self._captured = CapturedSteps(
             rows=rows,
             max_tokens=max_tokens,
             tiles=self._tiles.count,
             drafts=drafts,
             adapted=adapted,
-            # Steps with drafts the host waits for: a draft model that may follow later does so.
-            behind=draft is not None and not isinstance(draft, ParallelDraft),
+            # A head reads what the served model has made of a step, so it can only follow it; as
+            # the host waits for steps with drafts, it does so behind their results.
+            behind=isinstance(draft, HeadDraft),
         )
         words = self._captured.words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -131,6 +138,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._pool = pool
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
+        if isinstance(self._proposals, Proposals):
+            self._proposals.use(pool.slots)
         self._copies.use(pools_of(pool, self._draft))
 
     def capture(self) -> None:
@@ -149,6 +158,12 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         mailbox = self._mailboxes[self._turn % _DEPTH]
         mailbox.staging.begin()
         return mailbox
+
+    def release(self, rows: Sequence[int]) -> None:
+        """See `StepExecutor.release`."""
+        super().release(rows)
+        if isinstance(self._proposals, Proposals):
+            self._proposals.forget(rows)
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
         super()._fill(host, plan)
@@ -173,14 +188,16 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         else:
             logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
-        flight = Flight(mailbox, plan, scored, unknown=self._unknown)
-        self._found = self._unknown = None
+        unknown, self._found, self._unknown = self._unknown, None, None
+        flight = Flight(mailbox, plan, scored, unknown=unknown)
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight
         flight = self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
         if captured is not None and captured.run_behind is not None:
             captured.run_behind()
+        if isinstance(self._proposals, Proposals):
+            self._proposals.find_ahead(plan, mailbox, unknown)
         return flight
 
     def _draw(
@@ -214,6 +231,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.t_token,
             sampler=self._sampler,
             last_token=self._last_token,
+            accepted=self._accepted,
             staging=mailbox.staging,
         )
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
@@ -260,8 +278,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def follow(self, integers: Integers, rows: RaggedRows) -> None:
         """See `CapturableSteps`."""
-        assert self._draft is not None
-        assert not isinstance(self._draft, ParallelDraft)
+        assert isinstance(self._draft, HeadDraft)
         batch = self._batch(integers, rows, integers.t_token)
         self._draft.follow(self._of_draft(batch, integers))
 

@@ -86,6 +86,7 @@ class ParallelProposals:
         at, source = self._upload(numbers.astype(np.int64))
         found = self._found.view(-1).index_select(0, source)
         mailbox.post_drafts(found)
+        mailbox.drafted()
         return at, found
 
     def _guess(self, heads: int, counts: Counts, integers: Integers) -> torch.Tensor:

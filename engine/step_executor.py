@@ -132,7 +132,6 @@ class StepExecutor(ABC, Generic[S]):
             if unknown is not None:
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
                 self._propose(plan, mailbox, unknown, self._draft)
-                mailbox.drafted()
             flight = self._run(plan, mailbox)
             flight.copies = self._copies
             return flight
@@ -158,7 +157,10 @@ class StepExecutor(ABC, Generic[S]):
 
     @abstractmethod
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
-        """Find the drafts that a plan leaves open: small step after small step, see `Asked`."""
+        """Find the drafts that a plan leaves open: small step after small step, see `Asked`.
+
+        The mailbox is told when they are there.
+        """
 
     @abstractmethod
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:

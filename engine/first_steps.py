@@ -137,7 +137,7 @@ def worst_step(
         cached = max(context - length, 0) if row == rows - 1 else 0
         # Whatever lies there: the step's slots, over and over.
         prefix = np.arange(cached) % len(slots)
-        own, new = slots[at : at + length], _new_row([0] * cached + tokens, edited)
+        own, new = slots[at : at + length], _new_row([0] * (cached + length), edited)
         steps.append(
             PlanRow(
                 row,

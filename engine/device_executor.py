@@ -101,7 +101,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._accepted = torch.zeros_like(self._last_token)
         if isinstance(draft, ParallelDraft):
             self._proposals = ParallelProposals(
-                draft, sampler, last_token=self._last_token, upload=self._upload
+                draft, sampler, accepted=self._accepted, upload=self._upload
             )
         elif draft is not None:
             self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
@@ -162,8 +162,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def release(self, rows: Sequence[int]) -> None:
         """See `StepExecutor.release`."""
         super().release(rows)
-        if isinstance(self._proposals, Proposals):
-            self._proposals.forget(rows)
+        if self._proposals is not None:
+            self._proposals.ahead.forget(rows)
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
         super()._fill(host, plan)
@@ -196,7 +196,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         flight = self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
         if captured is not None and captured.run_behind is not None:
             captured.run_behind()
-        if isinstance(self._proposals, Proposals):
+        if self._proposals is not None:
             self._proposals.find_ahead(plan, mailbox, unknown)
         return flight
 

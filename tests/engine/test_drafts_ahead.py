@@ -184,7 +184,7 @@ def test_what_was_found_for_rows_that_are_free_or_have_moved_on_is_not_used():
         device = Device(ahead=True)
         device.step(planned({1: 2}, {1: 2}), [1])
         if change == "free":
-            device.proposals.forget([1])
+            device.proposals.ahead.forget([1])
         elif change == "on":
             device.proposals.find_ahead(planned({1: 4}, {1: 0}), device.mailbox, None)
         before = device.draft.passes

@@ -89,7 +89,7 @@ class Proposals:
         """
         columns = self.ahead.columns(plan, unknown)
         if columns is not None:
-            source = unknown.places * self._small.found.shape[1] + columns
+            source: Ints = unknown.places * self._small.found.shape[1] + columns
             mailbox.drafted(self.ahead.between)
         else:
             source = self._find(plan, mailbox, unknown)

@@ -51,6 +51,10 @@ class CapturableSteps(Protocol):
         """Let the draft model follow a step that has been computed without."""
         ...
 
+    def draw_masked(self, counts: Counts, integers: Integers, logits: torch.Tensor) -> object:
+        """Draw for the rows of a step that decodes, all of which wait for masks."""
+        ...
+
     def padding(self, counts: Counts) -> torch.Tensor:
         """The integers of a step that is nothing but padding."""
         ...
@@ -163,4 +167,5 @@ def _graphs(
     def follow(counts: Counts, integers: Integers) -> object:
         return steps.follow(integers, rows_of(counts))
 
-    return Graphs(forward, counts, steps.padding, memory, follow if behind else None)
+    on = steps.draw_masked if decode else None
+    return Graphs(forward, counts, steps.padding, memory, follow if behind else None, on)

@@ -20,6 +20,7 @@ from tokenpod.engine.captured_steps import CapturedSteps
 from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
+from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws
 from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
@@ -91,6 +92,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             adapters=adapters,
             draft=draft,
         )
+        self._masked_draws = MaskedDraws(sampler, self._last_token)
         self._branches = BranchLines(table, rows + 1)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | ParallelProposals | None = None
@@ -193,7 +195,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight
-        flight = self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
+        flight = self._draw(flight, logits, integers, mailbox, captured)
         if captured is not None and captured.run_behind is not None:
             captured.run_behind()
         if self._proposals is not None:
@@ -206,19 +208,22 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         logits: torch.Tensor,
         integers: Integers,
         mailbox: Mailbox,
-        *,
-        is_begun: bool,
+        captured: Captured | None,
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
-        plan = flight.plan
+        plan, staging = flight.plan, mailbox.staging
+        if plan.waits_for_masks and captured is not None and captured.run_on is not None:
+            run, draws = captured.run_on, self._masked_draws
+            alone = MaskedDrawing(plan, logits, draws=draws, run=run, staging=staging)
+            return self._finish(flight, alone, [])
         n = plan.sampling
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
         drawn = None
         if not plan.waits_for_masks:
-            if not is_begun:
+            if captured is None:
                 self._sampler.begin(firsts, rows, positions)
             drawn = self._sampler.finish(firsts, rows, positions)
-            if not is_begun or self._sampler.draws:
+            if captured is None or self._sampler.draws:
                 remember(drawn.tokens, rows, self._last_token)
             if not plan.drafts and not len(plan.r_masked):
                 flight.send(drawn)
@@ -232,7 +237,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             sampler=self._sampler,
             last_token=self._last_token,
             accepted=self._accepted,
-            staging=mailbox.staging,
+            staging=staging,
         )
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
 
@@ -281,6 +286,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         assert isinstance(self._draft, HeadDraft)
         batch = self._batch(integers, rows, integers.t_token)
         self._draft.follow(self._of_draft(batch, integers))
+
+    def draw_masked(self, counts: Counts, integers: Integers, logits: torch.Tensor) -> None:
+        """See `CapturableSteps`."""
+        self._masked_draws.launch(counts, integers, logits)
 
     def padding(self, counts: Counts) -> torch.Tensor:
         """See `CapturableSteps`."""

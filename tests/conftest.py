@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -20,6 +21,10 @@ with_cuda = any(need.startswith("nvidia-") for need in requires("torch") or ())
 if not (with_cuda and Path("/dev/nvidiactl").exists()):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# torch's threads spin while they wait for each other, on processors that other tests need, and tiny
+# tensors gain nothing from more than one. Programs that tests start inherit this.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # A shell without job control ignores SIGINT for what it runs in the background (`make test &` in a
 # script, some CI), and every program that a test starts would inherit that. A handler, however, is
 # reset to the default when a program starts: this one changes nothing here, and lets Ctrl-C reach
@@ -31,6 +36,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--shard 1/6`: the first of six parts of about equal size."""
     parser.addoption("--shard", help="run one of several parts of the tests, such as 1/6")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the collector from walking through all that is imported, now and between tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

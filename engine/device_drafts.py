@@ -15,10 +15,12 @@ import torch
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.ahead import MOST_AHEAD, Ahead, Before
 from tokenpod.engine.branch_rows import line_of
+from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import ChainDraft
+from tokenpod.engine.draft import ChainDraft, Draft
 from tokenpod.engine.mailbox import Mailbox
 from tokenpod.engine.open_drafts import Asked, Ints, Unknown
+from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.small_steps import Known, MakeBatch, SmallSteps
 
@@ -29,6 +31,24 @@ def spare_slots(most: int, rows: int) -> int:
     `most`: drafts of one row in a step; `rows`: sequences that can be live at once.
     """
     return 1 + most * min(rows, MOST_AHEAD)
+
+
+def make_proposals(
+    draft: Draft,
+    sampler: DeviceSampler | LeaderTokens,
+    make_batch: MakeBatch,
+    *,
+    row_table: torch.Tensor,
+    last_token: torch.Tensor,
+    accepted: torch.Tensor,
+    upload: Callable[[np.ndarray], torch.Tensor],
+    ranks: int,
+) -> Proposals | ParallelProposals:
+    """What finds drafts with a draft model, a head, or heads; see `Proposals`."""
+    if isinstance(draft, ParallelDraft):
+        return ParallelProposals(draft, sampler, accepted=accepted, upload=upload)
+    tables = {"row_table": row_table, "last_token": last_token, "accepted": accepted}
+    return Proposals(draft, sampler, make_batch, **tables, upload=upload, ranks=ranks)
 
 
 class Proposals:

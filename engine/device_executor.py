@@ -19,7 +19,7 @@ from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.captured_steps import CapturedSteps
 from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
-from tokenpod.engine.device_drafts import Proposals
+from tokenpod.engine.device_drafts import Proposals, make_proposals
 from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws
 from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
@@ -101,13 +101,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._unknown: Unknown | None = None
         #: How many drafts of each row's last step were right.
         self._accepted = torch.zeros_like(self._last_token)
-        if isinstance(draft, ParallelDraft):
-            self._proposals = ParallelProposals(
-                draft, sampler, accepted=self._accepted, upload=self._upload
-            )
-        elif draft is not None:
-            self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
-            self._proposals = Proposals(
+        if draft is not None:
+            self._proposals = make_proposals(
                 draft,
                 sampler,
                 self._small_batch,
@@ -118,6 +113,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 ranks=ranks,
             )
             self._proposals.use(pool.slots)
+        if draft is not None and not isinstance(draft, ParallelDraft):
+            self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
         self._captured = CapturedSteps(
             rows=rows,
             max_tokens=max_tokens,
@@ -140,7 +137,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._pool = pool
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
-        if isinstance(self._proposals, Proposals):
+        if self._proposals is not None:
             self._proposals.use(pool.slots)
         self._copies.use(pools_of(pool, self._draft))
 
@@ -308,10 +305,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _small_batch(self, integers: Integers, t_token: torch.Tensor) -> ForwardBatch:
         # Every token's logits are wanted: there is nothing to gather.
-        return replace(
-            self._batch(integers, single_rows(Counts.decode(len(t_token))), t_token),
-            logit_index=None,
-        )
+        batch = self._batch(integers, single_rows(Counts.decode(len(t_token))), t_token)
+        return replace(batch, logit_index=None)
 
     def _paged(self, integers: Integers) -> PagedRows:
         tiles = self._tiles.by_window(integers.tiles) if len(integers.tiles) else None

@@ -56,6 +56,9 @@ class ParallelProposals:
         #: By drafts of a row.
         self._graphs: dict[int, Graphs] = {}
 
+    def use(self, slots: int) -> None:
+        """See `Proposals.use`: heads keep nothing at slots."""
+
     def capture(self, memory: object) -> None:
         """Capture the launch; `memory` is that of graphs captured before."""
         counts = decode_counts(min(self._rows, MOST_ROWS))

@@ -50,6 +50,8 @@ from tokenpod.models.spec import ModelSpec
 
 ROWS, PREFILL = 3, 12
 SLOTS = (ROWS + 2) * ROOM
+#: Slots of draft models' pools for what is found before a step is planned.
+SPARE = 1 + 3 * ROWS
 #: Samples besides rows' first ones that captured steps have room for.
 DRAFTS = 3 * ROWS
 
@@ -427,8 +429,8 @@ def make(
             else:
                 found = eagle.load_eagle(head, model, positions=ROOM, device=device)
     pool, own = (
-        KVPool(slots=SLOTS, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
-        for each in (model, small if head is None else found)
+        KVPool(slots=slots, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
+        for each, slots in ((model, SLOTS), (small if head is None else found, SLOTS + SPARE))
     )
     if head is not None:
         draft = draft_of(found, model, own, most=3, rows=ROWS)

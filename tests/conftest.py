@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -24,6 +25,9 @@ if not (with_cuda and Path("/dev/nvidiactl").exists()):
 # torch's threads spin while they wait for each other, on processors that other tests need, and tiny
 # tensors gain nothing from more than one. Programs that tests start inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# jsonschema imports it for IRIs, if it is there; it takes two seconds, and no test looks at them.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 # A shell without job control ignores SIGINT for what it runs in the background (`make test &` in a
 # script, some CI), and every program that a test starts would inherit that. A handler, however, is

@@ -15,6 +15,7 @@ from turn_times import TurnTimes
 from tokenpod.engine.constraints import masks as masks_of_texts
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.device_masked import MaskedDraws
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import StepResult
@@ -61,6 +62,8 @@ class Turns:
         times.part(Library, "advance", "library")
         times.part(masks_of_texts, "read_together")
         times.part(DeviceDrawing, "_bits", "masks to the device")
+        times.part(MaskedDraws, "enter", "masks to the device, captured")
+        times.part(MaskedDraws, "drawn", "sampler, captured: results")
         times.part(DeviceSampler, "begin", "sampler.begin")
         times.part(DeviceSampler, "finish", "sampler.finish")
         times.part(Mailbox, "send", "results to the host")

@@ -20,6 +20,7 @@ from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
+from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws
 from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
@@ -105,6 +106,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             adapters=adapters,
             draft=draft,
         )
+        self._masked_draws = MaskedDraws(sampler, self._last_token)
         self._branches = BranchLines(table, rows + 1)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | ParallelProposals | None = None
@@ -168,7 +170,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             with torch.inference_mode():
                 first = Graphs(self._forward_mixed, mixed, self._padding, memory)
                 memory = first.memory
-                second = Graphs(self._forward_decode, decode, self._padding, memory)
+                on = self._masked_draws.launch
+                second = Graphs(self._forward_decode, decode, self._padding, memory, on=on)
                 third = fourth = None
                 if self._drafts:
                     third = self._drafted(self._forward_flat, flat, memory, single_rows)
@@ -235,7 +238,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight
-        flight = self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
+        flight = self._draw(flight, logits, integers, mailbox, captured)
         if captured is not None and captured.run_behind is not None:
             captured.run_behind()
         return flight
@@ -246,19 +249,22 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         logits: torch.Tensor,
         integers: Integers,
         mailbox: Mailbox,
-        *,
-        is_begun: bool,
+        captured: Captured | None,
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
-        plan = flight.plan
+        plan, staging = flight.plan, mailbox.staging
+        if plan.waits_for_masks and captured is not None and captured.run_on is not None:
+            run, draws = captured.run_on, self._masked_draws
+            alone = MaskedDrawing(plan, logits, draws=draws, run=run, staging=staging)
+            return self._finish(flight, alone, [])
         n = plan.sampling
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
         drawn = None
         if not plan.waits_for_masks:
-            if not is_begun:
+            if captured is None:
                 self._sampler.begin(firsts, rows, positions)
             drawn = self._sampler.finish(firsts, rows, positions)
-            if not is_begun or self._sampler.draws:
+            if captured is None or self._sampler.draws:
                 remember(drawn.tokens, rows, self._last_token)
             if not plan.drafts and not len(plan.r_masked):
                 flight.send(drawn)
@@ -271,7 +277,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.t_token,
             sampler=self._sampler,
             last_token=self._last_token,
-            staging=mailbox.staging,
+            staging=staging,
         )
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
 

@@ -17,7 +17,7 @@ from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import StepWords
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
+from tokenpod.engine.rounds import Drawing, Unknown, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
 #: How often results that are urgent are looked for.
@@ -259,7 +259,7 @@ class Flight:
             return
         later, self.later = self.later, None
         with torch.inference_mode():
-            later.draw(masked_rounds(self.plan), masks or {})
+            later.draw_masked(masks or {})
             self.send(later.drawn)
         self._there = masks_there(self.plan, masks)
 
@@ -267,8 +267,9 @@ class Flight:
         """The result, once the device has it; once, and before the mailbox's next step."""
         self.sample({})
         assert self._posted is not None
-        # What follows a row with drafts is launched when these are known.
-        urgent = bool((self.plan.r_samples > 1).any())
+        # What follows a row with drafts is launched when these are known, and what masks follow
+        # are made then.
+        urgent = bool((self.plan.r_samples > 1).any()) or self.plan.waits_for_masks
         result = self._mailbox.receive(self._posted, urgent=urgent)
         if self.unknown is not None:
             tokens = self.unknown.tokens

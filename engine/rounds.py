@@ -347,6 +347,10 @@ class Drawing(ABC):
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
 
+    def draw_masked(self, masks: Masks) -> None:
+        """Draw for the rows that wait for masks."""
+        self.draw(masked_rounds(self.plan), masks)
+
     def _put(self, samples: Samples, at: torch.Tensor | slice) -> None:
         """Enter what was drawn as samples `at`, [m] int64 or a stretch of m."""
         tops = samples.top_ids.shape[1]

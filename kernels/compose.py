@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from tokenpod.kernels.adapter_ops import AdaptedLinear, Added, BaseLinear
 from tokenpod.kernels.ops import (
     AddLinear,
     FormatProducts,
@@ -22,6 +24,12 @@ from tokenpod.kernels.weight import QuantisedWeight, Stored
 def linear_of(ops: Operations, weight: Stored, bias: torch.Tensor | None) -> Linear:
     """The product with a weight [out, in] in any format, bias [out] or None, as `Linear` says."""
     return product_of(ops.prepare_linear, ops.quantised, weight, bias)
+
+
+def laid_out(ops: Operations, weight: Stored) -> Any:
+    """A weight as its products hold it; it takes the weight's place in the functions here."""
+    made = ops.quantised.get(type(weight))
+    return weight if made is None or made.laid_out is None else made.laid_out(weight)
 
 
 def product_of(
@@ -107,3 +115,21 @@ def add_linear_of(prepare_linear: PrepareLinear) -> PrepareAddLinear:
         return add_product
 
     return prepare
+
+
+def adapted_linear_of(
+    product: BaseLinear,
+    rms_norm: RmsNorm,
+    act_mul: ActMul,
+    norm: RowNorm | None,
+    activation: Activation | None,
+) -> AdaptedLinear:
+    """Norm, product, what adapters make of it, and gate; see `PrepareAdaptedLinear`."""
+
+    def adapted(x: torch.Tensor, added: Added) -> torch.Tensor:
+        read = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
+        y = product(read)
+        added.apply(read, y)
+        return y if activation is None else act_mul(y, activation)
+
+    return adapted

@@ -224,6 +224,30 @@ def masks(scene: Scene) -> list[Row]:
     return rows
 
 
+def masks_alone(scene: Scene) -> list[Row]:
+    """All rows wait for masks: two are told what to say, one of them once too late.
+
+    Whatever the third says is allowed.
+    """
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    for turn in range(stepping.NEW_TOKENS):
+        planned = [(row, row.step(masked=True)) for row in rows if row.left]
+        launched = scene.executor.launch(plan_of(turn, [row for _, row in planned]))
+        given = {
+            at: only(forced(row, 1)[0])[None] if row.row in FORCED else anything()[None]
+            for at, (row, _) in enumerate(planned)
+            if (turn, row.row) != (1, 0)
+        }
+        launched.sample(given)
+        result = launched.wait()
+        # A follower can't tell what was late from what was bad.
+        tokens = [UNSAMPLED if token == -1 else token for token in result.tokens]
+        stepping.take(planned, replace(result, tokens=tokens))
+    assert not any(row.left for row in rows)
+    return rows
+
+
 #: What rows are made to say under masks.
 FORCED = {0: [3, 14, 15, 9, 26, 5, 35], 2: [2, 7, 18, 28, 18, 28, 45]}
 
@@ -243,6 +267,11 @@ def only(token: int) -> Words:
     return words.view(np.int32)
 
 
+def anything() -> Words:
+    """A mask that allows all tokens."""
+    return sum((only(token) for token in range(VOCABULARY)), np.zeros_like(only(0)))
+
+
 #: The row that `adapter` changes.
 ADAPTED = 1
 
@@ -250,7 +279,7 @@ SCENES = {
     scene.__name__: scene
     for scene in (
         *(plain, drafts, overlapped_drafts, found_drafts, trees, found_trees),
-        *(given, copies, adapter, masks),
+        *(given, copies, adapter, masks, masks_alone),
     )
 }
 

@@ -20,7 +20,7 @@ from tokenpod.engine.captured_steps import CapturedSteps
 from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals, make_proposals
-from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws
+from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws, drawn_late
 from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
@@ -209,7 +209,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
         plan, staging = flight.plan, mailbox.staging
-        if plan.waits_for_masks and captured is not None and captured.run_on is not None:
+        if captured is not None and captured.run_on is not None and drawn_late(plan):
             run, draws = captured.run_on, self._masked_draws
             alone = MaskedDrawing(plan, logits, draws=draws, run=run, staging=staging)
             return self._finish(flight, alone, [])
@@ -248,6 +248,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
             return None
         pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
+        if drawn_late(plan):
+            # The first draw, which is captured with the step, draws for nobody.
+            host.sample_row[: plan.sampling] = self._rows
         if captured.counts.flat:
             flatten(host, plan)
         return captured

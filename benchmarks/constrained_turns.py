@@ -21,7 +21,7 @@ from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import StepResult
 from tokenpod.engine.graphs import ladder
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.mailbox import Flight, Mailbox, _Mark
+from tokenpod.engine.mailbox import Flight, Mailbox, Mark
 from tokenpod.engine.step_executor import StepExecutor
 
 
@@ -52,7 +52,7 @@ class Turns:
         times.part(StepExecutor, "launch")
         times.part(StepExecutor, "_take_rows", "launch: new rows")
         times.part(StepExecutor, "release", "launch: rows that are over")
-        times.part(_Mark, "wait", "wait for the step")
+        times.part(Mark, "wait", "wait for the step")
         times.part(Flight, "sample", "launch the sampler")
         times.part(EngineLoop, "_publish", "publish")
         for name in ("look", "prepare", "settled", "sample"):

@@ -102,7 +102,9 @@ class Graphs:
             self._captured[size] = Captured(counts[size], words, integers, run, after, made)
 
     def _captured_of(self, step: Callable[[], T], words: torch.Tensor) -> Callable[[], T]:
-        step()  # compiles and loads what capturing must not
+        # Interpreted, all sizes are one program: the largest shows that padding can be run.
+        if words.is_cuda or not self._captured:
+            step()  # compiles and loads what capturing must not
         return self._capture(step) if words.is_cuda else step
 
     def _on_logits(

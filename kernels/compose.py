@@ -44,7 +44,7 @@ def product_of(
     made = quantised.get(type(weight))
     if made is not None:
         return made.linear(weight, bias)
-    return lambda x, delta=None: weight.multiply(x, bias, delta)
+    return lambda x: weight.multiply(x, bias)
 
 
 def fused_norm_linear(
@@ -89,12 +89,12 @@ def norm_linear_of(
     ) -> Linear:
         product = prepare_linear(weight, bias)
 
-        def normed_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-            return product(rms_norm(x, norm.weight, norm.epsilon), delta)
+        def normed_product(x: torch.Tensor) -> torch.Tensor:
+            return product(rms_norm(x, norm.weight, norm.epsilon))
 
-        def gated_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        def gated_product(x: torch.Tensor) -> torch.Tensor:
             assert activation is not None
-            return act_mul(normed_product(x, delta), activation)
+            return act_mul(normed_product(x), activation)
 
         return normed_product if activation is None else gated_product
 
@@ -107,10 +107,8 @@ def add_linear_of(prepare_linear: PrepareLinear) -> PrepareAddLinear:
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
         product = prepare_linear(weight, bias)
 
-        def add_product(
-            x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-        ) -> None:
-            residual += product(x, delta)
+        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+            residual += product(x)
 
         return add_product
 

@@ -46,22 +46,16 @@ from tokenpod.kernels.pointwise_ops import (
 class Linear(Protocol):
     """A product with fixed weights."""
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """X [T, in] -> [T, out].
-
-        The sum starts from `delta` [T, out] if there is one: before a bias, an activation, a
-        residual and the sum over ranks, and of ranks that divide the product this rank's part.
-        """
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X [T, in] -> [T, out], which nothing else holds."""
         ...
 
 
 class AddLinear(Protocol):
     """A product with fixed weights that is added to the residual stream."""
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-    ) -> None:
-        """X [T, in], residual [T, out], changed in place; `delta` as `Linear` has it."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """X [T, in], residual [T, out], changed in place."""
         ...
 
 

@@ -65,10 +65,8 @@ def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
         own_bias = bias if group.rank == 0 else None
         product = ops.prepare_linear(weight, own_bias)
 
-        def add_product(
-            x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-        ) -> None:
-            group.add(product(x, delta), residual)
+        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+            group.add(product(x), residual)
 
         if ops.prepare_sum_linear is None or group.buffers is None:
             return add_product

@@ -1,16 +1,12 @@
 """What a step's columns can say, each shown on any executor: run here, or by each rank of a group.
 
-A scene drives an executor by hand and returns what its rows came to. Run as a program, this is a
-rank: it does the scenes that its job names.
+A scene drives an executor by hand and returns what its rows came to.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +20,7 @@ import numpy as np
 import stepping
 import torch
 import tree_steps
+from rank_processes import run_ranks
 from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
 from stepping import NEW_TOKENS, ROOM, VOCABULARY, Row
@@ -496,22 +493,6 @@ class Job(msgspec.Struct):
     head: str = ""
 
 
-def start(job: Job) -> subprocess.Popen[bytes]:
-    """A process that is one rank of two."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", __file__],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.msgpack.encode(job))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
 def run(
     kind: str,
     folder: Path,
@@ -520,29 +501,21 @@ def run(
     names: Sequence[str] = tuple(SCENES),
     head: str = "",
 ) -> list[dict[str, Told]]:
-    """What each of two ranks came to, by scene."""
+    """What each of two ranks, processes, came to, by scene."""
     jobs = [Job(rank, port, kind, str(folder), [*names], expected, head) for rank in range(2)]
-    told = []
-    for process in [start(job) for job in jobs]:
-        out, errors = process.communicate(timeout=280)
-        assert process.returncode == 0, errors.decode()
-        told.append(msgspec.msgpack.decode(out, type=dict[str, Told]))
-    return told
+    return run_ranks(told_of, jobs)
 
 
-def main() -> None:
+def told_of(job: Job) -> dict[str, Told]:
+    """What this process, a rank, comes to, by scene."""
     torch.set_num_threads(1)
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
-    folder = Path(job.folder)
     group = join_group(job.rank, 2, "127.0.0.1", job.port, device=CPU, timeout=TIMEOUT)
     head = Path(job.head) if job.head else None
-    executor = make(job.kind, folder, CPU, group, head)
+    executor = make(job.kind, Path(job.folder), CPU, group, head)
     tops = job.kind != "device"
-    scene = Scene(executor, job.expected, table_of(folder), tops, guesses_well=head is None)
+    scene = Scene(
+        executor, job.expected, table_of(Path(job.folder)), tops, guesses_well=head is None
+    )
     told = {name: Told.by(SCENES[name](scene)) for name in job.scenes}
     group.close()
-    sys.stdout.buffer.write(msgspec.msgpack.encode(told))
-
-
-if __name__ == "__main__":
-    main()
+    return told

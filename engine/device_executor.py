@@ -112,6 +112,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 upload=self._upload,
                 ranks=ranks,
             )
+        if isinstance(self._proposals, Proposals):
             self._proposals.use(pool.slots)
         if draft is not None and not isinstance(draft, ParallelDraft):
             self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
@@ -121,8 +122,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             tiles=self._tiles.count,
             drafts=drafts,
             adapted=adapted,
-            # A head reads what the served model has made of a step, so it can only follow it; as
-            # the host waits for steps with drafts, it does so behind their results.
+            # A head can only follow a step; where the host waits, it does so behind its results.
             behind=isinstance(draft, HeadDraft),
         )
         words = self._captured.words
@@ -137,7 +137,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._pool = pool
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
-        if self._proposals is not None:
+        if isinstance(self._proposals, Proposals):
             self._proposals.use(pool.slots)
         self._copies.use(pools_of(pool, self._draft))
 
@@ -161,7 +161,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def release(self, rows: Sequence[int]) -> None:
         """See `StepExecutor.release`."""
         super().release(rows)
-        if self._proposals is not None:
+        if isinstance(self._proposals, Proposals):
             self._proposals.ahead.forget(rows)
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
@@ -195,7 +195,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         flight = self._draw(flight, logits, integers, mailbox, captured)
         if captured is not None and captured.run_behind is not None:
             captured.run_behind()
-        if self._proposals is not None:
+        if isinstance(self._proposals, Proposals):
             self._proposals.find_ahead(plan, mailbox, unknown)
         return flight
 

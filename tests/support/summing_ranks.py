@@ -76,8 +76,14 @@ def _read_late(seed: int) -> None:
     interpreter.InterpreterBuilder.create_masked_load = late
 
 
-def follow_turns(rank: int, world: int, memory: torch.Tensor) -> list[np.ndarray]:
-    """One rank's results; memory is [two kinds of buffers, receiver, half, sender, word]."""
+def follow_turns(job: tuple[int, int, torch.Tensor]) -> list[np.ndarray]:
+    """One rank's results.
+
+    Args:
+        job: the rank, how many there are, and their memory: [two kinds of buffers, receiver, half,
+            sender, word].
+    """
+    rank, world, memory = job
     torch.set_num_threads(1)
     _read_late(rank)
     addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in memory]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from interpreted import DEVICE
+from rank_processes import run_ranks
 from summing_ranks import MATRIX, MULTIPLY_ADD, K, Sum, follow_turns, turn_of
 
 from tokenpod.kernels.parallel import parallel
@@ -223,9 +224,7 @@ def test_without_buffers_or_a_way_to_use_them_the_group_adds(lacks):
 def test_ranks_that_run_at_once_never_overtake_each_other():
     world = 2
     memory = torch.zeros((2, world, 2, world, BLOCK), dtype=torch.int64).share_memory_()
-    with torch.multiprocessing.get_context("spawn").Pool(world) as processes:
-        jobs = [(rank, world, memory) for rank in range(world)]
-        first, second = processes.starmap_async(follow_turns, jobs).get(timeout=90)
+    first, second = run_ranks(follow_turns, [(rank, world, memory) for rank in range(world)])
     assert len(first) > 20
     for turn, (got, on_the_other) in enumerate(zip(first, second, strict=True)):
         assert (got == on_the_other).all()

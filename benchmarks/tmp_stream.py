@@ -124,4 +124,5 @@ def main():
         print(f"{shape} floor {floor:.2f} us")
         for t, v in rows: print(f"  {t:7.2f} {floor/t:4.0%} {v}")
         sys.stdout.flush()
-main()
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,8 @@ from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, TokenTile, measured
+from tokenpod.kernels.triton.quantised.token_product import multiply_token, token_of
 from tokenpod.kernels.triton.quantised.widen import widen_lanes
 
 
@@ -31,14 +32,35 @@ def prepare_lanes(
     if made is None:
         return None
     kind = kind_of_lanes(made)
+    # Whole numbers of 4 bits without zeros, and blocks without anything beyond the last input.
+    whole = kind == "int4" and made.zero is None
+    has_token = whole and made.inputs % (made.planes * made.width) == 0
     chosen = tiles or measured(capability(made.numbers.device))
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None if x.itemsize > 2 else chosen.choose(kind, made.rows, made.inputs, len(x))
-        if around.norm is not None:
-            x = rms_norm(x, around.norm.weight, around.norm.epsilon)
+        tile = None
+        if x.itemsize <= 2:
+            but = None if has_token else TokenTile
+            tile = chosen.choose(kind, made.rows, made.inputs, len(x), but=but)
+        takes_token = isinstance(tile, TokenTile)
+        norm = around.norm
+        if norm is not None and not (takes_token and made.order is None):
+            x, norm = rms_norm(x, norm.weight, norm.epsilon), None
         if made.order is not None:
             x = x.index_select(1, made.order)
+        if takes_token:
+            token = token_of(x, None, norm, tile, made.width)
+            start_from(
+                delta,
+                y,
+                around,
+                lambda out, gate, add: multiply_token(
+                    *(token, norm, kind, made.numbers, made.scale, bias, out, gate, add, tile),
+                    width=made.width,
+                    group=made.group,
+                ),
+            )
+            return
         if isinstance(tile, LaneTile):
             start_from(
                 delta,

@@ -83,11 +83,12 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
 
 def _tokens(row: int) -> Iterator[Tile]:
     """For weights whose rows have so many bytes."""
-    shapes = ((8, 512, 4), (16, 512, 4), (8, 256, 2), (8, 128, 1))
+    shapes = ((8, 1024, 8), (16, 1024, 8), (8, 512, 4), (16, 512, 4), (8, 256, 2), (8, 128, 1))
     for (block_n, words, warps), rounds in product(shapes, (False, True)):
-        if rounds and warps == 1:
-            continue  # it would round nearly as many numbers as it multiplies
-        for ahead in (0,) if 4 * words >= row else (0, min(row, 4096)):
+        # One warp would round nearly as many numbers as it multiplies.
+        if 4 * words > row or (rounds and warps == 1) or (row > 4096 and words > 512):
+            continue
+        for ahead in (0,) if 4 * words == row else (0, 2048):
             yield TokenTile(block_n, words, warps, ahead, rounds)
 
 

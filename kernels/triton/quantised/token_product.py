@@ -136,6 +136,8 @@ def token_product(
     first_row = tl.program_id(0) * BLOCK_N
     tile_row = tl.arange(0, ALL)
     own = tl.minimum(first_row + tile_row % BLOCK_N, n - 1) + tile_row // BLOCK_N * n
+    if KIND == "int4" and ASSEMBLY:
+        own = _unknown(own)
     word = tl.arange(0, WORDS)[None, :]
     four = tl.arange(0, FOURS)[None, :]
     at_row = weight + own.to(tl.int64)[:, None] * ROW_WORDS
@@ -268,11 +270,25 @@ def _inputs(
 def _scales(
     scale, own, four, rows, groups, KIND: tl.constexpr, WIDTH: tl.constexpr, PER_GROUP: tl.constexpr
 ):
-    """Of the planes of a step's lanes; nothing where a row has one scale."""
+    """Of the planes of a step's lanes; nothing where a row has one scale.
+
+    Loaded as [fours, rows], of whose dimensions none is contiguous in memory for the compiler: with
+    the first one along threads, as words are, so that nothing changes its place.
+    """
     if KIND == "int4":
-        return step_scales(scale, own[:, None], four // (WIDTH // 8), rows, groups, 4, PER_GROUP)
+        block = tl.trans(four) // (WIDTH // 8)
+        s0, s1, s2, s3 = step_scales(scale, own[None, :], block, rows, groups, 4, PER_GROUP)
+        return tl.trans(s0), tl.trans(s1), tl.trans(s2), tl.trans(s3)
     else:
         return 0, 0, 0, 0
+
+
+@triton.jit
+def _unknown(row):
+    """The same; but the compiler does not see that rows follow each other."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [row], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

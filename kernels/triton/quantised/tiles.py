@@ -35,6 +35,9 @@ class TokenTile:
     ahead: int = 0
     #: Every program norms and rounds the token; else a launch before does.
     rounds: bool = False
+    #: Chunks at the weight's beginning (`token_inputs.CHUNK`) that each of the first programs asks
+    #: for before the input is there, since they may start long before it is.
+    chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

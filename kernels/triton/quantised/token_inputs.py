@@ -1,4 +1,4 @@
-"""The token of `token_product`, rounded to 8 bits by each of its programs.
+"""The token of `token_product`, rounded to 8 bits by each of its programs, and what those ask for.
 
 Instead of a launch before it (`rounding`): programs read the token twice, once for its norm and its
 largest number, and once where they multiply it. A thread rounds the inputs that it multiplies.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.triton.launch import ask_lines
 from tokenpod.kernels.triton.quantised.rounding import DIGITS_MOST, FP8_MOST
 
+#: Bytes that are asked for at a time, and programs that ask for them: about one per processor.
+CHUNK: tl.constexpr = tl.constexpr(8192)
+FIRST_PROGRAMS: tl.constexpr = tl.constexpr(128)
 #: What added to a number has the nearest whole number in its lowest bits: 1.5 · 2²³.
 NEAREST: tl.constexpr = tl.constexpr(12582912.0)
 
@@ -173,3 +177,42 @@ def _word_of_e4m3(v0, v1, v2, v3, times, ASSEMBLY: tl.constexpr):
 def _byte_of_e4m3(v):
     v = tl.minimum(tl.maximum(v, -FP8_MOST), FP8_MOST)
     return v.to(tl.float8e4nv).to(tl.int8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def ask_first(weight, words, chunks):
+    """Ask for a part of the weight's beginning: so many chunks per program, of the first ones.
+
+    A thread asks for each. They are there as soon as there is room on a processor, while the
+    kernels before still run; others only when those have ended.
+    """
+    first = tl.program_id(0) * chunks
+    WORDS: tl.constexpr = CHUNK // 4
+    asked = tl.where(tl.program_id(0) < FIRST_PROGRAMS, chunks, 0)
+    asked = tl.minimum(asked, words // WORDS - first)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred own;
+        .reg .u32 thread;
+        .reg .u64 at;
+        mov.u32 thread, %tid.x;
+        setp.lt.s32 own, thread, $2;
+        mad.wide.u32 at, thread, $3, $1;
+        @own cp.async.bulk.prefetch.L2.global [at], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [weight + first.to(tl.int64) * WORDS, asked, tl.full((), CHUNK, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def ask_norm(norm_weight, KIND: tl.constexpr, ROW_WORDS: tl.constexpr):
+    """Ask for the norm's weight: every program reads it, as soon as the input is there."""
+    INPUTS: tl.constexpr = ROW_WORDS * (8 if KIND == "int4" else 4)
+    LINE: tl.constexpr = 128 * 8 // norm_weight.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, triton.next_power_of_2(triton.cdiv(INPUTS, LINE)))
+    ask_lines(norm_weight + tl.minimum(line * LINE, INPUTS - 1))

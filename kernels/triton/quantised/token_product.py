@@ -26,7 +26,12 @@ from tokenpod.kernels.triton.quantised.lane_products import step_scales
 from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
 from tokenpod.kernels.triton.quantised.tiles import TokenTile
 from tokenpod.kernels.triton.quantised.token_dots import SMALLER, add_step, in_fours
-from tokenpod.kernels.triton.quantised.token_inputs import token_steps, token_words
+from tokenpod.kernels.triton.quantised.token_inputs import (
+    ask_first,
+    ask_norm,
+    token_steps,
+    token_words,
+)
 
 #: Bytes that a thread loads of a row at a time.
 THREAD_BYTES = 16
@@ -88,6 +93,7 @@ def multiply_token(
     token_product[(triton.cdiv(n, block_n),)](
         *inputs,
         *(words, scale, bias, y, n, len(scale), 0.0 if norm is None else norm.epsilon),
+        tile.chunks if asks_rows(words) else 0,
         KIND=kind,
         ROW_WORDS=row_words,
         WIDTH=width,
@@ -104,7 +110,7 @@ def multiply_token(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def token_product(
     x,
     x_scale,
@@ -116,6 +122,7 @@ def token_product(
     n,
     groups,
     epsilon,
+    chunks,
     KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -150,6 +157,12 @@ def token_product(
     w = _tile(at_row + word, word, ROW_WORDS, EVEN)
     s = _scales(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
     of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
+    if ROUNDS and norm_weight is not None and ASSEMBLY:
+        ask_norm(norm_weight, KIND, ROW_WORDS)
+    if ASSEMBLY:
+        ask_first(weight, n * ROW_WORDS, chunks // GATES)
+        if GATES == 2:
+            ask_first(weight + n * ROW_WORDS, n * ROW_WORDS, chunks // GATES)
     if AHEAD > 0:
         ask_rows(weight, first_row, n, WORDS, ROW_WORDS, BLOCK_N, AHEAD)
         if GATES == 2:

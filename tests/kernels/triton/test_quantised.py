@@ -222,6 +222,7 @@ OF_ONE_TOKEN = {
 }
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("tile", TOKENS, ids=["rounded", "rounds"])
 @pytest.mark.parametrize("name", OF_ONE_TOKEN)
 def test_one_token(name, tile, draw, device, monkeypatch):

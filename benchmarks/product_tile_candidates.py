@@ -83,7 +83,8 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
 
 def _tokens(row: int) -> Iterator[Tile]:
     """For weights whose rows have so many bytes."""
-    shapes = ((8, 1024, 8), (4, 512, 4), (8, 512, 4), (16, 512, 4), (8, 256, 2), (8, 128, 1))
+    shapes = ((8, 1024, 8), (4, 512, 4), (8, 512, 4), (16, 512, 4))
+    shapes += ((8, 256, 2), (16, 256, 2), (8, 128, 1))
     for (block_n, words, warps), rounds in product(shapes, (False, True)):
         # One warp would round nearly as many numbers as it multiplies.
         if 4 * words > row or (rounds and warps == 1) or (row > 4096 and words > 512):

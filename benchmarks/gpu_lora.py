@@ -5,6 +5,7 @@
     python -P benchmarks/gpu_lora.py --profile          # and where the time of a step goes
     python -P benchmarks/gpu_lora.py --rank 64 --slots 8
     python -P benchmarks/gpu_lora.py --room 64          # slots as --max-adapter-rank 64 makes them
+    python -P benchmarks/gpu_lora.py --vocabulary       # what embedding and head cost besides
 
 The decoder of an 8B Llama shape in bfloat16, as in gpu_decode_step.py, captured in a graph: without
 adapters, with slots of which no row has any, and with adapters on all products. Before that, on
@@ -35,10 +36,16 @@ from tokenpod.kernels.triton import OPERATIONS, adapted, adapters
 from tokenpod.kernels.triton.adapters import Tiles
 from tokenpod.models.adapters.files import Base
 from tokenpod.models.adapters.store import AdapterStore, Space
-from tokenpod.models.adapters.targets import Targets, products_of
+from tokenpod.models.adapters.targets import (
+    EMBEDDING,
+    Targets,
+    products_of,
+    vocabulary_products,
+)
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.names import Names, weights_of
 from tokenpod.models.shard import WHOLE
+from tokenpod.models.weights import HEAD
 
 #: Rows, context, and different adapters among the rows.
 CASES = ((64, 1024, 32), (64, 1024, 1), (16, 1024, 16), (1, 1024, 1))
@@ -101,15 +108,48 @@ EXPANDS = [
 ]
 
 
-def make_store(slots: int, rank: int, room: int) -> AdapterStore:
+#: Of the head's factors with 128,256 outputs, beside the tiles of other products.
+HEADS = [
+    None,
+    *(
+        Tiles(tokens, 256, 4, 4, outputs, warps, by_row)
+        for tokens, outputs, warps, by_row in (
+            (8, 256, 1, True),
+            (8, 512, 2, True),
+            (8, 512, 4, True),
+            (4, 256, 1, True),
+            (16, 256, 1, True),
+            (16, 256, 4, False),
+            (64, 256, 4, False),
+        )
+    ),
+    Tiles(8, 256, 16, 4, 128, 1, True),
+    Tiles(8, 256, 16, 4, 256, 1, True),
+]
+
+
+def make_store(slots: int, rank: int, room: int, *, vocabulary: bool = False) -> AdapterStore:
     """Full of random adapters, whose products are small beside the base's."""
-    products = products_of(weights_of(config(), Names(), "model."), WHOLE)
-    named = {product.name: product for product in products}
+    weights = list(weights_of(config(), Names(), "model."))
+    named = {product.name: product for product in products_of(weights, WHOLE)}
     base = Base(Targets("a benchmark's"), named, WHOLE, torch.bfloat16, room)
-    store = AdapterStore(base, Space(slots, room), OPERATIONS, torch.device("cuda"))
+    space, tables = Space(slots, room, vocabulary=vocabulary), vocabulary_products(weights, WHOLE)
+    store = AdapterStore(base, space, OPERATIONS, torch.device("cuda"), {}, tables)
     store._slots.normal_(std=0.02)
     store._ranks.fill_(rank)
+    if store.vocabulary is not None:
+        for each in store.vocabulary.weights.values():
+            each.down.normal_(std=0.02)
+            each.up.normal_(std=0.02)
+        set_ranks(store, rank, rank)
     return store
+
+
+def set_ranks(store: AdapterStore, embedding: int, head: int) -> None:
+    """Of all adapters' factors of the two; 0: they have none."""
+    assert store.vocabulary is not None
+    store.vocabulary.ranks[EMBEDDING].fill_(embedding)
+    store.vocabulary.ranks[HEAD].fill_(head)
 
 
 def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
@@ -212,7 +252,12 @@ def compare(stage: Stage, store: AdapterStore) -> None:
         batch = with_adapters(make_batch(rows, 1024), rows, min(store._slots.shape[0], 5))
         found = []
         for ops in (OPERATIONS, reference.OPERATIONS):
-            store._ops = replace(OPERATIONS, plan_adapters=ops.plan_adapters, adapt=ops.adapt)
+            store._ops = replace(
+                OPERATIONS,
+                plan_adapters=ops.plan_adapters,
+                adapt=ops.adapt,
+                adapt_rows=ops.adapt_rows,
+            )
             whole = replace(OPERATIONS, adapted=ops.adapted)
             decoder = Decoder(config(), dict(stage.weights), whole, adapters=store)
             logits = decoder.logits(decoder.forward(batch, stage.pool))
@@ -222,6 +267,60 @@ def compare(stage: Stage, store: AdapterStore) -> None:
         mean, bare = difference.mean(), found[1].abs().mean()
         print(f"{rows} rows: kernels and reference differ by {mean:.4f} of {bare:.1f}", flush=True)
         assert mean < TOLERANCE
+
+
+def vocabulary(stage: Stage, options: argparse.Namespace) -> None:
+    """Time steps whose adapters have factors of embedding and head, beside those without."""
+    room = options.room or options.rank
+    plain = Decoder(config(), dict(stage.weights), OPERATIONS)
+    layers = make_store(options.slots, options.rank, room)
+    without = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=layers)
+    store = make_store(options.slots, options.rank, room, vocabulary=True)
+    compare(stage, store)
+    model = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
+    for rows, context, count in ((64, 1024, 32), (64, 1024, 1), (1, 1024, 1)):
+        batch = make_batch(rows, context)
+        own = with_adapters(batch, rows, min(count, options.slots))
+        base, of_layers = step_seconds(plain, batch, stage), step_seconds(without, own, stage)
+        print(
+            f"{rows} x {context}: {base * 1e3:.3f} ms; {count} adapters of layers alone"
+            f" {of_layers * 1e3:.3f} ms, {base / of_layers:.3f} of the rate",
+            flush=True,
+        )
+        rank = options.rank
+        for name, ranks in (
+            ("room that none uses", (0, 0)),
+            ("on the embedding too", (rank, 0)),
+            ("on the head too", (0, rank)),
+            ("on both", (rank, rank)),
+        ):
+            set_ranks(store, *ranks)
+            seconds = step_seconds(model, own, stage)
+            print(f"  {name}: {seconds * 1e3:.3f} ms, {base / seconds:.3f} of the rate", flush=True)
+        for tiles in HEADS if rows > 1 else ():
+            with head_planned(store, tiles):
+                seconds = step_seconds(model, own, stage)
+            how = tuple(tiles) if tiles else "tiles of serving"
+            print(f"  on both, the head's {how}: {seconds * 1e3:.3f} ms", flush=True)
+        if options.profile:
+            profile(without, own, stage, "layers alone")
+            profile(model, own, stage, "both")
+
+
+@contextmanager
+def head_planned(store: AdapterStore, tiles: Tiles | None) -> Iterator[None]:
+    """The head's product is cut so."""
+    assert store.vocabulary is not None
+    ranks, ops = store.vocabulary.ranks[HEAD], store._ops
+
+    def plan(t_adapter: torch.Tensor, own: torch.Tensor) -> adapters.AdapterPlan:
+        return adapters.plan_adapters(t_adapter, own, tiles if own is ranks else None)
+
+    store._ops = replace(ops, plan_adapters=plan)
+    try:
+        yield
+    finally:
+        store._ops = ops
 
 
 def profile(decoder: Decoder, batch: ForwardBatch, stage: Stage, name: str) -> None:
@@ -254,9 +353,15 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="try other ways and tiles")
     parser.add_argument("--profile", action="store_true", help="tell the time of each kernel")
     parser.add_argument("--alone", action="store_true", help="time both launches by themselves")
+    parser.add_argument(
+        "--vocabulary", action="store_true", help="time factors of embedding and head, and no more"
+    )
     parser.add_argument("--cases", type=int, nargs="*", help="some of the cases, from 0")
     options = parser.parse_args()
     with torch.inference_mode():
+        if options.vocabulary:
+            vocabulary(make_stage(), options)
+            return
         stage, store = (
             make_stage(),
             make_store(options.slots, options.rank, options.room or options.rank),

@@ -185,6 +185,17 @@ class _Choice(click.Choice[str]):
         return shown if shown is None or len(shown) <= _LONGEST_CHOICE else "NAME"
 
 
+class _Member(click.Choice[str]):
+    """A member of an enum, by its value: click's own choices are by the members' names."""
+
+    def __init__(self, kind: type[Enum]) -> None:
+        super().__init__([each.value for each in kind])
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._kind(super().convert(value, param, ctx))
+
+
 def _plain(kind: Any) -> tuple[bool, Any]:
     """Whether it is a list, and of what it is, without None and annotations."""
     if get_origin(kind) in (Union, types.UnionType):
@@ -198,7 +209,7 @@ def _type(kind: Any, bounds: dict[str, Any]) -> Any:
     if get_origin(kind) is Literal:
         return _Choice(get_args(kind))
     if _is_enum(kind):
-        return click.Choice([each.value for each in kind])
+        return _Member(kind)
     if kind is Path:
         return click.Path(path_type=Path, **bounds)
     if bounds:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,8 +18,37 @@ UINT32 = 2**32 - 1
 _output = partial(option, panel="Output", show_default=False)
 _stopping = partial(option, panel="Stopping", show_default=False)
 _sampling = partial(option, panel="Sampling", show_default=False)
+_constraint = partial(option, panel="Constraint (one of them)", show_default=False)
 _stop_count = partial(_stopping, min=0, max=UINT32, default=0)
 _sampling_count = partial(_sampling, min=0, max=UINT32, default=0)
+
+
+def _text_or_file(name: str, given: str) -> str:
+    """The text, or for @FILE what is in it. Raises BadParameter for a file that can't be read."""
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        problem = f"is {given}: {error.strerror}"
+    except UnicodeDecodeError:
+        problem = f"is {given}: not UTF-8"
+    raise click.BadParameter(problem, param_hint=_flag(name))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+#: Fields of `Constraint`, and what makes their values of an option's name and value.
+_CONSTRAINTS: dict[str, Callable[[str, Any], Any]] = {
+    "json_schema": _text_or_file,
+    "json_object": lambda name, given: {},
+    "regex": _text_or_file,
+    "grammar": _text_or_file,
+    "choice": lambda name, given: {"texts": given},
+    "structural_tag": _text_or_file,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +107,36 @@ class RequestOptions:
         "Search with so many beams; --n of them are returned.", default=None
     )
     length_penalty: float | None = _sampling("Of a beam search: above 1 favours long texts.")
+    json_schema: str | None = _constraint(
+        "JSON that this schema accepts; {} is any JSON.", "JSON|@FILE"
+    )
+    json_object: bool = _constraint("Any JSON object.", flag="--json-object", default=False)
+    regex: str | None = _constraint("Text that it matches as a whole.", "REGEX|@FILE")
+    grammar: str | None = _constraint("Text of it, in Lark's notation or GBNF.", "GRAMMAR|@FILE")
+    choice: list[str] | None = _constraint("One of several texts. Repeatable.")
+    structural_tag: str | None = _constraint(
+        "Free text with regions that conform to something.", "JSON|@FILE"
+    )
+    adapter: str = option("The adapter to use, by its name.", default="")
+    max_draft_tokens: int | None = option(
+        "Tokens that a step may draft; 0 is none.", min=0, max=UINT32
+    )
     request_id: str = option("Name in logs and traces.", default="")
     priority: int | None = option("Higher runs first.", min=-100, max=100)
     model: str = option("The model that is meant; another one is an error.", default="")
 
     @property
     def fields(self) -> dict[str, object]:
-        """The fields that are set, by name. Raises BadParameter for a bias that can't be read."""
+        """The fields that are set, by name. Raises BadParameter for a value that can't be read."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         del given["stream"]
+        kinds = [name for name in _CONSTRAINTS if given.get(name)]
+        if len(kinds) > 1:
+            both = f"and {_flag(kinds[0])} exclude each other"
+            raise click.BadParameter(both, param_hint=_flag(kinds[1]))
+        values = {name: given.pop(name, None) for name in _CONSTRAINTS}
+        if kinds:
+            given["constraint"] = {kinds[0]: _CONSTRAINTS[kinds[0]](kinds[0], values[kinds[0]])}
         beam = {"width": given.pop("beam_width", None)}
         beam["length_penalty"] = given.pop("length_penalty", None)
         if any(value is not None for value in beam.values()):

@@ -38,6 +38,7 @@ class LiveText:
         self._ends_line = True
         self._began = time.monotonic()
         self._first: float | None = None
+        self._pieces = 0
 
     def show(self, message: pb.GenerateResponse | GenerateOnceResponse) -> None:
         """Print what this event adds, or a whole answer."""
@@ -49,6 +50,7 @@ class LiveText:
         kind = message.WhichOneof("event")
         if kind == "tokens":
             self._first = self._first or time.monotonic()
+            self._pieces += 1
             if not self._several:
                 # Not of the answer, but what the reader waits for.
                 self._notes.write(message.tokens.reasoning)
@@ -66,9 +68,11 @@ class LiveText:
         tokens = sum(s.generated_token_count for s in samples)
         parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
         if self._first is not None:
-            # The first tokens came with the prompt's computation, which is not the rate's.
-            if tokens - len(samples) >= _LEAST_RATED and ended > self._first:
-                parts.append(f"{(tokens - len(samples)) / (ended - self._first):.1f} tokens/s")
+            # The first tokens came with the prompt's computation, which is not the rate's; what
+            # comes at once at the end, as from a beam search, has none.
+            rated = tokens - len(samples)
+            if rated >= _LEAST_RATED and self._pieces > len(samples) and ended > self._first:
+                parts.append(f"{rated / (ended - self._first):.1f} tokens/s")
             parts.append(f"first token after {self._first - self._began:.3f} s")
         parts.append(", ".join(finish_text(s) for s in samples) or "no sample finished")
         print(f"[{'; '.join(parts)}]", file=self._notes, flush=True)

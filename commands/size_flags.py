@@ -48,6 +48,7 @@ _SETTINGS = (
     "max_adapters",
     "max_adapter_rank",
     "max_adapter_heads",
+    "lora_vocabulary",
 )
 
 _device_option = partial(option, panel="Device")

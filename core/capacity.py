@@ -177,8 +177,8 @@ def fewest_ranks(
 
 
 def logits_each(options: EngineOptions) -> int:
-    """How often a step makes logits: also by adapters' heads, if there can be any."""
-    return 2 if options.max_adapter_heads else 1
+    """How often a step makes logits: also by adapters' heads and factors, if there can be any."""
+    return 1 + bool(options.max_adapter_heads) + options.lora_vocabulary
 
 
 def most_drafts(options: EngineOptions) -> int:
@@ -247,6 +247,9 @@ def _reserve(
         adapters["adapters"] = options.max_adapters * model.adapter_bytes(
             ranks, options.max_adapter_rank, item_bytes
         )
+    if options.lora_vocabulary:
+        each = model.portions[ranks].vocabulary_numbers * options.max_adapter_rank * item_bytes
+        adapters["LoRA on embedding and head"] = options.max_adapters * each
     if options.max_adapter_heads:
         own = model.portions[ranks].copied_numbers * item_bytes
         adapters["adapter embeddings and heads"] = options.max_adapter_heads * own

@@ -48,7 +48,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "bitsandbytes-nf4": ("bitsandbytes",),
     "compressed-tensors": ("compressed-tensors",),
     "exl2": (),
-    "fp8": ("fp8", "modelopt"),
+    "fp8": ("fp8", "fbgemm_fp8", "modelopt"),
     "gptq": ("gptq",),
     #: A kernel of TGI's, for either.
     "marlin": ("gptq", "awq"),

@@ -248,6 +248,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_adapter_rank: int = 0
     #: Of them, those that may have an embedding or a head of their own.
     max_adapter_heads: int = 0
+    #: Whether all of them may have factors of the embedding and the head.
+    lora_vocabulary: bool = False
     #: Adapters that are kept in the host's memory at once.
     max_loaded_adapters: int = 128
     #: Where those lie that are loaded while serving.

@@ -50,6 +50,8 @@ class Portion(msgspec.Struct, frozen=True):
     adapter_numbers: tuple[int, int] | None = None
     #: Of an adapter's own embedding and head.
     copied_numbers: int = 0
+    #: Of a slot for adapters' factors of embedding and head, for each unit of their rank.
+    vocabulary_numbers: int = 0
     #: None: its layers keep keys and values.
     expansion: Expansion | None = None
 

@@ -26,7 +26,12 @@ def space_of(options: EngineOptions) -> Space | None:
         options.max_adapters or options.adapters or options.adapter_folder
     ):
         return None
-    return Space(options.max_adapters, options.max_adapter_rank, options.max_adapter_heads)
+    return Space(
+        options.max_adapters,
+        options.max_adapter_rank,
+        options.max_adapter_heads,
+        options.lora_vocabulary and options.max_adapters > 0,
+    )
 
 
 def read_given(store: AdapterStore | None, options: EngineOptions) -> list[AdapterFacts]:
@@ -67,7 +72,7 @@ def read_one(
         number,
         name,
         adapter.digest,
-        adapter.rank,
+        adapter.largest_rank,
         adapter.nbytes,
         adapter.kind,
         adapter.virtual_tokens,

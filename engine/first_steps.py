@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 
 from tokenpod.core.capacity import BLOCK
+from tokenpod.core.errors import EngineError
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
@@ -65,12 +66,17 @@ def warm_copies(executor: Executor, sink: int, host_slots: int) -> None:
 def warm_up(executor: Executor, tokens: list[int]) -> None:
     """Run a prompt and two decode steps, so that no first request pays for first calls.
 
-    The keys and values of as many tokens as `tokens` lie in the first slots afterwards.
+    The keys and values of as many tokens as `tokens` lie in the first slots afterwards. Raises
+    EngineError for a model that computes no numbers: it would end every request.
     """
     slots = range(len(tokens))
     n = max(len(tokens) - 2, 1)
     prompt = PlanRow(0, 0, slots[:n], tokens[:n], new=_new_row(tokens))
-    executor.launch(plan_of(0, [prompt])).wait()
+    if -1 in executor.launch(plan_of(0, [prompt])).wait().tokens:
+        raise EngineError(
+            f"the model computes NaN or Inf of a prompt of {n} tokens: its weights hold such "
+            "numbers, or its type can't hold what comes of them (--dtype, --kv-cache-dtype)"
+        )
     for at in range(n, len(tokens)):
         decode = PlanRow(0, at, slots[at : at + 1], output=at - n + 1)
         executor.launch(plan_of(0, [decode])).wait()

@@ -60,6 +60,32 @@ class Adapt(Protocol):
         ...
 
 
+class AdaptRows(Protocol):
+    """What adapters add to rows of a table."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: AdapterWeights,
+        t_row: torch.Tensor,
+        t_adapter: torch.Tensor,
+        ranks: torch.Tensor,
+    ) -> None:
+        """X [T, out], changed in place: += down[slot, 0, :, row] · up[slot] of a token's adapter.
+
+        Summed in float32. Nothing is added to tokens without an adapter, and to those whose row is
+        not among the inputs of `down`.
+
+        Args:
+            x: rows of the table, contiguous.
+            weights: of the product of a one-hot row with the table; one part, and no bias.
+            t_row: [T] int64.
+            t_adapter: [T] int64, each token's slot, from 1; 0: none.
+            ranks: [S] int32, of each slot's factors; 0: it adds nothing.
+        """
+        ...
+
+
 class OwnLinear(Protocol):
     """Products of some tokens with a weight of their adapter's own."""
 
@@ -94,6 +120,20 @@ class Added:
     def made(self, x: torch.Tensor) -> torch.Tensor:
         """[T, out], of what the product multiplies, [T, in]."""
         return self.adapt(x, self.weights, self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedRows:
+    """What adapters add to rows of a table in a step, not made yet."""
+
+    weights: AdapterWeights
+    t_adapter: torch.Tensor
+    ranks: torch.Tensor
+    adapt_rows: AdaptRows
+
+    def add(self, x: torch.Tensor, t_row: torch.Tensor) -> None:
+        """Add it to x [T, out], in place; t_row [T] int64 as `AdaptRows` has it."""
+        self.adapt_rows(x, self.weights, t_row, self.t_adapter, self.ranks)
 
 
 #: x [T, in] -> [T, out], what adapters add included.

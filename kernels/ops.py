@@ -13,7 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenpod.kernels.adapter_ops import Adapt, AdaptedProducts, OwnLinear, PlanAdapters
+from tokenpod.kernels.adapter_ops import (
+    Adapt,
+    AdaptedProducts,
+    AdaptRows,
+    OwnLinear,
+    PlanAdapters,
+)
 from tokenpod.kernels.attention_ops import (
     AttendLatent,
     Attention,
@@ -159,6 +165,7 @@ class Operations:
     prepare_experts: PrepareExperts
     plan_adapters: PlanAdapters
     adapt: Adapt
+    adapt_rows: AdaptRows
     own_linear: OwnLinear
     #: Kernels for formats of fewer bits, by the class of their weights; others are made by the
     #: weights' own `multiply`.

@@ -15,7 +15,7 @@ from tokenpod.kernels.adapter_ops import AdaptedAdd, AdaptedProducts, Added
 from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import AddLinear, Operations, PrepareAddLinear
-from tokenpod.kernels.pointwise_ops import Activation, Embed, RowNorm
+from tokenpod.kernels.pointwise_ops import Activation, AddToRows, Embed, RowNorm
 
 
 def parallel(ops: Operations, group: Group) -> Operations:
@@ -38,11 +38,15 @@ def parallel(ops: Operations, group: Group) -> Operations:
 
 
 def _embed(embed: Embed, group: Group) -> Embed:
-    def embed_shard(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+    def embed_shard(
+        table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None
+    ) -> torch.Tensor:
         row = t_token - group.rank * len(table)
         elsewhere = (row < 0) | (row >= len(table))
-        x = embed(table, row.masked_fill_(elsewhere, 0))
+        x = embed(table, row.masked_fill(elsewhere, 0))
         x.masked_fill_(elsewhere[:, None], 0)
+        if add is not None:
+            add(x, row)
         group.sum(x)
         return x
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -39,11 +40,20 @@ class HeadNorm(NamedTuple):
     epsilon: float
 
 
+#: x [T, hidden], changed in place, and rows of a table, [T] int64; it may not have some of them.
+AddToRows = Callable[[torch.Tensor, torch.Tensor], None]
+
+
 class Embed(Protocol):
     """Rows of a table."""
 
-    def __call__(self, table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
-        """Table [V, hidden], t_token [T] int64 -> a new tensor [T, hidden]."""
+    def __call__(
+        self, table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None
+    ) -> torch.Tensor:
+        """Table [V, hidden], t_token [T] int64 -> a new tensor [T, hidden].
+
+        To the rows `add` adds what it has; of ranks that divide a table, each to those of its own.
+        """
         ...
 
 

@@ -11,7 +11,6 @@ from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
-from tokenpod.models.adapters.copies import Copies
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.layer_spec import Rope
@@ -70,9 +69,8 @@ class Decoder:
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
         ]
         self._norm = make_norm(config.norm, products, "norm")
-        copies = adapters.copies if adapters is not None else None
-        self._head = _head(config, products, copies)
-        self._embed = _embedding(config, products, copies)
+        self._head = _head(config, products, adapters)
+        self._embed = _embedding(config, products, adapters)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,7 +172,7 @@ def rotations_of(config: ModelSpec, device: torch.device) -> tuple[Rotations, li
 
 
 def _embedding(
-    config: ModelSpec, products: Products, copies: Copies | None
+    config: ModelSpec, products: Products, adapters: AdapterStore | None
 ) -> Callable[[ForwardBatch], torch.Tensor]:
     spec, ops = config.embedding, products.ops
     table = products.tensor("embedding")
@@ -184,9 +182,11 @@ def _embedding(
     learned = None if spec.positions is None else products.tensor("positions")
     offset = 0 if spec.positions is None else spec.positions.offset
     norm = make_norm(spec.norm, products, "embedding_norm")
+    copies = adapters.copies if adapters is not None else None
 
     def embed(batch: ForwardBatch) -> torch.Tensor:
-        x = ops.embed(table, batch.t_token)
+        added = adapters.embedded(batch) if adapters is not None else None
+        x = ops.embed(table, batch.t_token, added.add if added is not None else None)
         if copies is not None and batch.t_adapter is not None:
             x = copies.embedded(x, batch.t_token, batch.t_adapter, ops.embed)
         if scale != 1.0 and not spec.scales_given:
@@ -204,19 +204,20 @@ def _embedding(
     return embed
 
 
-def _head(config: ModelSpec, products: Products, copies: Copies | None) -> Product:
+def _head(config: ModelSpec, products: Products, adapters: AdapterStore | None) -> Product:
     """Without the embedding's table, which it may have in another layout."""
     project = products.linear("project_out") if config.embedding.width is not None else None
     if config.head.tied and HEAD not in products.weights:
         products.weights[HEAD] = products.weights["embedding"]
     product, group = products.linear(HEAD), products.ops.group
     own_linear = products.ops.own_linear
+    copies = adapters.copies if adapters is not None else None
     vocabulary, scale, softcap = config.vocab_size, config.head.scale, config.head.softcap
 
     def head(hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
         if project is not None:
             hidden = project(hidden, step)
-        logits = product(hidden, step)
+        logits = product(hidden, step if adapters is None else adapters.at_head(step))
         if copies is not None and step is not None and step.t_adapter is not None:
             logits = copies.logits(logits, hidden, step.t_adapter, own_linear)
         if group is not None:

@@ -195,11 +195,10 @@ def _family(fields: Fields) -> Family | None:
 
 
 def unsupported(fields: Fields, reason: Exception | None) -> ModelError:
-    """That a model is not served, for this reason, and which are."""
+    """That a model is not served, for this reason, and where it stands which are."""
     names = ", ".join(fields.texts("architectures")) or "none"
-    known = ", ".join(name for family in FAMILIES for name in family.architectures)
     why = f": {reason}" if reason else ""
     return ModelError(
-        f"{fields.source}: architecture {names} is not supported{why} (supported: {known}; and "
-        "what `tokenpod models` says transformers computes)"
+        f"{fields.source}: architecture {names} is not supported{why}; `tokenpod models` lists "
+        "those that are"
     )

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from tokenpod.core.model_size import Footprint, Portion
-from tokenpod.models.adapters.targets import copied_numbers, slot_numbers
+from tokenpod.models.adapters.targets import copied_numbers, slot_numbers, vocabulary_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
 from tokenpod.models.errors import ModelError
@@ -202,6 +202,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             max(kv.numbers for kv in local.kv_layouts),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
             copied_numbers=copied_numbers(layout.weights, shard),
+            vocabulary_numbers=vocabulary_numbers(layout.weights, shard, 1),
             expansion=local.expansion,
         )
         yield world, _with_quantised(portion, layout, world)

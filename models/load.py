@@ -12,7 +12,12 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.adapters.store import Space, store_of
-from tokenpod.models.adapters.targets import copied_numbers, slot_numbers, targets_of
+from tokenpod.models.adapters.targets import (
+    copied_numbers,
+    slot_numbers,
+    targets_of,
+    vocabulary_numbers,
+)
 from tokenpod.models.adapters.virtual import VirtualBase
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder
@@ -102,6 +107,8 @@ def load_model(
         if adapters is not None:
             numbers = adapters.slots * slot_numbers(weights, shard, adapters.rank)
             numbers += adapters.heads * copied_numbers(weights, shard)
+            if adapters.vocabulary:
+                numbers += adapters.slots * vocabulary_numbers(weights, shard, adapters.rank)
             needed += numbers * dtype.itemsize
         _check_memory(needed, dtype, device, local)
         try:
@@ -122,7 +129,8 @@ def load_model(
     if adapters is not None:
         positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
         virtual = VirtualBase(spec, shard, dtype, positions)
-        store = store_of(targets_of(family, spec), weights, tensors, adapters, virtual, ops)
+        targets = targets_of(family, spec)
+        store = store_of(targets, weights, tensors, adapters, virtual, ops, folder)
     return Decoder(
         shard.config(spec),
         tensors,

@@ -131,10 +131,16 @@ class _Broken(Exception):
     """What is wrong with a header."""
 
 
+#: How the file begins that a clone has where Git LFS is not installed.
+_POINTER = b"version https://git-lfs"
+
+
 def _entries(file: int, rest: Rest) -> dict[str, Entry]:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         raise _Broken("it is not a regular file")
+    if os.pread(file, len(_POINTER), 0) == _POINTER:
+        raise _Broken("it is a pointer of Git LFS: `git lfs pull` fetches what it points to")
     size = int.from_bytes(os.pread(file, 8, 0), "little")
     if status.st_size < 8 or size > status.st_size - 8:
         raise _Broken(f"a header of {size} bytes in a file of {status.st_size}")

@@ -153,6 +153,8 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
             f"--max-adapter-heads is {s.max_adapter_heads}: at most --max-adapters, which is"
             f" {s.resolved_adapters}, can be in a step"
         )
+    if s.lora_vocabulary and not s.resolved_adapters and not s.lora_fuse:
+        yield "--lora-vocabulary is set: --max-adapters is 0, so there are no slots for LoRA"
     if s.adapter_token_file is None:
         return
     if s.adapter_folder is None:

@@ -91,10 +91,10 @@ class Settings(BaseSettings):
     checkpoint's on a GPU, float32 on a CPU."""
     quantize: Quantize = _model("none")
     """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
-    norms stay as they are. Not for mixtures of experts. A checkpoint that is quantised needs no
-    value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
-    modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
-    make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
+    norms stay as they are. A checkpoint that is quantised needs no value: its config says how, and
+    the name of a layout (gptq, awq, marlin, compressed-tensors, modelopt, fp8, bitsandbytes) is
+    compared with it. Of a dense checkpoint eetq and bitsandbytes make int8, bitsandbytes-nf4 and
+    bitsandbytes-fp4 int4."""
     quantize_head: bool = _model(False)
     """Make the head's weight in that format too. A head that is the embedding is then held twice,
     and read in fewer bits."""
@@ -122,6 +122,9 @@ class Settings(BaseSettings):
     max_adapter_heads: int = _memory(0, ge=0, le=1024)
     """Adapters among max-adapters that may bring a whole embedding or head of their own
     (modules_to_save). Memory for both is taken for each; 0: such adapters are refused."""
+    lora_vocabulary: bool = _memory(False)
+    """Take LoRA adapters of the embedding and the head too (target modules embed_tokens and
+    lm_head). Each of max-adapters takes memory for both; without it such adapters are refused."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits

@@ -117,6 +117,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
         "reasoning_parser": "think",
     }
     odd |= {"adapter_folder": str(tmp_path), "lora_adapters": "a=b", "lora_fuse": "true"}
+    odd |= {"lora_vocabulary": "true"}
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
     odd |= {"text_memory_bytes": "200000000", "constraint_cache_bytes": "1000"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}

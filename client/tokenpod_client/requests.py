@@ -74,10 +74,21 @@ class GenerateOptions(TypedDict, total=False):
     labels: Mapping[str, str]
     cache_salt: str
     max_draft_tokens: int
+    #: Parts as a whole, as other languages and grpcurl write them: fields by their names.
+    sampling: Mapping[str, Any] | generation_pb2.SamplingOptions
+    stopping: Mapping[str, Any] | generation_pb2.StoppingOptions
+    output: Mapping[str, Any] | generation_pb2.OutputOptions
 
 
 def generate_request(prompt: Prompt, **options: Any) -> generation_pb2.GenerateRequest:
-    """The message. Raises TypeError for an option that no field has the name of."""
+    """The message.
+
+    Raises TypeError for an option that no field has the name of, and for one that is given twice.
+    """
+    for part in PARTS.keys() & options.keys():
+        for name, value in _fields_in(part, options.pop(part)).items():
+            if options.setdefault(name, value) is not value:
+                raise TypeError(f"{name} is given twice: by itself and in {part}")
     if isinstance(limit := options.get("time_limit"), (int, float)):
         options["time_limit"] = timedelta(seconds=limit)
     parts = {name: kind(**_fields_of(kind, options)) for name, kind in PARTS.items()}
@@ -106,6 +117,18 @@ def chat_of(messages: Sequence[Message]) -> chat_pb2.Chat:
         else:
             chat.messages.add().CopyFrom(each)
     return chat
+
+
+def _fields_in(part: str, given: object) -> dict[str, Any]:
+    """The fields of a part that is given as a whole."""
+    kind = PARTS[part]
+    if isinstance(given, kind):
+        return {field.name: value for field, value in given.ListFields()}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{part} is {given!r}: it must be a mapping of fields, or {kind.__name__}")
+    if unknown := given.keys() - kind.DESCRIPTOR.fields_by_name.keys():
+        raise TypeError(f"tokenpod.v1.{kind.__name__} has no field {min(unknown)}")
+    return dict(given)
 
 
 def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:

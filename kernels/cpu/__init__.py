@@ -16,7 +16,12 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import FormatProducts, Operations
-from tokenpod.kernels.reference.adapters import adapt, own_linear, plan_adapters
+from tokenpod.kernels.reference.adapters import (
+    adapt,
+    adapt_rows,
+    own_linear,
+    plan_adapters,
+)
 from tokenpod.kernels.reference.latent import store_latent
 from tokenpod.kernels.weight import QuantisedWeight
 
@@ -48,6 +53,7 @@ OPERATIONS = Operations(
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul, QUANTISED),
     plan_adapters=plan_adapters,
     adapt=adapt,
+    adapt_rows=adapt_rows,
     own_linear=own_linear,
     quantised=QUANTISED,
 )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation, AddToRows
 from tokenpod.kernels.reference import pointwise as reference
 from tokenpod.kernels.reference.pointwise import ACTIVATIONS, activate, layer_norm
 
 __all__ = ["act_mul", "activate", "embed", "layer_norm", "rms_norm"]
 
 
-def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
     """See `ops.Embed`."""
-    return table.index_select(0, t_token)
+    x = table.index_select(0, t_token)
+    if add is not None:
+        add(x, t_token)
+    return x
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

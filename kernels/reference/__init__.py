@@ -3,7 +3,12 @@
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.reference.adapters import adapt, own_linear, plan_adapters
+from tokenpod.kernels.reference.adapters import (
+    adapt,
+    adapt_rows,
+    own_linear,
+    plan_adapters,
+)
 from tokenpod.kernels.reference.attention import attention, plan_attention
 from tokenpod.kernels.reference.experts import prepare_experts
 from tokenpod.kernels.reference.latent import store_latent
@@ -32,5 +37,6 @@ OPERATIONS = Operations(
     prepare_experts=prepare_experts,
     plan_adapters=plan_adapters,
     adapt=adapt,
+    adapt_rows=adapt_rows,
     own_linear=own_linear,
 )

@@ -32,6 +32,23 @@ def own_linear(
     return y
 
 
+def adapt_rows(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    t_row: torch.Tensor,
+    t_adapter: torch.Tensor,
+    ranks: torch.Tensor,
+) -> None:
+    """See `AdaptRows`. On a GPU it waits for the device."""
+    inside = (t_row >= 0) & (t_row < weights.down.shape[3])
+    for slot, rank in enumerate(ranks.tolist()):
+        tokens = ((t_adapter == slot + 1) & inside).nonzero().flatten()
+        if rank and len(tokens):
+            inner = weights.down[slot, 0, :rank].index_select(1, t_row[tokens]).float()
+            added = inner.t() @ weights.up[slot, :rank].float()
+            x[tokens] = (x[tokens].float() + added).to(x.dtype)
+
+
 def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
     """See `Adapt`."""
     segments: Segments = plan

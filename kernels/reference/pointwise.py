@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation, AddToRows
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -30,9 +30,12 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
-def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
     """See `ops.Embed`."""
-    return table[t_token]
+    x = table[t_token]
+    if add is not None:
+        add(x, t_token)
+    return x
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

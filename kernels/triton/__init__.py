@@ -7,6 +7,7 @@ from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.triton.adapted import ADAPTED
+from tokenpod.kernels.triton.adapter_embeddings import adapt_rows
 from tokenpod.kernels.triton.adapter_heads import own_linear
 from tokenpod.kernels.triton.adapters import adapt, plan_adapters
 from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
@@ -43,6 +44,7 @@ OPERATIONS = Operations(
     prepare_experts=prepare_experts,
     plan_adapters=plan_adapters,
     adapt=adapt,
+    adapt_rows=adapt_rows,
     own_linear=own_linear,
     adapted=ADAPTED,
     quantised={

@@ -46,7 +46,7 @@ def plan_tiles(
     for j in range(tl.cdiv(tokens, TOKENS)):
         there = j < number
         tile = tiles + (first + j) * 4
-        tl.store(tile, kind, mask=there)
+        tl.store(tile, tl.where(rank > 0, kind, 0), mask=there)
         tl.store(tile + 1, begins + j * TOKENS, mask=there)
         tl.store(tile + 2, tl.minimum(counts - j * TOKENS, TOKENS), mask=there)
         tl.store(tile + 3, rank, mask=there)

@@ -68,8 +68,8 @@ class Plan:
 
     #: [T] int64: tokens in order of their slots; those without an adapter first.
     order: torch.Tensor
-    #: [tiles, 4] int32: its slot, from 1, 0 being none; the place of its first token in `order`;
-    #: how many tokens it has, perhaps none; the slot's rank.
+    #: [tiles, 4] int32: its slot, from 1, 0 being none, or one of rank 0; the place of its first
+    #: token in `order`; how many tokens it has, perhaps none; the slot's rank.
     tiles: torch.Tensor
     #: [S] int32
     ranks: torch.Tensor
@@ -102,7 +102,8 @@ def plan_adapters(
     length = (ends[slot] - first).clamp_(0, cut.tokens)
     # Nothing is read of an adapter for tiles without tokens.
     rank = torch.where((slot > 0) & (length > 0), ranks[(slot - 1).clamp_(0)], 0)
-    tiles = torch.stack((slot, first, length, rank), dim=1).to(torch.int32)
+    own = torch.where(rank > 0, slot, 0)
+    tiles = torch.stack((own, first, length, rank), dim=1).to(torch.int32)
     order = torch.sort(t_adapter, stable=True).indices
     return Plan(order, tiles, ranks, cut, t_adapter)
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation, AddToRows
 from tokenpod.kernels.reference import pointwise as reference
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 
@@ -18,9 +18,12 @@ SWIGLU_ALPHA: tl.constexpr = tl.constexpr(reference.SWIGLU_ALPHA)
 SWIGLU_LIMIT: tl.constexpr = tl.constexpr(reference.SWIGLU_LIMIT)
 
 
-def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
     """See `ops.Embed`."""
-    return table.index_select(0, t_token)
+    x = table.index_select(0, t_token)
+    if add is not None:
+        add(x, t_token)
+    return x
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -54,6 +54,8 @@ class LoraConfig:
     biases: bool
     #: Whether it may bring whole modules.
     saves: bool = False
+    #: Whether factors of an embedding are those of a head that is tied to it.
+    ties: bool = False
 
     def scale(self, module: str, rank: int) -> float:
         """What a module's product of that rank is multiplied with."""
@@ -90,6 +92,7 @@ def read_lora(fields: Fields, *, whole: bool = False, heads: bool = False) -> Lo
         by_root=fields.flag("use_rslora", False),
         biases=fields.text("bias", "none") != "none",
         saves=saves,
+        ties=fields.flag("ensure_weight_tying", False),
     )
 
 

@@ -6,18 +6,25 @@ the device, so captured steps stay right whatever is put there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from tokenpod.kernels.adapter_ops import OwnLinear
 from tokenpod.kernels.pointwise_ops import Embed
+from tokenpod.models.adapters.targets import EMBEDDING
 from tokenpod.models.weights import HEAD
 
 #: A table's numbers on the host, one piece behind the other.
 Copied = Mapping[str, Sequence[torch.Tensor]]
 
-EMBEDDING = "embedding"
+
+def fill(room: torch.Tensor, pieces: Iterable[torch.Tensor]) -> None:
+    """Copy pieces [n] to where `room` begins, in the order of the device's queue."""
+    flat, start = room.view(-1), 0
+    for piece in pieces:
+        flat[start : start + len(piece)].copy_(piece, non_blocking=True)
+        start += len(piece)
 
 
 class Copies:
@@ -57,10 +64,7 @@ class Copies:
             assert not copied, f"slot {slot} has no room for an embedding or a head"
             return
         for name, table in self._tables.items():
-            room, start = table[slot - 1].view(-1), 0
-            for piece in copied.get(name, ()):
-                room[start : start + len(piece)].copy_(piece, non_blocking=True)
-                start += len(piece)
+            fill(table[slot - 1], copied.get(name, ()))
             self._has[name][slot - 1 : slot].fill_(int(name in copied))
 
     def embedded(

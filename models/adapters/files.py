@@ -8,6 +8,7 @@ of A: then what a rank adds is its part of the sum over ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,21 @@ import torch
 from tokenpod.core.adapter_files import CONFIG, WEIGHTS, Digesting
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.config import LoraConfig, read_lora
+from tokenpod.models.adapters.names import (
+    DOWN,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    LENGTHS,
+    UP,
+    module_name,
+)
+from tokenpod.models.adapters.table_factors import (
+    TableBase,
+    TableFactors,
+    base_tables,
+    checked_rank,
+    read_tables,
+)
 from tokenpod.models.adapters.targets import Place, Product, Targets
 from tokenpod.models.adapters.virtual import (
     KINDS,
@@ -30,9 +46,6 @@ from tokenpod.models.fields import read_fields
 from tokenpod.models.shard import Shard
 from tokenpod.models.tensor_file import Rest, TensorFile, no_rest
 from tokenpod.models.weights import Division
-
-_PREFIX = "base_model.model."
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +62,7 @@ class Factors:
 class HostAdapter:
     """An adapter that has been read, for one rank."""
 
-    #: Largest of all modules.
+    #: Largest of all modules of layers.
     rank: int
     #: SHA-256 of its files, in hexadecimal digits.
     digest: str
@@ -59,6 +72,8 @@ class HostAdapter:
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
     #: This rank's part of an embedding and a head of its own, [rows, width] by our names.
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: This rank's part of what it adds to the base's embedding and head, by our names.
+    tables: TableFactors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,17 @@ class Base:
     virtual: VirtualBase | None = None
     #: Whether there is room for an embedding and a head of an adapter's own.
     heads: bool = False
+    #: The embedding and the head, where there is room for factors of them.
+    vocabulary: Mapping[str, Product] = field(default_factory=dict)
+    #: Of the base's checkpoint, with which tables in adapters are compared; None: they are not.
+    folder: Path | None = None
+
+    @property
+    def tables(self) -> TableBase:
+        """What factors of the embedding and the head must fit."""
+        return TableBase(
+            self.targets, self.shard, self.dtype, self.max_rank, self.vocabulary, self.folder
+        )
 
 
 def read_adapter(folder: Path, base: Base, rest: Rest = no_rest) -> HostAdapter | Virtual:
@@ -111,14 +137,16 @@ def read_adapter(folder: Path, base: Base, rest: Rest = no_rest) -> HostAdapter 
 class _Reader:
     def __init__(self, file: TensorFile, config: LoraConfig, base: Base, rest: Rest) -> None:
         self._file, self._config, self._base, self._rest = file, config, base, rest
-        self._left = {_module_name(name): name for name in file.entries}
+        beside = base_tables(file, base.targets).values()
+        self._left = {module_name(name): name for name in file.entries if name not in beside}
         self._rank = 0
 
     def read(self) -> HostAdapter:
         """All but its digest."""
+        tables = read_tables(self._file, self._left, self._config, self._base.tables, self._rest)
         factors: dict[str, dict[int, Factors]] = {}
         biases: dict[str, torch.Tensor] = {}
-        modules = [name.removesuffix(_DOWN) for name in self._left if name.endswith(_DOWN)]
+        modules = [name.removesuffix(DOWN) for name in self._left if name.endswith(DOWN)]
         for module in modules:
             self._read_module(module, factors)
             self._rest()
@@ -126,11 +154,13 @@ class _Reader:
             for name in [name for name in self._left if name.endswith(".bias")]:
                 self._read_bias(name.removesuffix(".bias"), biases)
         copies = self._copies() if self._config.saves else {}
+        if both := sorted(copies.keys() & tables.keys()):
+            raise ModelError(f"{self._file.name}: it has a whole {both[0]}, and factors of it")
         if self._left:
             raise self._foreign(sorted(self._left)[0])
-        if not factors and not biases and not copies:
+        if not factors and not biases and not copies and not tables:
             raise ModelError(f"{self._file.name}: it has no tensor of an adapter")
-        return HostAdapter(max(self._rank, 1), "", factors, biases, copies)
+        return HostAdapter(max(self._rank, 1), "", factors, biases, copies, tables)
 
     def _copies(self) -> dict[str, torch.Tensor]:
         """This rank's rows of whole tables; those beyond the vocabulary are zeros."""
@@ -157,7 +187,7 @@ class _Reader:
     def _foreign(self, name: str) -> ModelError:
         """What is wrong with a tensor that was not read."""
         module = name
-        for end in (_DOWN, _UP, ".lora_embedding_A", ".lora_embedding_B", ".bias", ".weight"):
+        for end in (DOWN, UP, EMBEDDING_DOWN, EMBEDDING_UP, *LENGTHS, ".bias", ".weight"):
             module = module.removesuffix(end)
         reason = self._base.targets.refused.get(module)
         if reason is None:
@@ -168,8 +198,8 @@ class _Reader:
     def _read_module(self, module: str, factors: dict[str, dict[int, Factors]]) -> None:
         places = self._base.targets.places.get(module)
         if places is None:
-            raise self._foreign(module + _DOWN)
-        names = [self._left.pop(module + end, None) for end in (_DOWN, _UP)]
+            raise self._foreign(module + DOWN)
+        names = [self._left.pop(module + end, None) for end in (DOWN, UP)]
         down_name, up_name = names
         if down_name is None or up_name is None:
             raise ModelError(f"{self._file.name}: {module} has a lora_A and no lora_B")
@@ -189,28 +219,12 @@ class _Reader:
 
     def _check(self, module: str, places: list[Place], down_name: str, up_name: str) -> int:
         """Shapes against the base's, before anything is read; the module's rank."""
-        down, up = (self._file.entries[name].shape for name in (down_name, up_name))
         first = places[0].source
-        inputs = first.axes[1].length
         outputs = first.axes[0].length
         if first.segment is not None:
             outputs = sum(first.segment.sizes) * first.segment.groups
-        if len(down) != 2 or len(up) != 2 or down[1] != inputs or up[0] != outputs:
-            raise ModelError(
-                f"{self._file.name}: {module} has lora_A {list(down)} and lora_B {list(up)}; the"
-                f" base's has {inputs} inputs and {outputs} outputs"
-            )
-        rank = down[0]
-        if up[1] != rank or not rank:
-            raise ModelError(
-                f"{self._file.name}: {module} has lora_A {list(down)} and lora_B {list(up)}:"
-                " their ranks differ"
-            )
-        if rank > self._base.max_rank:
-            raise ModelError(
-                f"{self._file.name}: {module} has rank {rank}; at most {self._base.max_rank} is"
-                " served (--max-adapter-rank)"
-            )
+        shape, names = (first.axes[1].length, outputs), [down_name, up_name]
+        rank = checked_rank(self._file, module, shape, names, self._base.max_rank)
         self._rank = max(self._rank, rank)
         return rank
 
@@ -246,9 +260,3 @@ class _Reader:
 
     def _tensor(self, name: str) -> torch.Tensor:
         return read_tensor(self._file, name)
-
-
-def _module_name(name: str) -> str:
-    """The base's name for a tensor of an adapter."""
-    own = name.removeprefix(_PREFIX)
-    return own.replace(".base_layer.", ".").replace(".modules_to_save.", ".")

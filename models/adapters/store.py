@@ -17,23 +17,27 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.adapters import AdapterKind
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added, AddedRows
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
-from tokenpod.models.adapters.copies import Copies
+from tokenpod.models.adapters.copies import Copies, fill
 from tokenpod.models.adapters.files import Base, HostAdapter, read_adapter
 from tokenpod.models.adapters.targets import (
+    EMBEDDING,
+    Product,
     Targets,
     aligned,
     copied_shapes,
     products_of,
     slot_shape,
+    vocabulary_products,
 )
 from tokenpod.models.adapters.virtual import Virtual, VirtualBase
+from tokenpod.models.adapters.vocabulary import PackedFactors, Vocabulary, filled_up
 from tokenpod.models.linear import Weights
 from tokenpod.models.tensor_file import Rest, no_rest
-from tokenpod.models.weights import Weight
+from tokenpod.models.weights import HEAD, Weight
 
 Ints = npt.NDArray[np.int32]
 
@@ -51,6 +55,8 @@ class Space:
     rank: int
     #: How many of the slots have room for an embedding and a head, too.
     heads: int = 0
+    #: Whether each slot has room for factors of the embedding and the head.
+    vocabulary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +72,20 @@ class Packed:
     virtual_tokens: int = 0
     #: An embedding and a head of its own, in pieces too.
     copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    #: Factors of the base's embedding and head.
+    vocabulary: Mapping[str, PackedFactors] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
         pieces = [*self.pieces, *(piece for own in self.copies.values() for piece in own)]
+        pieces += [piece for own in self.vocabulary.values() for piece in own.pieces]
         return sum(piece.nbytes for piece in pieces)
+
+    @property
+    def largest_rank(self) -> int:
+        """Of all its modules."""
+        return max(self.rank, *(own.rank for own in self.vocabulary.values()), 0)
 
 
 class AdapterStore:
@@ -86,6 +100,7 @@ class AdapterStore:
         ops: the model's.
         device: of the slots.
         tables: shapes of this rank's embedding and head, where there is room for adapters' own.
+        vocabulary: the two as products, where there is room for factors of them.
     """
 
     def __init__(
@@ -95,6 +110,7 @@ class AdapterStore:
         ops: Operations,
         device: torch.device,
         tables: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        vocabulary: Mapping[str, Product] = MappingProxyType({}),
     ) -> None:
         self._base, self._ops, self._device = base, ops, device
         self._ranks = torch.zeros(space.slots, dtype=torch.int32, device=device)
@@ -108,11 +124,17 @@ class AdapterStore:
         self.slots = space.slots
         #: None: adapters bring no embeddings and heads.
         self.copies = Copies(tables, space.heads, base.dtype, device) if space.heads else None
+        #: None: they have no factors of them.
+        self.vocabulary = None
+        if space.vocabulary:
+            self.vocabulary = Vocabulary(vocabulary, space.slots, space.rank, base.dtype, device)
+            self._weights[HEAD] = self.vocabulary.weights[HEAD]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self._slots.nbytes + (self.copies.nbytes if self.copies else 0)
+        more = self.copies, self.vocabulary
+        return self._slots.nbytes + sum(each.nbytes for each in more if each is not None)
 
     def _views(self, slots: torch.Tensor, rest: Rest = no_rest) -> dict[str, AdapterWeights]:
         """Each product's part of slots [S, rows, numbers]."""
@@ -142,7 +164,11 @@ class AdapterStore:
             return adapter
         copies = {name: self._pieces(own.view(-1), rest) for name, own in adapter.copies.items()}
         pieces = self._pieces(self._packed(adapter, rest).view(-1), rest)
-        return Packed(adapter.rank, adapter.digest, pieces, copies=copies)
+        vocabulary = {}
+        for name, factors in adapter.tables.items():
+            down, up = (self._pieces(filled_up(each).view(-1), rest) for each in factors)
+            vocabulary[name] = PackedFactors(len(factors[0]), down, up)
+        return Packed(adapter.rank, adapter.digest, pieces, copies=copies, vocabulary=vocabulary)
 
     def _packed(self, adapter: HostAdapter, rest: Rest) -> torch.Tensor:
         """[rows, numbers], as a slot for adapters of this rank has them."""
@@ -189,11 +215,10 @@ class AdapterStore:
         """Put an adapter into a slot, from 1, in the order of the device's queue."""
         adapter, at = self._read[number], slot - 1
         assert isinstance(adapter, Packed), "virtual tokens have no slots"
-        room, start = self._slots[at].view(-1), 0
-        for piece in adapter.pieces:
-            room[start : start + len(piece)].copy_(piece, non_blocking=True)
-            start += len(piece)
+        fill(self._slots[at], adapter.pieces)
         self._ranks[at : at + 1].fill_(adapter.rank)
+        if self.vocabulary is not None:
+            self.vocabulary.put(slot, adapter.vocabulary)
         if self.copies is not None:
             self.copies.put(slot, adapter.copies)
 
@@ -233,6 +258,21 @@ class AdapterStore:
         weights = self._weights.get(name)
         return None if weights is None else Added(weights, step.adapters, self._ops.adapt)
 
+    def at_head(self, step: ForwardBatch | None) -> ForwardBatch | None:
+        """The step for the head's product: of other tokens than the others, and other ranks."""
+        if self.vocabulary is None or step is None or step.t_adapter is None:
+            return step
+        ranks = self.vocabulary.ranks[HEAD]
+        return replace(step, adapters=self._ops.plan_adapters(step.t_adapter, ranks))
+
+    def embedded(self, step: ForwardBatch) -> AddedRows | None:
+        """What is added to rows of the embedding."""
+        if self.vocabulary is None or step.t_adapter is None:
+            return None
+        own = self.vocabulary
+        weights, ranks = own.weights[EMBEDDING], own.ranks[EMBEDDING]
+        return AddedRows(weights, step.t_adapter, ranks, self._ops.adapt_rows)
+
 
 def _places(numbers: Ints) -> list[tuple[int, npt.NDArray[np.int64]]]:
     """Adapters, and where each of them is named."""
@@ -246,6 +286,7 @@ def store_of(
     space: Space,
     virtual: VirtualBase,
     ops: Operations,
+    folder: Path | None = None,
 ) -> AdapterStore:
     """An empty store for a rank's part of a model, all of its memory taken.
 
@@ -256,6 +297,7 @@ def store_of(
         space: how many slots, of which rank.
         virtual: whose part it is, and what virtual tokens must fit.
         ops: the model's.
+        folder: of the base's checkpoint.
     """
     table, shard = tensors["embedding"], virtual.shard
     assert isinstance(table, torch.Tensor)
@@ -265,6 +307,17 @@ def store_of(
         name: bias.float().cpu() for name, bias in named.items() if isinstance(bias, torch.Tensor)
     }
     max_rank = space.rank if space.slots else 0
-    heads = bool(space.heads)
-    base = Base(targets, products, shard, table.dtype, max_rank, biases, virtual, heads)
-    return AdapterStore(base, space, ops, table.device, copied_shapes(weights, shard))
+    base = Base(
+        targets,
+        products,
+        shard,
+        table.dtype,
+        max_rank,
+        biases,
+        virtual,
+        heads=bool(space.heads),
+        vocabulary=vocabulary_products(weights, shard) if space.vocabulary else {},
+        folder=folder,
+    )
+    shapes = copied_shapes(weights, shard)
+    return AdapterStore(base, space, ops, table.device, shapes, base.vocabulary)

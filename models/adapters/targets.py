@@ -19,7 +19,7 @@ from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import HEAD, Source, Weight
 
 _ALIGNMENT = 16
-_EMBEDDING = "embedding"
+EMBEDDING = "embedding"
 
 _EXPERTS = "experts are adapted only if an adapter is fused into the base at load (--lora-fuse)"
 
@@ -62,20 +62,29 @@ class Targets:
     architecture: str
     #: By the base's name of a module.
     places: dict[str, list[Place]] = field(default_factory=dict)
-    #: The embedding and the head, of which an adapter may bring its own; by the base's names.
+    #: The embedding and the head, to which an adapter may add factors; by the base's names.
+    tables: dict[str, Weight] = field(default_factory=dict)
+    #: Those of them of which it may bring its own.
     copied: dict[str, Weight] = field(default_factory=dict)
+    #: Names that the checkpoint may have for them, by ours.
+    stored: dict[str, list[str]] = field(default_factory=dict)
+    #: Whether the base's head is its embedding.
+    tied: bool = False
     #: Why a module can't be adapted.
     refused: dict[str, str] = field(default_factory=dict)
 
 
 def targets_of(family: Family, spec: ModelSpec) -> Targets:
     """Of a whole model, whatever ranks divide it."""
-    found = Targets(spec.architecture)
+    found = Targets(spec.architecture, tied=spec.head.tied)
     for names in family.names_of(spec):
         for prefix in family.prefixes:
             weights = weights_of(spec, names, prefix)
-            for module, weight in _copied(spec, weights, head_name(names, prefix)).items():
-                found.copied.setdefault(module, weight)
+            for module, weight in _tables(weights, head_name(names, prefix)).items():
+                found.tables.setdefault(module, weight)
+                found.stored.setdefault(weight.name, []).append(weight.sources[0].name)
+                if weight.name != HEAD or not spec.head.bias:
+                    found.copied.setdefault(module, weight)
             own = _places(weights)
             for module, places in own.items():
                 found.places.setdefault(module, places)
@@ -91,9 +100,9 @@ def targets_of(family: Family, spec: ModelSpec) -> Targets:
 
 def copied_shapes(weights: Iterable[Weight], shard: Shard) -> dict[str, tuple[int, ...]]:
     """Of a rank's embedding and head, by our names; a head that is the embedding has its shape."""
-    found = {weight.name: weight for weight in weights if weight.name in (_EMBEDDING, HEAD)}
-    embedding = found[_EMBEDDING]
-    return {name: shard.shape(found.get(name, embedding).sources[0]) for name in (_EMBEDDING, HEAD)}
+    found = {weight.name: weight for weight in weights if weight.name in (EMBEDDING, HEAD)}
+    embedding = found[EMBEDDING]
+    return {name: shard.shape(found.get(name, embedding).sources[0]) for name in (EMBEDDING, HEAD)}
 
 
 def copied_numbers(weights: Iterable[Weight], shard: Shard) -> int:
@@ -101,14 +110,29 @@ def copied_numbers(weights: Iterable[Weight], shard: Shard) -> int:
     return sum(math.prod(shape) for shape in copied_shapes(weights, shard).values())
 
 
-def _copied(spec: ModelSpec, weights: Iterable[Weight], head: str) -> dict[str, Weight]:
-    """Modules of which an adapter may bring its own: tables as they are stored, without biases."""
+def vocabulary_products(weights: Iterable[Weight], shard: Shard) -> dict[str, Product]:
+    """What adapters may add to a rank's embedding and head, by our names, as products.
+
+    The embedding's inputs are rows of its table, of which a token has one.
+    """
+    shapes = copied_shapes(weights, shard)
+    (rows, width), (outputs, inputs) = shapes[EMBEDDING], shapes[HEAD]
+    return {EMBEDDING: Product(EMBEDDING, rows, (width,)), HEAD: Product(HEAD, inputs, (outputs,))}
+
+
+def vocabulary_numbers(weights: Iterable[Weight], shard: Shard, rank: int) -> int:
+    """Numbers that a slot has for both, of that rank, on one rank of the model."""
+    return rank * sum(each.numbers for each in vocabulary_products(weights, shard).values())
+
+
+def _tables(weights: Iterable[Weight], head: str) -> dict[str, Weight]:
+    """The embedding and the head by their modules' names, where they are used as stored."""
     by_name = {weight.name: weight for weight in weights}
-    embedding = by_name[_EMBEDDING]
-    found = {embedding.sources[0].name.removesuffix(".weight"): embedding}
-    own = replace(by_name.get(HEAD, embedding), name=HEAD)
-    if not spec.head.bias:
-        found[head] = own
+    embedding = by_name[EMBEDDING]
+    found = {
+        embedding.sources[0].name.removesuffix(".weight"): embedding,
+        head: replace(by_name.get(HEAD, embedding), name=HEAD),
+    }
     return {
         module: weight
         for module, weight in found.items()
@@ -166,6 +190,6 @@ def _places(weights: Iterable[Weight]) -> dict[str, list[Place]]:
 def _reason(weight: Weight) -> str:
     if weight.experts is not None or ".experts." in weight.name:
         return _EXPERTS
-    if weight.name in ("embedding", "head"):
+    if weight.name in (EMBEDDING, HEAD):
         return f"the model's {weight.name} is not adapted while serving"
     return "no product that can be adapted is made with it"

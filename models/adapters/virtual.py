@@ -57,7 +57,7 @@ class Virtual:
     #: [tokens, width], or of a prefix [layers, 2, tokens, heads, head_dim] keys and values.
     numbers: torch.Tensor
     #: Of no module.
-    rank: int = 0
+    largest_rank: int = 0
 
     @property
     def virtual_tokens(self) -> int:

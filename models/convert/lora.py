@@ -39,8 +39,9 @@ def merged(tensors: Sequence[Planned], adapter: Path) -> list[Planned]:
         stem = base.name.removesuffix(".weight")
         pair = next((p for p in _PAIRS if stem + p[0] in left and stem + p[1] in left), None)
         if base.name in left:
-            made.append(_replaced(base, left.pop(base.name)))
-        elif pair is not None:
+            # PEFT saves the table that an embedding's or a head's factors belong to beside them.
+            base = _replaced(base, left.pop(base.name))
+        if pair is not None:
             first, second = (left.pop(stem + end) for end in pair)
             flipped = transposed or pair == _PAIRS[1]
             scale = _scale(fields, stem, first.shape[0])

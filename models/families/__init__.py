@@ -23,6 +23,7 @@ from tokenpod.models.families.gpt_oss import GPT_OSS
 from tokenpod.models.families.gptj import GPTJ
 from tokenpod.models.families.granite import GRANITE
 from tokenpod.models.families.granite_moe import GRANITE_MOE
+from tokenpod.models.families.helium import HELIUM
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -73,6 +74,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS,
     GRANITE,
     GRANITE_MOE,
+    HELIUM,
     INTERNLM2,
     INTERNLM3,
     LLAMA,

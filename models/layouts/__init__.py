@@ -10,7 +10,7 @@ from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.layouts.awq import read_awq
 from tokenpod.models.layouts.bitsandbytes import read_bitsandbytes
 from tokenpod.models.layouts.compressed_tensors import read_compressed_tensors
-from tokenpod.models.layouts.fp8 import read_fp8
+from tokenpod.models.layouts.fp8 import read_fbgemm_fp8, read_fp8
 from tokenpod.models.layouts.gptq import read_gptq
 from tokenpod.models.layouts.modelopt import read_modelopt
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
@@ -20,6 +20,7 @@ READERS: dict[str, Callable[[Fields], PublishedLayout | None]] = {
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
+    "fbgemm_fp8": read_fbgemm_fp8,
     "fp8": read_fp8,
     "gptq": read_gptq,
     "modelopt": read_modelopt,

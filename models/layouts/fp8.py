@@ -1,5 +1,7 @@
 """`quant_method` fp8: blocks as DeepSeek V3 has them, or one scale for a weight as AutoFP8 does.
 
+And fbgemm_fp8: a scale per output and per token, as Meta's own Llama 3.1 405B FP8 has them.
+
 DeepSeek-AI 2024 (arXiv 2412.19437, section 3.3) and the `weight_scale_inv` of its checkpoints,
 which multiplies; transformers' FineGrainedFP8Config has the fields.
 """
@@ -50,6 +52,17 @@ def read_fp8(fields: Fields) -> Fp8Layout:
         scheme = Fp8Scheme((None, None), PER_TOKEN, static)
     skipped = patterns_of(fields, "modules_to_not_convert", "ignored_layers", "ignore")
     return Fp8Layout(fields.source, scheme, skipped)
+
+
+def read_fbgemm_fp8(fields: Fields) -> Fp8Layout:
+    """The layout that a config describes; ModelError, naming the field, if it is another.
+
+    `activation_scale_ub` bounds the numbers from which FBGEMM makes a token's scale, and so cuts
+    off inputs beyond it. It is read, and nothing is cut off here.
+    """
+    fields.real("activation_scale_ub", 1200.0)
+    skipped = patterns_of(fields, "modules_to_not_convert")
+    return Fp8Layout(fields.source, Fp8Scheme((1, None), PER_TOKEN), skipped, name="fbgemm_fp8")
 
 
 def block_of(fields: Fields, name: str) -> tuple[int, int]:

@@ -122,9 +122,11 @@ def snapshot_of(model_id: str, revision: str, asked: str = "") -> Path:
             raise ModelNotFound(f"{asked}: there is no folder {model_id}")
     repository = cache / f"models--{model_id.replace('/', '--')}"
     if not repository.is_dir():
+        # Ours knows no names without an organisation.
+        ours, hubs = f"tokenpod download {model_id} FOLDER", f"hf download {model_id}"
         raise ModelNotFound(
-            f"{named}: there is no such folder, and the cache {cache} has no"
-            f" such model; get it with `hf download {model_id}`"
+            f"{named}: there is no such folder, and the cache {cache} has no such model;"
+            f" get it with `{ours if '/' in model_id else hubs}`"
         )
     commit = _commit(repository, revision)
     snapshot = repository / "snapshots" / (commit or "")

@@ -52,6 +52,7 @@ def lone_options(
         max_adapters=settings.resolved_adapters,
         max_adapter_rank=settings.max_adapter_rank,
         max_adapter_heads=min(settings.max_adapter_heads, settings.resolved_adapters),
+        lora_vocabulary=settings.lora_vocabulary and not settings.lora_fuse,
         max_loaded_adapters=settings.max_loaded_adapters,
         adapter_folder=str(settings.adapter_folder or ""),
         adapters=list(adapters),

@@ -26,7 +26,9 @@ import tokenpod
 from tokenpod.commands import foreign
 from tokenpod.service.config import ServerSettings, variable
 from tokenpod.service.config_rules import flag
+from tokenpod_client.cli import commands
 from tokenpod_client.cli.app import app, main
+from tokenpod_client.cli.request import RequestOptions
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1 import model_pb2
@@ -228,6 +230,10 @@ async def test_generate_sends_every_option_in_its_field(server):
         "-3",
         "--model",
         "demo",
+        "--adapter",
+        "law",
+        "--max-draft-tokens",
+        "0",
     ]
     done = await tokenpod_("generate", "hi", "--address", server.address, *options)
     assert done.status == 0, done.err
@@ -266,8 +272,27 @@ async def test_generate_sends_every_option_in_its_field(server):
             request_id="x",
             priority=-3,
             model="demo",
+            adapter="law",
+            max_draft_tokens=0,
         )
     ]
+
+
+async def test_a_constraint_is_a_text_or_a_file(server, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    for options, constraint in (
+        (["--json-schema", f"@{schema}"], pb.Constraint(json_schema='{"type": "object"}')),
+        (["--json-object"], pb.Constraint(json_object={})),
+        (["--choice", "yes", "--choice", "no"], pb.Constraint(choice={"texts": ["yes", "no"]})),
+    ):
+        await tokenpod_("generate", "hi", "--address", server.address, *options)
+        assert server.requests[-1].constraint == constraint
+    given = {"regex": "a+", "grammar": "start: /a/", "structural_tag": "{}"}
+    for name, text in given.items():
+        options = RequestOptions(**{name: text})
+        made = commands.generate_request("hi", options.fields, chat=False, system=None)
+        assert made.constraint == pb.Constraint(**{name: text})
 
 
 async def test_n_of_a_search_is_its_own(server):
@@ -461,6 +486,14 @@ async def test_tokens_counts_and_names_them(server):
         ("generate hi --logit-bias 3", "error: Invalid value for --logit-bias: is '3'"),
         ("generate hi --top-k -1", "error: Invalid value for '--top-k'"),
         ("generate hi --system x", "error: Invalid value for --system: needs --chat"),
+        (
+            "generate hi --regex a --json-object",
+            "error: Invalid value for --regex: and --json-object exclude each other",
+        ),
+        (
+            "generate hi --grammar @/no/file",
+            "error: Invalid value for --grammar: is @/no/file: No such file or directory",
+        ),
         ("tokens hi --tls-ca /no/file", "error: Invalid value for '--tls-ca'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenpod_client.cli.app import main
@@ -19,6 +20,14 @@ def test_a_checkpoint_is_quantised_by_a_process(tmp_path, capfd):
     assert main(["quantize", str(made), str(tmp_path / "again")]) == 1
     assert "is quantised already (compressed-tensors fp8)" in capfd.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"made"}
+
+
+def test_groups_are_of_the_size_that_is_asked_for(tmp_path, capfd):
+    flags = ["--format", "int4", "--group-size", "32"]
+    assert main(["quantize", str(DEMO), str(tmp_path / "made"), *flags]) == 0
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert group["weights"]["group_size"] == 32
 
 
 def test_flags_that_do_not_go_together_are_refused(tmp_path, capfd):

@@ -198,6 +198,13 @@ def test_slots_for_adapters_are_counted(big: Path):
     )
     tables = heads["reserve_bytes"]["adapter_embeddings_and_heads"]
     assert tables == 2 * 2 * 128_256 * 4096 * 2
+    factors = answer(
+        *("--model-id", big, "--gpu", "h200", "--max-adapters", 8, "--lora-vocabulary")
+    )
+    own = factors["reserve_bytes"]["lora_on_embedding_and_head"]
+    assert own == 8 * 64 * 2 * (128_256 + 4096) * 2
+    without = size("--model-id", big, "--gpu", "h200", "--lora-vocabulary")
+    assert "--lora-vocabulary is set: --max-adapters is 0" in without.stderr
 
 
 def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):

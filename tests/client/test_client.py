@@ -298,6 +298,28 @@ def test_every_option_has_a_field_and_others_are_refused():
     prompts = {
         field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt"].fields
     }
-    assert set(GenerateOptions.__annotations__) == fields - prompts - PARTS.keys()
+    assert set(GenerateOptions.__annotations__) == fields - prompts
     with pytest.raises(TypeError, match=r"tokenpod\.v1\.GenerateRequest has no field max_tokens"):
         generate_request("x", max_tokens=3)
+
+
+def test_a_part_is_also_given_as_a_whole():
+    flat = generate_request("x", max_new_tokens=3, time_limit=1.5, n=2)
+    assert generate_request("x", stopping={"max_new_tokens": 3, "time_limit": 1.5}, n=2) == flat
+    whole = pb.StoppingOptions(max_new_tokens=3, stop_sequences=["."])
+    mixed = generate_request("x", stopping=whole, ignore_eos=True).stopping
+    assert (mixed.max_new_tokens, list(mixed.stop_sequences)) == (3, ["."])
+    assert mixed.ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"stopping": {"max_tokens": 3}}, "StoppingOptions has no field max_tokens"),
+        ({"sampling": {"n": 2}, "n": 3}, "n is given twice: by itself and in sampling"),
+        ({"output": 7}, "output is 7: it must be a mapping of fields, or OutputOptions"),
+    ],
+)
+def test_a_part_with_a_mistake_is_refused_by_name(options, problem):
+    with pytest.raises(TypeError, match=problem):
+        generate_request("x", **options)

@@ -6,6 +6,7 @@ import time
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -42,10 +43,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("adapters")
     modules = {f"model.layers.0.{part}": 4 for part in PARTS}
-    wholes = (("model.embed_tokens", "lm_head"), (), ())
+    tables = "model.embed_tokens", "lm_head"
+    ranks = {"rank_pattern": {"x": 2, "y": 3}}
+    kinds: tuple[dict[str, Any], ...] = (
+        {"whole": tables},
+        {"modules": modules | dict(zip(tables, (2, 3), strict=True)), "embedding": tables[0]},
+        {},
+    )
     return [
-        write_lora(folder / str(n), base, modules, seed=n, whole=whole).folder
-        for n, whole in enumerate(wholes)
+        write_lora(folder / str(n), base, **{"modules": modules} | kind | ranks, seed=n).folder
+        for n, kind in enumerate(kinds)
     ]
 
 
@@ -58,7 +65,7 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
             device=CPU,
             progress=lambda done, total: None,
             max_total_tokens=ROOM,
-            adapters=Space(slots=2, rank=4, heads=2),
+            adapters=Space(slots=2, rank=4, heads=2, vocabulary=True),
         )
     store = model.adapters
     for number, folder in enumerate(adapters, start=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -142,3 +143,16 @@ def test_the_node_lock_pins_checksums_and_names_no_registry():
     assert installed
     assert all(package["integrity"].startswith("sha512-") for package in installed.values())
     assert not [name for name, package in installed.items() if "resolved" in package]
+
+
+@pytest.mark.parametrize("page", ["client/README.md", "docs/constraints.md"])
+def test_what_pages_say_of_the_client_runs(server, page):
+    """As it stands, but for the address."""
+    found = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    assert found
+    for code in found:
+        here, addresses = re.subn(r'Client\("[^"]+"\)', f'Client("{server.address}")', code)
+        assert addresses == 1
+        done = run(sys.executable, "-P", "-c", here)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout

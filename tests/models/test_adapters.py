@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from hashlib import sha256
 
 import pytest
 import torch
+from adapted_rows import Adapted
 from golden_kinds import MAX_POSITIONS
 from lora_folders import merge, write_lora
 from safetensors.torch import load_file, save_file
@@ -67,27 +67,6 @@ def load(folder, space=None, dtype=None):
         max_total_tokens=MAX_POSITIONS,
         adapters=space,
     )
-
-
-class Adapted:
-    """A model of which each row of a step has the adapter in a slot of that number."""
-
-    def __init__(self, model, slots):
-        self._model, self._slots = model, slots
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def forward(self, batch, pool):
-        column = [s for row, s in enumerate(self._slots) for _ in range(*self._tokens(batch, row))]
-        self._batch = replace(batch, t_adapter=torch.tensor(column))
-        return self._model.forward(self._batch, pool)
-
-    def logits(self, hidden, step=None):
-        return self._model.logits(hidden, replace(self._batch, logit_index=None))
-
-    def _tokens(self, batch, row):
-        return batch.b_start[row], batch.b_start[row + 1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -397,7 +376,7 @@ FOREIGN = {
     "another rank of B": ({f"{UP}.lora_B.weight": torch.zeros(96, 3)}, "lora_A"),
     "no B": ({f"{UP}.lora_B.weight": None}, "a lora_A and no lora_B"),
     "no such module": ({"model.layers.0.mlp.side.lora_A.weight": torch.zeros(4, 4)}, "no module"),
-    "the head": ({"lm_head.lora_A.weight": torch.zeros(4, 4)}, "the model's head is not adapted"),
+    "the head": ({"lm_head.lora_A.weight": torch.zeros(4, 4)}, "there is no room for LoRA"),
     "a norm": ({"model.norm.weight": torch.zeros(4)}, "no product that can be adapted"),
     "a vector": ({f"{UP}.lora_magnitude_vector": torch.zeros(4)}, "lora_magnitude_vector"),
     "whole numbers": ({f"{UP}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int32)}, "I32"),

@@ -69,6 +69,13 @@ def test_a_header_that_lies(tmp_path, header, message):
     assert len(said) < 400
 
 
+def test_a_pointer_of_git_lfs_is_called_so(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 14696792\n")
+    with pytest.raises(ModelError, match=r"a pointer of Git LFS: `git lfs pull` fetches"):
+        TensorFile(path)
+
+
 @pytest.mark.parametrize("size", [9, 1 << 40, (1 << 64) - 1])
 def test_a_header_that_is_longer_than_its_file(tmp_path, size):
     path = tmp_path / "model.safetensors"

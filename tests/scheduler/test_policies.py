@@ -1,12 +1,16 @@
 """Policies are modules of their own, which go through the same batcher and queue."""
 
 import random
+from typing import get_args
 
 import pytest
 from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.batching import Joining, Portion
 from tokenpod.scheduler.optimistic import Optimistic
+from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS
+from tokenpod.scheduler.preemption import PREEMPTIONS
+from tokenpod.service.settings import Settings
 
 
 class InTurns:
@@ -116,3 +120,11 @@ def test_requests_join_in_batches_and_prompts_are_computed_by_themselves():
     driver.turn()
     assert driver.planned() == {1: 1, 2: 1, 3: 1, 4: 1}
     driver.drain()
+
+
+@pytest.mark.parametrize(
+    ("setting", "policies"),
+    [("admission", ADMISSIONS), ("batching", BATCHINGS), ("preemption", PREEMPTIONS)],
+)
+def test_flags_name_the_policies_that_there_are(setting, policies):
+    assert set(get_args(Settings.model_fields[setting].annotation)) == set(policies)

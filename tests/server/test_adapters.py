@@ -40,10 +40,15 @@ PARTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_pro
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("adapters")
     modules = {f"model.layers.{i}.{part}": 4 for i in range(2) for part in PARTS}
-    wholes = {"sql": (), "chat": (), "law": ("model.embed_tokens", "lm_head")}
+    tables = "model.embed_tokens", "lm_head"
+    kinds: dict[str, dict[str, Any]] = {
+        "sql": {"modules": modules},
+        "chat": {"modules": modules | dict.fromkeys(tables, 4), "embedding": tables[0]},
+        "law": {"modules": modules, "whole": tables},
+    }
     return {
-        name: write_lora(folder / name, DEMO, modules, seed=at, whole=whole)
-        for at, (name, whole) in enumerate(wholes.items())
+        name: write_lora(folder / name, DEMO, **kind, seed=at)
+        for at, (name, kind) in enumerate(kinds.items())
     }
 
 
@@ -81,6 +86,7 @@ def changing(folder: Path) -> list[str]:
     """Flags of a server whose adapters below `folder` can come and go."""
     (folder / "tokens").write_text("secret\n")
     flags = ["--max-adapters", "2", "--max-adapter-heads", "1", "--max-loaded-adapters", "4"]
+    flags += ["--lora-vocabulary"]
     return [*flags, "--adapter-folder", str(folder), "--adapter-token-file", f"{folder}/tokens"]
 
 
@@ -146,6 +152,7 @@ def test_the_model_says_how_many_adapters_there_are(api: Any) -> None:
     model = api.GetModel(service.GetModelRequest(), timeout=30).model
     assert "adapter" in model.features
     assert (model.adapter_count, model.max_adapters, model.max_adapter_rank) == (3, 2, 8)
+    assert model.lora_vocabulary
 
 
 def test_all_who_may_generate_list_adapters(pod: ServerProcess, adapters: dict[str, Any]) -> None:

@@ -197,6 +197,13 @@ def test_features_are_fields_of_the_request(api: Any) -> None:
             kind = field.message_type
 
 
+def test_a_field_without_fields_of_its_own_is_a_feature(api: Any) -> None:
+    features = api.GetModel(service.GetModelRequest()).model.features
+    kinds = pb.Constraint.DESCRIPTOR.fields_by_name
+    told = {path.split(".")[1] for path in features if path.startswith("constraint.")}
+    assert told == set(kinds.keys())
+
+
 @pytest.fixture
 def long_call(api: Any) -> Iterator[Any]:
     running = api.Generate(ask(stopping={"max_new_tokens": 1900, "ignore_eos": True}), timeout=120)

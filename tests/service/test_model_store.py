@@ -43,7 +43,8 @@ def test_a_name_is_looked_up_in_the_cache_by_branch_or_commit(cache):
 @pytest.mark.parametrize(
     ("model_id", "revision", "expected"),
     [
-        ("org/other", None, "get it with `hf download org/other`"),
+        ("org/other", None, "get it with `tokenpod download org/other FOLDER`"),
+        ("gpt2", None, "get it with `hf download gpt2`"),
         (
             "org/name",
             "v2",

@@ -1,7 +1,8 @@
 """LoRA adapters in PEFT's layout, written without PEFT, and the dense weights that they stand for.
 
 The layout is that of PEFT's `save_pretrained` (huggingface/peft, src/peft/utils/save_and_load.py):
-tensors `base_model.model.MODULE.lora_A.weight` [r, in] and `lora_B.weight` [out, r].
+tensors `base_model.model.MODULE.lora_A.weight` [r, in] and `lora_B.weight` [out, r]; of an
+embedding `lora_embedding_A` [r, vocabulary] and `lora_embedding_B` [width, r].
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def write_lora(
     scales: dict[str, float] | None = None,
     biases: tuple[str, ...] = (),
     whole: tuple[str, ...] = (),
+    embedding: str = "",
     **config: Any,
 ) -> Lora:
     """An adapter with random factors.
@@ -48,12 +50,14 @@ def write_lora(
     Args:
         folder: of the adapter.
         base: folder of its base.
-        modules: beginnings of the base's names of tensors, without `.weight`, and ranks.
+        modules: beginnings of the base's names of tensors, without `.weight`, and ranks; a head
+            that is the embedding has a name, too.
         seed: of the factors.
         transposed: the base's weights are [in, out].
         scales: by the last part of a module's name; others have alpha / r of the config.
         biases: modules whose bias it replaces.
         whole: modules that it brings itself (`modules_to_save`).
+        embedding: which of the modules is an embedding.
         config: more fields of its config.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -63,12 +67,16 @@ def write_lora(
         settings["modules_to_save"] = [name.rpartition(".")[2] for name in whole]
     made, tensors = Lora(folder), {}
     for module, rank in modules.items():
-        shape = stored[f"{module}.weight"].shape
+        shape = _like(stored, module).shape
         outputs, inputs = shape[::-1] if transposed else shape
         a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
         b = torch.randn(outputs, rank, generator=generator) * 0.3
         scale = (scales or {}).get(module.rpartition(".")[2], settings["lora_alpha"] / rank)
         made.factors[module] = (a, b, scale)
+        if module == embedding:
+            tensors[f"{BASE}{module}.lora_embedding_A"] = b.t().contiguous()
+            tensors[f"{BASE}{module}.lora_embedding_B"] = a.t().contiguous()
+            continue
         tensors[f"{BASE}{module}.lora_A.weight"] = a
         tensors[f"{BASE}{module}.lora_B.weight"] = b
     for module in biases:
@@ -76,8 +84,7 @@ def write_lora(
         made.biases[module] = bias
         tensors[f"{BASE}{module}.base_layer.bias"] = bias
     for module in whole:
-        # A head that is the embedding has no tensor of its own in the base.
-        like = stored.get(f"{module}.weight", stored.get("model.embed_tokens.weight"))
+        like = _like(stored, module)
         weight = torch.randn(like.shape, generator=generator) * like.float().std()
         made.whole[module] = tensors[f"{BASE}{module}.weight"] = weight
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +98,9 @@ def merge(base: Path, lora: Lora, folder: Path, *, transposed: bool = False) -> 
     shutil.copytree(base, folder)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
+        if any(f"{module}.weight" not in tensors for module in lora.factors):
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            _untie(folder)
         for module, (a, b, scale) in lora.factors.items():
             name = f"{module}.weight"
             if name in tensors:
@@ -106,6 +116,12 @@ def merge(base: Path, lora: Lora, folder: Path, *, transposed: bool = False) -> 
             tensors[f"{module}.weight"] = weight.to(next(iter(tensors.values())).dtype)
         save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"format": "pt"})
     return folder
+
+
+def _like(stored: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    """A head that is the embedding has no tensor of its own in the base."""
+    found = stored.get(f"{module}.weight")
+    return stored["model.embed_tokens.weight"] if found is None else found
 
 
 def _untie(folder: Path) -> None:

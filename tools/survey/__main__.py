@@ -135,7 +135,7 @@ def _outcome(name: str) -> dict[str, Any]:
             config.save_pretrained(folder)
             return _served(folder, config)
     except ModelError as error:
-        reason = re.search(r"is not supported: (.*?) \(supported: ", str(error))
+        reason = re.search(r"is not supported: (.*); `tokenpod models`", str(error))
         return {"served": "no", "reason": reason[1] if reason else str(error)}
 
 

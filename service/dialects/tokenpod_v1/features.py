@@ -88,12 +88,12 @@ def _paths(kind: Descriptor, above: str) -> Iterator[str]:
         path = f"{above}{field.name}"
         if path in NOT_BUILT:
             continue
-        if field.message_type is None or is_map(field) or not _own(field.message_type):
+        if field.message_type is None or is_map(field) or not _divisible(field.message_type):
             yield path
         else:
             yield from _paths(field.message_type, f"{path}.")
 
 
-def _own(kind: Descriptor) -> bool:
-    """Whether a message is of this protocol: google's are values."""
-    return bool(kind.file.package == pb.DESCRIPTOR.package)
+def _divisible(kind: Descriptor) -> bool:
+    """Whether a message has fields of this protocol: google's are values, and some have none."""
+    return bool(kind.file.package == pb.DESCRIPTOR.package and kind.fields)

@@ -50,6 +50,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         adapter_count=len(adapters.loaded),
         max_adapters=adapters.slots,
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
+        lora_vocabulary=serving.settings.lora_vocabulary and adapters.slots > 0,
         draft_method=ready.draft_method,
         host_token_count=ready.host_slots,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),

@@ -10,7 +10,7 @@ from tokenpod.kernels import reference as plain
 from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference import adapters as reference
-from tokenpod.kernels.triton import adapted, adapter_heads, adapters
+from tokenpod.kernels.triton import adapted, adapter_embeddings, adapter_heads, adapters
 from tokenpod.kernels.triton.adapters import Tiles, adapt, plan_adapters
 from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
@@ -84,12 +84,15 @@ def test_what_a_plan_says_follows_from_its_tensors_alone():
 def test_each_token_is_in_one_tile_of_its_adapter(tokens):
     generator = torch.Generator().manual_seed(2)
     t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=generator).to(DEVICE)
-    ranks = torch.ones(SLOTS, dtype=torch.int32, device=DEVICE)
+    ranks = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     plan = plan_adapters(t_adapter, ranks, SMALL)
     seen = []
-    for slot, first, length, _ in plan.tiles.tolist():
+    for slot, first, length, rank in plan.tiles.tolist():
         own = plan.order[first : first + length].tolist()
-        assert all(t_adapter[token] == slot for token in own)
+        # Those of a slot without ranks are as those without an adapter.
+        assert all(t_adapter[token] == (slot if rank else t_adapter[own[0]]) for token in own)
+        assert all(rank or t_adapter[token] in (0, 2) for token in own)
+        assert bool(slot) == bool(rank)
         seen += own
     assert sorted(seen) == list(range(tokens))
 
@@ -179,3 +182,26 @@ def test_products_with_a_weight_of_their_adapter_are_those_of_the_reference(toke
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for at, row in zip(own.nonzero().flatten().tolist(), expected, strict=True):
         torch.testing.assert_close(row, weights[t_adapter[at] - 1] @ x[at])
+
+
+@pytest.mark.sampled(2, "gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "rank"), [(1, 8), (9, 16), (70, 40)])
+def test_rows_of_a_table_get_what_the_reference_adds(tokens, rank, dtype):
+    """Of three slots one has all ranks and one none; some tokens are of other ranks' words."""
+    rows, width = 30, 600
+    weights = weights_of((width,), rows, rank, dtype)
+    generator = torch.Generator().manual_seed(6)
+    t_row = torch.randint(-rows, 2 * rows, (tokens,), generator=generator).to(DEVICE)
+    t_adapter = (torch.arange(tokens, device=DEVICE) + 1) % (SLOTS + 1)
+    ranks = torch.tensor([rank, 0, rank - 3], dtype=torch.int32, device=DEVICE)
+    x = torch.randn(tokens, width, generator=generator).to(DEVICE, dtype)
+    t_row[0] = 3
+    found, expected = x.clone(), x.clone()
+    adapter_embeddings.adapt_rows(found, weights, t_row, t_adapter, ranks)
+    reference.adapt_rows(expected, weights, t_row, t_adapter, ranks)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(found, expected, **close)
+    changed = (found != x).any(1)
+    has = (t_adapter == 1) | (t_adapter == 3)
+    assert torch.equal(changed, has & (t_row >= 0) & (t_row < rows))

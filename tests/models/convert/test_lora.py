@@ -112,6 +112,8 @@ def test_the_embedding_has_a_layout_of_its_own_and_whole_modules_are_replaced(
     norm = torch.randn_like(stored["model.norm.weight"])
     embedding = "model.embed_tokens.lora_embedding"
     own = {f"{embedding}_A": first, f"{embedding}_B": second}
+    # PEFT saves the base's table beside them.
+    own["model.embed_tokens.base_layer.weight"] = stored["model.embed_tokens.weight"].clone()
     adapter(tensors={**own, "model.norm.modules_to_save.weight": norm})
     made = made_of(convert_to, golden, adapter)
     expected = stored["model.embed_tokens.weight"] + ALPHA / RANK * (second @ first).t()

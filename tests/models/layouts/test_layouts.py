@@ -134,6 +134,15 @@ LAYOUTS = {
         partial(packers.floats, scalar=True, static=True),
         Fp8Weight,
     ),
+    "fbgemm": (
+        {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": 1200.0,
+            "modules_to_not_convert": ["lm_head"],
+        },
+        partial(packers.floats, block=(1, None)),
+        Fp8Weight,
+    ),
     "nf4": (NF4, packers.nf4, GroupedWeight),
     "nf4-nested": (
         NF4 | {"bnb_4bit_use_double_quant": True},

@@ -65,6 +65,10 @@ KINDS: dict[str, Kind] = {
             **rope("linear", factor=3.0),
         },
     ),
+    "helium": Kind("Helium", {"head_dim": 16}),
+    "helium-varied": Kind(
+        "Helium", {**VARIED, **BIASES, "head_dim": 16, **rope("linear", factor=3.0)}
+    ),
     "glm": Kind("Glm", {"head_dim": 16}),
     "glm-varied": Kind(
         "Glm",

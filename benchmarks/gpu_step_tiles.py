@@ -52,8 +52,10 @@ from tokenpod.models.decoder import Decoder
 STEP = (1, 256)
 #: The order of the search: what takes longest first.
 ORDER = ("gate_up", "down", "qkv", "output", "head")
-#: Chunks that the first programs ask for (`TokenTile.chunks`): at first, and what is tried then.
-CHUNKS, OTHER_CHUNKS = 8, (0, 4, 16)
+#: `TokenTile.chunks`: at first, and what is tried then; then of programs that walk.
+CHUNKS, OTHER_CHUNKS, OTHER_BLOCKS = 8, (0, 4, 16), (0, 2, 3)
+#: Searched once more in the end: what one leaves of a processor decides how early the next starts.
+AGAIN = ("output", "down", "qkv")
 #: Rounds in which tables are timed in turn in the end.
 ROUNDS = 5
 #: Two results that differ by rounding only, after 32 layers; where inputs are rounded to 8 bits, a
@@ -135,25 +137,32 @@ def search(of: InStep, until: float) -> Choice:
     best = of.table
     least = of.time(best)
     print(f"{of.kind}: the table {least:.3f} ms", flush=True)
-    # What a product leaves of a processor decides how early the next one starts: so twice.
-    for asks in (False, True, False):
-        for name in ORDER:
+    for asks, names in ((False, ORDER), (True, ORDER), (False, AGAIN)):
+        for name in names:
             if time.monotonic() > until:
                 print(f"the time is over: not searched from {name} on", flush=True)
                 return best
-            tile = best[name]
-            chunks = tile.chunks if isinstance(tile, TokenTile) else CHUNKS
-            tiles: list[Tile] = []
-            if not asks:
-                tiles = [with_chunks(tile, chunks) for tile in candidates(Case(of.kind, name), 1)]
-            elif isinstance(tile, TokenTile):
-                tiles = [replace(tile, chunks=chunks) for chunks in OTHER_CHUNKS]
+            tiles = others(best[name]) if asks else first(of.kind, name, best[name])
             best, least = try_tiles(of, best, least, name, tiles)
     return best
 
 
-def with_chunks(tile: Tile, chunks: int) -> Tile:
-    return replace(tile, chunks=chunks) if isinstance(tile, TokenTile) else tile
+def first(kind: str, name: str, now: Tile) -> list[Tile]:
+    """Shapes of tiles, asking as the one chosen does."""
+    chunks = now.chunks if isinstance(now, TokenTile) and not now.programs else CHUNKS
+    return [
+        replace(tile, chunks=chunks) if isinstance(tile, TokenTile) and not tile.programs else tile
+        for tile in candidates(Case(kind, name), 1)
+    ]
+
+
+def others(tile: Tile) -> list[Tile]:
+    """The same tile, asking for more and for less."""
+    if not isinstance(tile, TokenTile):
+        return []
+    return [
+        replace(tile, chunks=chunks) for chunks in (OTHER_BLOCKS if tile.programs else OTHER_CHUNKS)
+    ]
 
 
 def compare(of: InStep, best: Choice) -> None:

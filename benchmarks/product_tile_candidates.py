@@ -23,6 +23,12 @@ NAMES = {
 }
 #: Whose single tokens have a kernel of their own.
 OF_ONE_TOKEN = ("int4", "fp8", "int8")
+#: (rows, words, warps) of programs with as many rows; the last, and programs, of those that walk.
+SOME_ROWS = ((8, 512, 4), (16, 512, 4), (8, 256, 2))
+WALKS = (
+    *((8, 1024, 4, 264), (8, 1024, 4, 396), (4, 1024, 4, 528), (8, 1024, 8, 264)),
+    *((8, 512, 4, 528), (8, 512, 4, 264), (16, 512, 4, 264), (4, 512, 2, 660)),
+)
 LANED = ("int4", "groups8", "mxfp4", "table4")
 TOKENS = (1, 16, 64)
 #: Numbers of tokens whose tiles are searched, where not all are.
@@ -83,15 +89,13 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
 
 def _tokens(row: int) -> Iterator[Tile]:
     """For weights whose rows have so many bytes."""
-    shapes = ((8, 1024, 8), (4, 512, 4), (8, 512, 4), (16, 512, 4))
-    shapes += ((8, 256, 2), (16, 256, 2), (8, 128, 1))
-    for (block_n, words, warps), rounds in product(shapes, (False, True)):
-        # One warp would round nearly as many numbers as it multiplies.
-        if 4 * words > row or (rounds and warps == 1) or (row > 4096 and words > 512):
-            continue
+    for (block_n, words, warps), rounds in product(SOME_ROWS, (False, True)):
         whole, many = 4 * words == row, block_n * words > 2048
         for ahead in (0,) if whole else (0, 2048) if rounds and many else (2048,):
             yield TokenTile(block_n, words, warps, ahead, rounds)
+    for block_n, words, warps, programs in WALKS:
+        if 4 * words == row:
+            yield TokenTile(block_n, words, warps, rounds=True, programs=programs, chunks=1)
 
 
 def _lanes_for_one(k: int) -> Iterator[Tile]:

@@ -35,8 +35,10 @@ class TokenTile:
     ahead: int = 0
     #: Every program norms and rounds the token; else a launch before does.
     rounds: bool = False
-    #: Chunks at the weight's beginning (`token_inputs.CHUNK`) that each of the first programs asks
-    #: for before the input is there, since they may start long before it is.
+    #: That walk over blocks of rows, if a row has so many `words`; 0: a program for each block.
+    programs: int = 0
+    #: What is asked for long before the input is there: blocks behind a walking program's first
+    #: one; of others, by each of the first programs, chunks (`token_inputs.CHUNK`) of the weight.
     chunks: int = 0
 
 

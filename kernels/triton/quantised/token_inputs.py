@@ -183,13 +183,32 @@ def _byte_of_e4m3(v):
 def ask_first(weight, words, chunks):
     """Ask for a part of the weight's beginning: so many chunks per program, of the first ones.
 
-    A thread asks for each. They are there as soon as there is room on a processor, while the
-    kernels before still run; others only when those have ended.
+    They are there as soon as there is room on a processor, while the kernels before still run;
+    others only when those have ended.
     """
-    first = tl.program_id(0) * chunks
     WORDS: tl.constexpr = CHUNK // 4
+    first = tl.program_id(0) * chunks
     asked = tl.where(tl.program_id(0) < FIRST_PROGRAMS, chunks, 0)
     asked = tl.minimum(asked, words // WORDS - first)
+    size = tl.full((), CHUNK, tl.int32)
+    _ask_each(weight + first.to(tl.int64) * WORDS, asked, size, size)
+
+
+@triton.jit
+def ask_blocks(weight, n, count, ROW_WORDS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Ask for some blocks of rows behind the first one of a program that walks over them."""
+    SIZE: tl.constexpr = BLOCK_N * ROW_WORDS * 4
+    programs = tl.num_programs(0)
+    first = tl.program_id(0) + programs
+    left = tl.cdiv(tl.maximum(n // BLOCK_N - first, 0), programs)
+    size = tl.full((), SIZE, tl.int32)
+    at = weight + first.to(tl.int64) * (SIZE // 4)
+    _ask_each(at, tl.minimum(count, left), programs * SIZE, size)
+
+
+@triton.jit
+def _ask_each(at, count, step, size):
+    """Ask for `size` bytes every `step` bytes, so many times: a thread asks for each."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred own;
@@ -198,11 +217,11 @@ def ask_first(weight, words, chunks):
         mov.u32 thread, %tid.x;
         setp.lt.s32 own, thread, $2;
         mad.wide.u32 at, thread, $3, $1;
-        @own cp.async.bulk.prefetch.L2.global [at], $3;
+        @own cp.async.bulk.prefetch.L2.global [at], $4;
         mov.u32 $0, 0;
         }""",
-        "=r,l,r,r",
-        [weight + first.to(tl.int64) * WORDS, asked, tl.full((), CHUNK, tl.int32)],
+        "=r,l,r,r,r",
+        [at, count, step, size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -19,19 +19,20 @@ import triton.language as tl
 from tokenpod.kernels.formats.rounding import Rounding
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
-from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product import asks_rows
 from tokenpod.kernels.triton.product_kernels import ask_rows
-from tokenpod.kernels.triton.quantised.lane_products import step_scales
 from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
 from tokenpod.kernels.triton.quantised.tiles import TokenTile
-from tokenpod.kernels.triton.quantised.token_dots import SMALLER, add_step, in_fours
-from tokenpod.kernels.triton.quantised.token_inputs import (
-    ask_first,
-    ask_norm,
-    token_steps,
-    token_words,
+from tokenpod.kernels.triton.quantised.token_dots import add_step
+from tokenpod.kernels.triton.quantised.token_inputs import ask_first, ask_norm, token_steps
+from tokenpod.kernels.triton.quantised.token_rows import (
+    finish_rows,
+    rows_of,
+    scales_of,
+    tile_of,
+    token_inputs,
 )
+from tokenpod.kernels.triton.quantised.token_walk import token_walk
 
 #: Bytes that a thread loads of a row at a time.
 THREAD_BYTES = 16
@@ -90,10 +91,18 @@ def multiply_token(
         inputs = (x.numbers.view(torch.int8).view(torch.int32), x.scale, None)
     else:
         inputs = (x, None, None if norm is None else norm.weight)
-    token_product[(triton.cdiv(n, block_n),)](
+    blocks = triton.cdiv(n, block_n)
+    walks = tile.programs > 0 and row_words == tile.words
+    asks = asks_rows(words)
+    own = {
+        "EVEN": row_words % tile.words == 0,
+        "WORDS": tile.words,
+        "AHEAD": tile.ahead if asks else 0,
+    }
+    (token_walk if walks else token_product)[(min(blocks, tile.programs) if walks else blocks,)](
         *inputs,
         *(words, scale, bias, y, n, len(scale), 0.0 if norm is None else norm.epsilon),
-        tile.chunks if asks_rows(words) else 0,
+        tile.chunks if asks else 0,
         KIND=kind,
         ROW_WORDS=row_words,
         WIDTH=width,
@@ -101,11 +110,9 @@ def multiply_token(
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add,
         ASSEMBLY=capability(y.device) is not None,
-        EVEN=row_words % tile.words == 0,
         BLOCK_N=block_n,
-        WORDS=tile.words,
-        AHEAD=tile.ahead if asks_rows(words) else 0,
         num_warps=tile.warps,
+        **({} if walks else own),
         **launch_options(y.device),
     )
 
@@ -141,10 +148,7 @@ def token_product(
     ALL: tl.constexpr = GATES * BLOCK_N
     FOURS: tl.constexpr = WORDS // 4
     first_row = tl.program_id(0) * BLOCK_N
-    tile_row = tl.arange(0, ALL)
-    own = tl.minimum(first_row + tile_row % BLOCK_N, n - 1) + tile_row // BLOCK_N * n
-    if KIND == "int4" and ASSEMBLY:
-        own = _unknown(own)
+    own = rows_of(first_row, n, GATES, BLOCK_N, ASSEMBLY)
     word = tl.arange(0, WORDS)[None, :]
     four = tl.arange(0, FOURS)[None, :]
     at_row = weight + own.to(tl.int64)[:, None] * ROW_WORDS
@@ -154,8 +158,8 @@ def token_product(
     low_sums = tl.zeros((ALL, FOURS) if WHOLE else (1, 1), tl.int32)
 
     # Nothing here depends on the kernel before.
-    w = _tile(at_row + word, word, ROW_WORDS, EVEN)
-    s = _scales(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
+    w = tile_of(at_row + word, word, ROW_WORDS, EVEN)
+    s = scales_of(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
     of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
     if ROUNDS and norm_weight is not None and ASSEMBLY:
         ask_norm(norm_weight, KIND, ROW_WORDS)
@@ -168,10 +172,10 @@ def token_product(
         if GATES == 2:
             ask_rows(weight, first_row + n, 2 * n, WORDS, ROW_WORDS, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
-    row = first_row + tl.arange(0, BLOCK_N)
-    inside = row < n
+    before = tl.zeros((BLOCK_N,), tl.float32)
     if ADD:
-        before = tl.load(y + row, mask=inside, other=0.0).to(tl.float32)
+        row = first_row + tl.arange(0, BLOCK_N)
+        before = tl.load(y + row, mask=row < n, other=0.0).to(tl.float32)
     if ROUNDS:
         unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, WIDTH, WORDS)
     else:
@@ -180,9 +184,9 @@ def token_product(
     for start in tl.range(0, LAST, WORDS, loop_unroll_factor=2):
         # The next tile is on its way while this one is multiplied.
         at = start + WORDS
-        next_w = _tile(at_row + (at + word), at + word, ROW_WORDS, EVEN)
-        next_s = _scales(scale, own, at // 4 + four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
-        v = _inputs(
+        next_w = tile_of(at_row + (at + word), at + word, ROW_WORDS, EVEN)
+        next_s = scales_of(scale, own, at // 4 + four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
+        v = token_inputs(
             x,
             norm_weight,
             times,
@@ -197,7 +201,7 @@ def token_product(
         )
         sums, low_sums = add_step(sums, low_sums, w, s, v, KIND, PER_GROUP, ASSEMBLY)
         w, s = next_w, next_s
-    v = _inputs(
+    v = token_inputs(
         x,
         norm_weight,
         times,
@@ -212,113 +216,4 @@ def token_product(
     )
     sums, low_sums = add_step(sums, low_sums, w, s, v, KIND, PER_GROUP, ASSEMBLY)
 
-    if WHOLE:
-        out = tl.sum(sums.to(tl.float32) * 128.0 + low_sums.to(tl.float32), axis=1)
-    else:
-        out = tl.sum(sums, axis=1)
-    UNIT: tl.constexpr = SMALLER if KIND == "fp8" else 1.0
-    out *= of_row * unit * UNIT
-    if GATES == 2:
-        out, up = tl.split(tl.permute(tl.reshape(out, (2, BLOCK_N)), (1, 0)))
-        if bias is not None:
-            up += tl.load(bias + n + row, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        out += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    if GATES == 2:
-        out = gated_unit(out, up, ACTIVATION)
-    out = out.to(y.dtype.element_ty)
-    if ADD:
-        out = out.to(tl.float32) + before
-    tl.store(y + row, out.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _inputs(
-    x,
-    norm_weight,
-    times,
-    four,
-    word,
-    KIND: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
-    """Words of the token that a step's words are multiplied by: four fours, of 8 bits two.
-
-    High digits, of 4 bits those of planes 0 and 1, then of 2 and 3; low digits the same. Of a plane
-    eight lanes follow each other.
-    """
-    if ROUNDS:
-        a0, a1, l0, l1 = token_words(
-            x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 0, ASSEMBLY
-        )
-        a2, a3, l2, l3 = token_words(
-            x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 1, ASSEMBLY
-        )
-        b0, b1, m0, m1, b2, b3, m2, m3 = a0, a1, l0, l1, a2, a3, l2, l3
-        if KIND == "int4":
-            b0, b1, m0, m1 = token_words(
-                x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 2, ASSEMBLY
-            )
-            b2, b3, m2, m3 = token_words(
-                x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 3, ASSEMBLY
-            )
-        return (a0, a1, a2, a3), (b0, b1, b2, b3), (l0, l1, l2, l3), (m0, m1, m2, m3)
-    else:
-        a = _fours(x, word, ROW_WORDS, EVEN)
-        b, low_a, low_b = a, a, a
-        if KIND == "int4":
-            b = _fours(x + ROW_WORDS, word, ROW_WORDS, EVEN)
-            low_a = _fours(x + 2 * ROW_WORDS, word, ROW_WORDS, EVEN)
-            low_b = _fours(x + 3 * ROW_WORDS, word, ROW_WORDS, EVEN)
-        elif KIND == "int8":
-            low_a = _fours(x + ROW_WORDS, word, ROW_WORDS, EVEN)
-        return a, b, low_a, low_b
-
-
-@triton.jit
-def _scales(
-    scale, own, four, rows, groups, KIND: tl.constexpr, WIDTH: tl.constexpr, PER_GROUP: tl.constexpr
-):
-    """Of the planes of a step's lanes; nothing where a row has one scale.
-
-    Loaded as [fours, rows], of whose dimensions none is contiguous in memory for the compiler: with
-    the first one along threads, as words are, so that nothing changes its place.
-    """
-    if KIND == "int4":
-        block = tl.trans(four) // (WIDTH // 8)
-        s0, s1, s2, s3 = step_scales(scale, own[None, :], block, rows, groups, 4, PER_GROUP)
-        return tl.trans(s0), tl.trans(s1), tl.trans(s2), tl.trans(s3)
-    else:
-        return 0, 0, 0, 0
-
-
-@triton.jit
-def _unknown(row):
-    """The same; but the compiler does not see that rows follow each other."""
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [row], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _tile(at, word, row_words, EVEN: tl.constexpr):
-    """Weights are read once: let them make room for what is read again."""
-    if EVEN:
-        w = tl.load(at, eviction_policy="evict_first")
-    else:
-        w = tl.load(at, mask=word < row_words, other=0, eviction_policy="evict_first")
-    return w
-
-
-@triton.jit
-def _fours(x, word, row_words, EVEN: tl.constexpr):
-    """Words of the token, as `_in_fours`; nothing beyond its end."""
-    if EVEN:
-        v = tl.load(x + word)
-    else:
-        v = tl.load(x + word, mask=word < row_words, other=0)
-    return in_fours(v)
+    finish_rows(sums, low_sums, of_row * unit, before, bias, y, n, first_row, KIND, ACTIVATION, ADD)

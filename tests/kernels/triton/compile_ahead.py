@@ -47,7 +47,7 @@ from tokenpod.kernels.triton import (
     slots,
     steps,
 )
-from tokenpod.kernels.triton.quantised import lane_products, laned, widen
+from tokenpod.kernels.triton.quantised import lane_products, laned, token_product, widen
 from tokenpod.kernels.triton.quantised import products as quantised_products
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.tiles import Kind, measured
@@ -97,6 +97,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         quantised_products,
         lane_products,
         laned,
+        token_product,
         widen,
     )
     for module in choosing:
@@ -211,6 +212,13 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
+    for kind, words in (("int8", 128), ("fp8", 128), ("int4", 64)) if every else ():
+        for programs, rounds in ((0, False), (0, True), (2, True)):
+            tile = quantised_tiles.TokenTile(8, words, 1, 0, rounds, programs)
+            tiles = quantised_tiles.Tiles({kind: [(1, tile)]}, {})
+            x = draw(1, HIDDEN)
+            quantised.prepare_norm_linear(weights[kind], bias, norm, Activation.SILU, tiles)(x)
+            quantised.prepare_add_linear(weights[kind], None, tiles)(x, draw(1, 2 * HIDDEN))
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))

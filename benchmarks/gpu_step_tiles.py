@@ -1,12 +1,13 @@
 """Find tiles for one token of weights of 8 and 4 bits inside whole steps, on a GPU.
 
-    python -P benchmarks/gpu_step_tiles.py [--kinds int8 ...] [--seconds 110] [--into TABLE]
+    python -P benchmarks/gpu_step_tiles.py [--kinds int8 ...] [--seconds 110] [--check]
+        [--into TABLE]
 
 What is fastest behind itself (`gpu_product_tiles`) is not between its neighbours, since kernels
 overlap. So one product's tile is changed at a time and the whole step is timed, 8B shape, head
 included; what makes it faster is kept. Results are compared with those of the table as it is, and
-with themselves. Then steps of the table, of what was found and of bfloat16 in turn, each found
-product against the reference, and the entries; `--into kernels/triton/quantised/tiles.json`.
+with themselves. Then steps of the table, of what was found and of bfloat16 in turn, and the
+entries; `--into kernels/triton/quantised/tiles.json`.
 
 Kernels are compiled by several processes first.
 """
@@ -51,11 +52,9 @@ from tokenpod.models.decoder import Decoder
 
 STEP = (1, 256)
 #: The order of the search: what takes longest first.
-ORDER = ("gate_up", "down", "qkv", "output", "head")
+ORDER = ("gate_up", "head", "down", "qkv", "output")
 #: `TokenTile.chunks`: at first, and what is tried then; then of programs that walk.
-CHUNKS, OTHER_CHUNKS, OTHER_BLOCKS = 8, (0, 4, 16), (0, 2, 3)
-#: Searched once more in the end: what one leaves of a processor decides how early the next starts.
-AGAIN = ("output", "down", "qkv")
+CHUNKS, OTHER_CHUNKS, OTHER_BLOCKS = 8, (0,), (0,)
 #: Rounds in which tables are timed in turn in the end.
 ROUNDS = 5
 #: Two results that differ by rounding only, after 32 layers; where inputs are rounded to 8 bits, a
@@ -137,8 +136,8 @@ def search(of: InStep, until: float) -> Choice:
     best = of.table
     least = of.time(best)
     print(f"{of.kind}: the table {least:.3f} ms", flush=True)
-    for asks, names in ((False, ORDER), (True, ORDER), (False, AGAIN)):
-        for name in names:
+    for asks in (False, True):
+        for name in ORDER:
             if time.monotonic() > until:
                 print(f"the time is over: not searched from {name} on", flush=True)
                 return best
@@ -178,8 +177,8 @@ def compare(of: InStep, best: Choice) -> None:
 
 def check(kind: str, best: Choice) -> None:
     """Each found product by itself, beside the table's."""
-    exact = Exact()
     for name, tile in best.items():
+        exact = Exact()
         case = Case(kind, name)
         n, k, around = SHAPES[name]
         weights = weights_of(case)
@@ -224,6 +223,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(OF_ONE_TOKEN), choices=OF_ONE_TOKEN)
     parser.add_argument("--seconds", type=float, default=110, help="searching ends then")
     parser.add_argument("--no-search", action="store_true", help="only the table, beside bf16")
+    parser.add_argument("--check", action="store_true", help="each found product by itself, too")
     parser.add_argument("--into", type=Path, help="the table that gets what was found")
     options = parser.parse_args()
     began = time.monotonic()
@@ -251,7 +251,7 @@ def main() -> None:
             options.into.write_text(text_of(merged(found)))
         del stage, dense
         torch.cuda.empty_cache()
-        for kind in options.kinds:
+        for kind in options.kinds if options.check else ():
             best = {
                 name: parse(merged(found)).choose(kind, n, k, 1)
                 for name, (n, k, _) in SHAPES.items()

@@ -23,12 +23,6 @@ NAMES = {
 }
 #: Whose single tokens have a kernel of their own.
 OF_ONE_TOKEN = ("int4", "fp8", "int8")
-#: (rows, words, warps) of programs with as many rows; the last, and programs, of those that walk.
-SOME_ROWS = ((8, 512, 4), (16, 512, 4), (8, 256, 2))
-WALKS = (
-    *((8, 1024, 4, 264), (8, 1024, 4, 396), (4, 1024, 4, 528), (8, 1024, 8, 264)),
-    *((8, 512, 4, 528), (8, 512, 4, 264), (16, 512, 4, 264), (4, 512, 2, 660)),
-)
 LANED = ("int4", "groups8", "mxfp4", "table4")
 TOKENS = (1, 16, 64)
 #: Numbers of tokens whose tiles are searched, where not all are.
@@ -88,14 +82,18 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
 
 
 def _tokens(row: int) -> Iterator[Tile]:
-    """For weights whose rows have so many bytes."""
-    for (block_n, words, warps), rounds in product(SOME_ROWS, (False, True)):
-        whole, many = 4 * words == row, block_n * words > 2048
-        for ahead in (0,) if whole else (0, 2048) if rounds and many else (2048,):
-            yield TokenTile(block_n, words, warps, ahead, rounds)
-    for block_n, words, warps, programs in WALKS:
-        if 4 * words == row:
-            yield TokenTile(block_n, words, warps, rounds=True, programs=programs, chunks=1)
+    """For weights whose rows have so many bytes; more were slower than these."""
+    ahead = 0 if row == 2048 else 2048
+    yield TokenTile(8, 512, 4, ahead)
+    yield TokenTile(8, 512, 4, ahead, rounds=True)
+    if row == 4096:
+        yield TokenTile(8, 1024, 4, rounds=True, programs=396, chunks=1)
+        yield TokenTile(8, 1024, 8, rounds=True, programs=264, chunks=1)
+    elif row == 2048:
+        yield TokenTile(8, 512, 4, rounds=True, programs=528, chunks=1)
+        yield TokenTile(16, 512, 4, rounds=True)
+    else:
+        yield TokenTile(16, 512, 4, rounds=True)
 
 
 def _lanes_for_one(k: int) -> Iterator[Tile]:

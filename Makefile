@@ -11,6 +11,8 @@ STUBS := protos/.stubs
 BASELINE := protos/baseline.binpb
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of programs: without bytecode on disk each would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup stubs demo test test-gpu chaos lint types docs models format baseline wheel locks image image-needs clean

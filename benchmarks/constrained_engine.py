@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
 import json
 import os
@@ -170,6 +171,10 @@ def words(asked: argparse.Namespace) -> tuple[list[bytes], list[int]]:
     """Bytes of the tokens of a large vocabulary, and which are special; see `--vocabulary`."""
     if asked.vocabulary is not None:
         found = json.loads(asked.vocabulary.read_text())
+        if "vocab" in found:
+            most = LLAMA_8B["vocab_size"] - 1
+            known = [base64.b64decode(token["token_bytes"]) for token in found["vocab"][:most]]
+            return [*known, b"<|end_of_text|>"], [most]
         return [token.encode("latin-1") for token in found["tokens"]], found["special"]
     known = Tokenizer(vocabulary(LLAMA_8B["vocab_size"])).token_bytes()
     assert known is not None

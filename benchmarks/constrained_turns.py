@@ -15,12 +15,13 @@ from turn_times import TurnTimes
 from tokenpod.engine.constraints import masks as masks_of_texts
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.device_masked import MaskedDraws
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import StepResult
 from tokenpod.engine.graphs import ladder
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.mailbox import Flight, Mailbox, _Mark
+from tokenpod.engine.mailbox import Flight, Mailbox, Mark
 from tokenpod.engine.step_executor import StepExecutor
 
 
@@ -51,7 +52,7 @@ class Turns:
         times.part(StepExecutor, "launch")
         times.part(StepExecutor, "_take_rows", "launch: new rows")
         times.part(StepExecutor, "release", "launch: rows that are over")
-        times.part(_Mark, "wait", "wait for the step")
+        times.part(Mark, "wait", "wait for the step")
         times.part(Flight, "sample", "launch the sampler")
         times.part(EngineLoop, "_publish", "publish")
         for name in ("look", "prepare", "settled", "sample"):
@@ -61,6 +62,8 @@ class Turns:
         times.part(Library, "advance", "library")
         times.part(masks_of_texts, "read_together")
         times.part(DeviceDrawing, "_bits", "masks to the device")
+        times.part(MaskedDraws, "enter", "masks to the device, captured")
+        times.part(MaskedDraws, "drawn", "sampler, captured: results")
         times.part(DeviceSampler, "begin", "sampler.begin")
         times.part(DeviceSampler, "finish", "sampler.finish")
         times.part(Mailbox, "send", "results to the host")

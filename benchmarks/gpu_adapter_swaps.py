@@ -68,7 +68,9 @@ TINY = LLAMA_8B | {
 SETTLING = 20
 
 
-def make_adapters(folder: Path, model: dict[str, Any], count: int, rank: int) -> int:
+def make_adapters(
+    folder: Path, model: dict[str, Any], count: int, rank: int, *, dora: bool = False
+) -> int:
     """Adapters on all products, of one rank and of different numbers; bytes of one."""
     hidden, inner = model["hidden_size"], model["intermediate_size"]
     query, key = (
@@ -90,6 +92,8 @@ def make_adapters(folder: Path, model: dict[str, Any], count: int, rank: int) ->
             draw = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
             for end, shape in draw.items():
                 tensors[f"{stem}.{end}.weight"] = (torch.randn(shape) * 0.01).to(torch.bfloat16)
+            if dora:
+                tensors[f"{stem}.lora_magnitude_vector"] = torch.ones(outputs)
     size = sum(tensor.nbytes for tensor in tensors.values())
     first = next(iter(tensors))
     whole = bytearray(save(tensors))
@@ -99,7 +103,7 @@ def make_adapters(folder: Path, model: dict[str, Any], count: int, rank: int) ->
     for number in range(count):
         own = folder / f"a{number}"
         own.mkdir(parents=True)
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "use_dora": dora}
         (own / "adapter_config.json").write_text(json.dumps(config))
         whole[at] = number % 128
         (own / "adapter_model.safetensors").write_bytes(whole)
@@ -249,6 +253,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="a tiny shape on the CPU")
     parser.add_argument("--adapters", type=int, default=100)
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--dora", action="store_true", help="adapters with lengths of outputs")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
@@ -266,7 +271,9 @@ def main() -> None:
     try:
         began = time.perf_counter()
         make_checkpoint(folder / "model", model)
-        size = make_adapters(folder / "adapters", model, asked.adapters, asked.rank)
+        size = make_adapters(
+            folder / "adapters", model, asked.adapters, asked.rank, dora=asked.dora
+        )
         print(
             f"{asked.adapters} adapters of {size / 1e6:.1f} MB; files written in"
             f" {time.perf_counter() - began:.0f} s",

@@ -40,9 +40,9 @@ from gpu_drafts import Client
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine import mailbox
 from tokenpod.engine.assemble import Assembled
-from tokenpod.engine.device_executor import DeviceExecutor
+from tokenpod.engine.captured_steps import CapturedSteps
 from tokenpod.engine.executor import Launched, Masks, StepResult
-from tokenpod.engine.graphs import Captured, Graphs
+from tokenpod.engine.graphs import Captured
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -125,7 +125,7 @@ def main() -> None:
         if options.waits:
             waits(drafting, options)
         if options.within:
-            with patch.object(DeviceExecutor, "_drafted", within):
+            with within():
                 del plain, drafting
                 torch.cuda.empty_cache()
                 plain, drafting = engines(options)
@@ -143,7 +143,7 @@ def waits(made: Assembled, options: argparse.Namespace) -> None:
         self._event.synchronize()
 
     for name, change in (
-        ("asleep", patch.object(mailbox._Mark, "wait", asleep)),
+        ("asleep", patch.object(mailbox.Mark, "wait", asleep)),
         ("looking always", patch.object(mailbox, "LOOK_SECONDS", 0)),
         ("looking now and then", patch.object(mailbox, "LOOK_SECONDS", mailbox.LOOK_SECONDS)),
     ):
@@ -152,16 +152,21 @@ def waits(made: Assembled, options: argparse.Namespace) -> None:
         print(json.dumps({"wait": name} | found), flush=True)
 
 
-def within(self: Any, forward: Any, counts: Any, memory: Any, rows_of: Any) -> Graphs:
-    """As `DeviceExecutor._drafted`, all of it in one graph."""
-    return Graphs(forward, counts, self._padding, memory)
+def within() -> Any:
+    """With a draft model that follows in the captured step, as where nobody waits for it."""
+
+    def fewer(self: CapturedSteps, **given: Any) -> None:
+        made(self, **{**given, "behind": False})
+
+    made = CapturedSteps.__init__
+    return patch.object(CapturedSteps, "__init__", fewer)
 
 
 def graphs(made: Assembled, options: argparse.Namespace) -> None:
     """What captured steps take alone."""
     executor: Any = made.executor
-    _, decode, drafted, _ = executor._graphs[False]
-    small = executor._proposals._graphs[1]
+    _, decode, drafted, _ = executor._captured._kinds[False]
+    small = executor._proposals._small._graphs[1]
     found: dict[str, float] = {"small step": alone(small.fitting(1))}
     found["plain"] = alone(decode.fitting(1))
     for size in sorted({drafted.fitting(n + 1).counts.tokens for n in (1, 3, 6, 8, 16)}):

@@ -19,7 +19,8 @@ choice of what pays.
 
 Each case runs on two engines by turns, one of which has no draft model; ratios are of the medians
 of tokens per second from the first token on. `small step`, `forward` and `drawing` are medians of
-steps with drafts, in milliseconds of the GPU; `step` is from its launch to its results.
+steps with drafts, in milliseconds of the GPU; `step` is from its launch to its results, `whole`
+from the results before, and `slow` which of these took more than twice as long.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ from tokenpod.scheduler.tree_shapes import CHANCES
 
 #: Few, so that few sizes of steps are captured.
 POSITIONS, ROWS, PREFILL, SLOTS = 4096, 16, 256, 1 << 16
+_DEVICE = torch.device("cuda")
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -119,6 +121,9 @@ class Timed:
     #: Milliseconds of a small step, of the forward pass behind them, of drawing, and of the whole
     #: step from its launch.
     steps: list[tuple[float, float, float, float]] = field(default_factory=list)
+    #: Milliseconds from the results before to those of each; None: when they came.
+    whole: list[float] = field(default_factory=list)
+    last: float | None = None
 
     def launch(self, plan: StepPlan) -> Launched:
         """See `executor.Launcher`."""
@@ -137,10 +142,13 @@ class _Timed:
 
     def wait(self) -> StepResult:
         result = self.launched.wait()
+        now, last = time.perf_counter(), self.into.last
+        self.into.last = now if self.plan.drafts else None
         if self.plan.drafts:
+            self.into.whole.append(1e3 * (now - last) if last is not None else 0.0)
             tree = self.plan.branches
             drafts = int(self.plan.r_samples.max() - 1 if tree is None else tree.t_depth.max())
-            took = 1e3 * (time.perf_counter() - self.began)
+            took = 1e3 * (now - self.began)
             small = result.drafting_ns / drafts / 1e6
             forward = (result.forward_ns - result.drafting_ns) / 1e6
             self.into.steps.append((small, forward, result.sample_ns / 1e6, took))
@@ -170,19 +178,32 @@ def main() -> None:
 
 def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
     """Of one served model: without a draft model, and with it."""
+    served, draft = models(options)
+    plain = assemble(served, _asked(), positions=POSITIONS, device=_DEVICE)
+    return plain, drafting_engine(served, draft, options)
+
+
+def models(options: argparse.Namespace) -> tuple[Decoder, DraftModel]:
+    """The served model and the draft model."""
     let_segments_grow()
-    device = torch.device("cuda")
     shapes = json.loads((Path(__file__).parent / "shapes.json").read_text())
-    served = counting(shapes["llama-3.1-8b"], device)
-    draft: DraftModel
+    served = counting(shapes["llama-3.1-8b"], _DEVICE)
     if options.draft == "eagle3":
-        draft = told_head(served, device, options.right)
-    elif options.draft.startswith("medusa"):
-        own = options.draft == "medusa"
-        draft = medusa_heads(served, device, options.speculate, own=own, right=options.right)
-    else:
-        draft = counting(DRAFTS[options.draft], device, options.right)
-    asked = EngineOptions(
+        return served, told_head(served, _DEVICE, options.right)
+    if options.draft.startswith("medusa"):
+        own, right = options.draft == "medusa", options.right
+        return served, medusa_heads(served, _DEVICE, options.speculate, own=own, right=right)
+    return served, counting(DRAFTS[options.draft], _DEVICE, options.right)
+
+
+def drafting_engine(served: Decoder, draft: DraftModel, options: argparse.Namespace) -> Assembled:
+    """An engine with the draft model."""
+    asked = _asked(speculate=options.speculate, draft_tree=options.tree)
+    return assemble(served, asked, positions=POSITIONS, device=_DEVICE, draft=draft)
+
+
+def _asked(**more: Any) -> EngineOptions:
+    return EngineOptions(
         model_folder="",
         dtype="bfloat16",
         device="cuda",
@@ -190,12 +211,8 @@ def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
         max_batch_size=ROWS,
         max_batch_prefill_tokens=PREFILL,
         max_batch_total_tokens=SLOTS,
+        **more,
     )
-    plain = assemble(served, asked, positions=POSITIONS, device=device)
-    fields = {name: getattr(asked, name) for name in asked.__struct_fields__}
-    fields |= {"speculate": options.speculate, "draft_tree": options.tree}
-    drafted = EngineOptions(**fields)
-    return plain, assemble(served, drafted, positions=POSITIONS, device=device, draft=draft)
 
 
 def counting(shape: dict[str, Any], device: torch.device, right: float = 1.0) -> Decoder:
@@ -313,6 +330,9 @@ class Way:
     drafted: int = 0
     accepted: int = 0
     timed: Timed | None = None
+    #: What answers, text after text, and its counts before the first that is measured.
+    loop: EngineLoop | None = None
+    before: tuple[int, int] = (0, 0)
 
 
 def measure(
@@ -331,12 +351,12 @@ def measure(
             rate, client = answer(plain if way.tree is None else drafting, way, name, turn, options)
             if turn:  # the first one warms up
                 way.rates.append(rate)
-                way.drafted, way.accepted = (
-                    way.drafted + client.drafted,
-                    way.accepted + client.accepted,
-                )
+                way.drafted = client.drafted - way.before[0]
+                way.accepted = client.accepted - way.before[1]
             elif way.timed:
+                way.before = client.drafted, client.accepted
                 way.timed.steps.clear()
+                way.timed.whole.clear()
     without = statistics.median(ways[0].rates)
     return [told(name, way, without, ways[0].rates, options) for way in ways[1:]]
 
@@ -369,31 +389,41 @@ def told(
             "drawing": round(drawing, 3),
             "step": round(step, 3),
         }
+        usual = statistics.median(way.timed.whole)
+        slow = [(at, round(ms, 1)) for at, ms in enumerate(way.timed.whole) if ms > 2 * usual]
+        found |= {"whole": round(usual, 3), "slow": sorted(slow, key=lambda step: -step[1])[:4]}
     return found
 
 
 def answer(
     made: Assembled, way: Way, name: str, seed: int, options: argparse.Namespace
 ) -> tuple[float, Client]:
-    """Tokens per second of one case; what is known of steps by then stays, as in a server."""
+    """Tokens per second of one case; what is known of steps and guesses stays, as in a server."""
     made.executor.release(range(ROWS + 1))
     requests = CASES[name](seed)
     client = Client(requests)
-    limits = Limits(made.slots, ROWS, POSITIONS, PREFILL)
+    if way.loop is None:
+        # Nothing is cached: another way's tokens lie in the slots by then.
+        limits = Limits(made.slots, ROWS, POSITIONS, PREFILL, prefix_caching=False)
 
-    def drafting(kv: Any) -> Drafting:
-        return Drafting(ModelDrafts(), options.speculate, kv, way.costs, tree=way.tree or 0)
+        def drafting(kv: Any) -> Drafting:
+            return Drafting(ModelDrafts(), options.speculate, kv, way.costs, tree=way.tree or 0)
 
-    scheduler = Scheduler(limits, drafting=None if way.tree is None else drafting)
-    executor: Any = way.timed or made.executor
-    loop = EngineLoop(client, scheduler, executor, overlap=made.overlap)  # type: ignore[arg-type]
+        scheduler = Scheduler(limits, drafting=None if way.tree is None else drafting)
+        executor: Any = way.timed or made.executor
+        way.loop = EngineLoop(client, scheduler, executor, overlap=made.overlap)  # type: ignore[arg-type]
+    loop = way.loop
+    loop.link = client  # type: ignore[assignment]
     while client.started < len(requests):
         loop.turn()
     began, before = time.perf_counter(), client.tokens
     while client.left:
         loop.turn()
     torch.cuda.synchronize()
-    return (client.tokens - before) / (time.perf_counter() - began), client
+    rate = (client.tokens - before) / (time.perf_counter() - began)
+    while loop._flying is not None:  # another way's steps are the next
+        loop.turn()
+    return rate, client
 
 
 if __name__ == "__main__":

@@ -62,11 +62,11 @@ class Way:
     tiles: Tiles | None = None
     #: Whether the first factors are multiplied beside the product.
     beside: bool = adapted.BESIDE
-    #: Make all that adapters add first, and start products from it.
+    #: Norm, product, adapters and gate one after the other.
     apart: bool = False
 
     def __str__(self) -> str:
-        how = "a delta first" if self.apart else "beside" if self.beside else "before"
+        how = "each operation alone" if self.apart else "beside" if self.beside else "before"
         return f"{how}, {tuple(self.tiles) if self.tiles else 'tiles of serving'}"
 
 
@@ -154,7 +154,7 @@ def set_ranks(store: AdapterStore, embedding: int, head: int) -> None:
 
 def step_seconds(decoder: Decoder, batch: ForwardBatch, stage: Stage) -> float:
     """Of a captured step, the median of replays one by one."""
-    return captured_seconds(lambda: decoder.logits(decoder.forward(batch, stage.pool)))
+    return captured_seconds(lambda: decoder.logits(decoder.forward(batch, stage.pool), batch))
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def alone(store: AdapterStore, rows: int, count: int) -> None:
         for name, searched in (("shrink", SHRINKS), ("expand", EXPANDS)):
             found = []
             for tiles in searched:
-                plan = adapters.plan_adapters(t_adapter, store._ranks, tiles)
+                plan = adapters.plan_adapters(t_adapter, store._ranks, None, tiles)
                 inner = adapters.shrink(x, layers[0], plan)
                 run = partial(_launch_all, name, x, y, layers, plan, inner)
                 found.append((captured_seconds(run, 5) / len(layers) * 1e6, tuple(tiles)))
@@ -239,7 +239,7 @@ def _launch_all(
         if name == "shrink":
             adapters.shrink(x, weights, plan, inner)
         else:
-            adapters.expand(inner, weights, plan, y, add=True)
+            adapters.expand(inner, weights, plan, y)
 
 
 def with_adapters(batch: ForwardBatch, rows: int, count: int) -> ForwardBatch:
@@ -260,7 +260,7 @@ def compare(stage: Stage, store: AdapterStore) -> None:
             )
             whole = replace(OPERATIONS, adapted=ops.adapted)
             decoder = Decoder(config(), dict(stage.weights), whole, adapters=store)
-            logits = decoder.logits(decoder.forward(batch, stage.pool))
+            logits = decoder.logits(decoder.forward(batch, stage.pool), batch)
             found.append(logits.float().log_softmax(-1))
         store._ops = OPERATIONS
         difference = (found[0] - found[1]).abs()
@@ -278,6 +278,9 @@ def vocabulary(stage: Stage, options: argparse.Namespace) -> None:
     store = make_store(options.slots, options.rank, room, vocabulary=True)
     compare(stage, store)
     model = Decoder(config(), dict(stage.weights), OPERATIONS, adapters=store)
+    check_both(model, store, options.rank, stage)
+    for tokens in (64, 1024, 8192):
+        embedding_alone(store, tokens)
     for rows, context, count in ((64, 1024, 32), (64, 1024, 1), (1, 1024, 1)):
         batch = make_batch(rows, context)
         own = with_adapters(batch, rows, min(count, options.slots))
@@ -307,14 +310,40 @@ def vocabulary(stage: Stage, options: argparse.Namespace) -> None:
             profile(model, own, stage, "both")
 
 
+def embedding_alone(store: AdapterStore, tokens: int) -> None:
+    """Time what is added to the embeddings of so many tokens, all with adapters."""
+    assert store.vocabulary is not None
+    weights, ranks = store.vocabulary.weights[EMBEDDING], store.vocabulary.ranks[EMBEDDING]
+    t_row = torch.randint(weights.down.shape[3], (tokens,), device="cuda")
+    t_adapter = torch.arange(tokens, device="cuda") % len(ranks) + 1
+    x = torch.zeros(tokens, weights.up.shape[2], device="cuda", dtype=torch.bfloat16)
+    seconds = captured_seconds(lambda: OPERATIONS.adapt_rows(x, weights, t_row, t_adapter, ranks))
+    print(f"embeddings of {tokens} tokens alone: {seconds * 1e6:.0f} microseconds", flush=True)
+
+
+def check_both(model: Decoder, store: AdapterStore, rank: int, stage: Stage) -> None:
+    """Fail unless factors of the embedding change logits, and those of the head."""
+    batch = with_adapters(make_batch(16, 1024), 16, 5)
+    found = []
+    for ranks in ((0, 0), (rank, 0), (0, rank)):
+        set_ranks(store, *ranks)
+        found.append(model.logits(model.forward(batch, stage.pool), batch).float())
+    set_ranks(store, rank, rank)
+    embedding, head = ((each - found[0]).abs().mean() for each in found[1:])
+    print(f"the embedding's factors move logits by {embedding:.4f}, the head's by {head:.4f}")
+    assert min(embedding, head) > 0
+
+
 @contextmanager
 def head_planned(store: AdapterStore, tiles: Tiles | None) -> Iterator[None]:
     """The head's product is cut so."""
     assert store.vocabulary is not None
     ranks, ops = store.vocabulary.ranks[HEAD], store._ops
 
-    def plan(t_adapter: torch.Tensor, own: torch.Tensor) -> adapters.AdapterPlan:
-        return adapters.plan_adapters(t_adapter, own, tiles if own is ranks else None)
+    def plan(
+        t_adapter: torch.Tensor, own: torch.Tensor, scaled: torch.Tensor | None = None
+    ) -> adapters.AdapterPlan:
+        return adapters.plan_adapters(t_adapter, own, scaled, tiles if own is ranks else None)
 
     store._ops = replace(ops, plan_adapters=plan)
     try:
@@ -327,7 +356,7 @@ def profile(decoder: Decoder, batch: ForwardBatch, stage: Stage, name: str) -> N
     """Print which kernels a captured step's time goes to."""
 
     def run() -> torch.Tensor:
-        return decoder.logits(decoder.forward(batch, stage.pool))
+        return decoder.logits(decoder.forward(batch, stage.pool), batch)
 
     run()
     graph = torch.cuda.CUDAGraph()

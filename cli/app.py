@@ -26,6 +26,7 @@ GROUP = "tokenpod.commands"
 
 CLIENT = {
     "generate": Entry("Continue a prompt and print the text as it comes.", "calls:generate"),
+    "batch": Entry("Answer every prompt of a file.", "calls:batch"),
     "chat": Entry("Talk with the model.", "calls:chat"),
     "tokens": Entry("Count the tokens of a text.", "calls:tokens"),
     "info": Entry("Show what a server runs, and what it allows.", "calls:info"),

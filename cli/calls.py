@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,6 +28,22 @@ class Prompt:
     chat: bool = option("The prompt is a user's message.", flag="--chat", default=False)
     system: str | None = option("With --chat: the system message.")
     json_lines: bool = option("Print events as JSON lines.", flag="--json", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """What `batch` reads and writes."""
+
+    prompts: Path = argument(
+        "A JSON object a line: prompt, token_ids or messages; and options by their names.",
+        "PROMPTS",
+        exists=True,
+        dir_okay=False,
+    )
+    answers: str = argument(
+        "The file to write, a line for each prompt; - is standard output.", "ANSWERS"
+    )
+    concurrency: int = option("Requests at once.", min=1, max=4096, default=32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,20 @@ def generate(prompt: Prompt, options: RequestOptions, remote: Remote) -> None:
     )
     work = commands.generate(remote, request, stream=options.stream, json_lines=prompt.json_lines)
     commands.run(work)
+
+
+@command(Prompts, RequestOptions, Remote)
+def batch(prompts: Prompts, options: RequestOptions, remote: Remote) -> int:
+    """Answer every prompt of a file, in a file of the same order.
+
+    Options are those of each prompt whose line does not say otherwise. Exit status 1 if any failed.
+    """
+    from tokenpod_client.cli import commands
+    from tokenpod_client.cli.batch import batch as answer
+
+    answers = None if prompts.answers == "-" else Path(prompts.answers)
+    work = answer(remote, prompts.prompts, answers, options.fields, at_once=prompts.concurrency)
+    return 0 if commands.run(work) else 1
 
 
 @command(Conversation, RequestOptions, Remote)

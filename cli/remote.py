@@ -27,12 +27,18 @@ class RemoteError(Exception):
 
 def open_channel(remote: Remote, *options: tuple[str, object]) -> grpc.aio.Channel:
     """A channel with these options besides ours. Needs a running event loop."""
-    every = [*OPTIONS, *options]
-    if remote.tls or remote.tls_ca or remote.tls_cert:
-        files = (remote.tls_ca, remote.tls_key, remote.tls_cert)
-        credentials = grpc.ssl_channel_credentials(*(f.read_bytes() if f else None for f in files))
-        return grpc.aio.secure_channel(remote.address, credentials, every)
-    return grpc.aio.insecure_channel(remote.address, every)
+    every, credentials = [*OPTIONS, *options], credentials_of(remote)
+    if credentials is None:
+        return grpc.aio.insecure_channel(remote.address, every)
+    return grpc.aio.secure_channel(remote.address, credentials, every)
+
+
+def credentials_of(remote: Remote) -> grpc.ChannelCredentials | None:
+    """Of TLS; None: plaintext."""
+    if not (remote.tls or remote.tls_ca or remote.tls_cert):
+        return None
+    files = (remote.tls_ca, remote.tls_key, remote.tls_cert)
+    return grpc.ssl_channel_credentials(*(f.read_bytes() if f else None for f in files))
 
 
 @asynccontextmanager

@@ -14,3 +14,11 @@ class AdapterKind(IntEnum):
     PROMPT = 2
     #: Puts keys and values of virtual tokens before the prompt (prefix tuning).
     PREFIX = 3
+
+
+def scale_bytes(outputs: int, summed: int, slots: int) -> int:
+    """Bytes of what scales outputs (DoRA): a float32 for each output and slot, and for each once.
+
+    `summed`: those of them that ranks sum, of which each rank has parts.
+    """
+    return 4 * ((slots + 1) * outputs + summed)

@@ -177,8 +177,12 @@ def fewest_ranks(
 
 
 def logits_each(options: EngineOptions) -> int:
-    """How often a step makes logits: also by adapters' heads and factors, if there can be any."""
-    return 1 + bool(options.max_adapter_heads) + options.lora_vocabulary
+    """How often a step makes logits: also by adapters' heads, if there can be any.
+
+    Terms of factors are added in place, on a CPU once they have been made.
+    """
+    made_apart = options.lora_vocabulary and options.device == "cpu"
+    return 1 + bool(options.max_adapter_heads) + made_apart
 
 
 def most_drafts(options: EngineOptions) -> int:
@@ -244,8 +248,8 @@ def _reserve(
     )
     adapters = {}
     if options.max_adapters:
-        adapters["adapters"] = options.max_adapters * model.adapter_bytes(
-            ranks, options.max_adapter_rank, item_bytes
+        adapters["adapters"] = model.adapter_bytes(
+            ranks, options.max_adapters, options.max_adapter_rank, item_bytes
         )
     if options.lora_vocabulary:
         each = model.portions[ranks].vocabulary_numbers * options.max_adapter_rank * item_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenpod.core.adapters import scale_bytes
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
 
@@ -48,6 +49,8 @@ class Portion(msgspec.Struct, frozen=True):
     quantised_bytes: int = 0
     #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
     adapter_numbers: tuple[int, int] | None = None
+    #: Outputs that a slot may scale, and those of them that ranks sum.
+    adapter_outputs: tuple[int, int] = (0, 0)
     #: Of an adapter's own embedding and head.
     copied_numbers: int = 0
     #: Of a slot for adapters' factors of embedding and head, for each unit of their rank.
@@ -89,10 +92,11 @@ class Footprint(msgspec.Struct, frozen=True):
         dense = portion.numbers - portion.quantised_numbers
         return dense * item_bytes + portion.quantised_bytes
 
-    def adapter_bytes(self, ranks: int, rank: int, item_bytes: int) -> int:
-        """Bytes of one rank's slot for adapters of that rank."""
+    def adapter_bytes(self, ranks: int, slots: int, rank: int, item_bytes: int) -> int:
+        """Bytes of one rank's slots for adapters of that rank, and of what scales outputs."""
         each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
-        return (each * rank + fixed) * item_bytes
+        scales = scale_bytes(*self.portions[ranks].adapter_outputs, slots)
+        return slots * (each * rank + fixed) * item_bytes + scales
 
     def slot_bytes(self, ranks: int, kv_dtype: str) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""

@@ -14,7 +14,8 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import AdapterFacts, EngineOptions
 from tokenpod.engine.pace import Pace
 from tokenpod.models.adapters.config import read_lora
-from tokenpod.models.adapters.store import AdapterStore, Packed, Space
+from tokenpod.models.adapters.packed import Packed
+from tokenpod.models.adapters.store import AdapterStore, Space
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.tensor_file import Rest, no_rest
@@ -43,6 +44,8 @@ def read_given(store: AdapterStore | None, options: EngineOptions) -> list[Adapt
     found = []
     if options.lora_fuse:
         return [_fused(*options.adapters[0])]
+    if store is not None:
+        store.scales.warm()
     for number, (name, folder) in enumerate(options.adapters, start=1):
         assert store is not None, "settings take slots where adapters are given"
         try:

@@ -173,6 +173,7 @@ def _on_device(
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
+    from tokenpod.engine.device_drafts import spare_slots
     from tokenpod.engine.device_executor import DeviceExecutor
     from tokenpod.engine.device_sampler import MOST_TOKENS, device_sampler
 
@@ -189,6 +190,7 @@ def _on_device(
     adapted = model.adapters is not None and model.adapters.slots > 0
     host = make_host_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, rows + prompt + drafts, device)
+    spare = spare_slots(options.speculate, rows)
     executor = DeviceExecutor(
         model,
         pool,
@@ -207,7 +209,7 @@ def _on_device(
         adapters=model.adapters,
         drafts=drafts,
         ranks=ranks_of(tree_of(options.draft_tree, options.speculate)),
-        draft=_draft(draft, model, options, rows + prompt + drafts, device),
+        draft=_draft(draft, model, options, pool.slots + spare, device),
         host=host,
     )
     before = torch.cuda.memory_reserved(device)
@@ -236,7 +238,7 @@ def _on_device(
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
-    executor.use(pool, make_pool(draft, slots + PROBE_TOKENS, device) if draft else None)
+    executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
     if model.captures:
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -12,10 +13,10 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
 from tokenpod.engine.mailbox import Staging
-from tokenpod.engine.rounds import Drawing, Ints, Paths, Round, allowed, mask_words
+from tokenpod.engine.rounds import Drawing, Ints, Paths, Round, allowed, mask_words, rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
-from tokenpod.kernels.triton.steps import remember
+from tokenpod.kernels.triton.steps import accept, remember
 
 
 class DeviceDrawing(Drawing):
@@ -30,6 +31,8 @@ class DeviceDrawing(Drawing):
         t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
+        accepted: [rows] int64, where it goes how many drafts of a row are right, if they are no
+            tree.
         staging: the step's way to the device.
     """
 
@@ -43,10 +46,12 @@ class DeviceDrawing(Drawing):
         *,
         sampler: DeviceSampler | LeaderTokens,
         last_token: torch.Tensor,
+        accepted: torch.Tensor,
         staging: Staging,
     ) -> None:
         super().__init__(plan, logits, Samples.nothing(0, 0, logits.device))
         self._sampler, self._last_token, self._staging = sampler, last_token, staging
+        self._accepted = accepted
         self._shift, self._t_token = first_draft - plan.sampling, t_token
         #: Nothing but what is under masks is drawn.
         self._alone = first is None
@@ -56,12 +61,14 @@ class DeviceDrawing(Drawing):
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """See `Drawing.draw`."""
         turns = [turn for turn in turns if len(turn.rows)]
-        if len(turns) > 1 and self._may_join(turns):
+        if turns and turns[-1].place and self._may_join(turns):
             self._draw_joined(turns, masks)
-            return
-        for turn in turns:
-            for part in self._parts(len(turn.rows)):
-                self._draw_one(turn.part(part), masks)
+        else:
+            for turn in turns:
+                for part in self._parts(len(turn.rows)):
+                    self._draw_one(turn.part(part), masks)
+        if self.plan.branches is None and turns:
+            self._accept(np.unique(np.concatenate([turn.rows for turn in turns])))
 
     def _parts(self, n: int) -> Iterator[slice]:
         """As many samples at a time as the sampler has room for, which trees may have more of."""
@@ -128,10 +135,26 @@ class DeviceDrawing(Drawing):
             self._sampler.begin(scores, rows, positions, own)
             drawn = self._sampler.finish(scores, rows, positions, masks=own)
             self._enter(drawn, _stretch(which[part], at))
-        self._remember_last(np.unique(drawing))
+        if plan.branches is not None:
+            self._remember_last(np.unique(drawing))
+
+    def _accept(self, rows: Ints) -> None:
+        """Note how many drafts of each of these rows of the plan are right, and its last token."""
+        column = np.full(self.plan.rows, -1)
+        column[rows] = np.arange(len(rows))
+        most = int(self.plan.r_samples[rows].max())
+        numbers = np.full((1 + 2 * most, len(rows)), -1, np.int64)
+        numbers[0] = self.plan.r_row[rows]
+        for turn in islice(rounds(self.plan), most):
+            which = column[turn.rows]
+            there = which >= 0
+            numbers[1 + turn.place, which[there]] = turn.at[there]
+            numbers[1 + most + turn.place, which[there]] = turn.behind[there]
+        uploaded = self._staging.upload(numbers)
+        accept(uploaded, self.drawn.tokens, self._t_token, self._last_token, self._accepted)
 
     def _remember_last(self, rows: Ints) -> None:
-        """Note the last token that counts of each of these rows of the plan, now they are drawn.
+        """Note the last token that counts of each of these rows of the plan, which have trees.
 
         It is the one behind most drafts that are right, each of them drawn itself.
         """

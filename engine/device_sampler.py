@@ -8,6 +8,7 @@ them. It draws what `HostSampler`, the specification, draws.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -225,6 +226,27 @@ class DeviceSampler(Sampler):
         tops = self._top_ids[:n, :k], self._top_logprobs[:n, :k]
         ranks = self._token_ranks[:n] if launches.ranks else None
         return Samples(self._tokens[:n], self._logprobs[:n], *tops, ranks)
+
+    def draw(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, masks: torch.Tensor
+    ) -> torch.Tensor:
+        """[n] tokens of `sample`, broadcast once.
+
+        Its launches are the same for any rows, so a captured step can hold them; see `drawn`.
+        """
+        asked = Asked(logits, rows, positions, masks)
+        self._draw_greedy(asked)
+        self._draw_sampled(asked)
+        tokens = self._tokens[: len(rows)]
+        self._broadcast(tokens)
+        return tokens
+
+    def drawn(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, masks: torch.Tensor
+    ) -> Samples:
+        """The samples of `draw`, which had the same arguments, or more of them."""
+        launches = replace(self.launches, draws=False)
+        return self.finish(logits, rows, positions, launches, masks)
 
     def propose(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor

@@ -32,7 +32,8 @@ def run_worst_steps(
     `worst_step` for the arguments.
     """
     under_way: deque[Launched] = deque()
-    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
+    smaller = prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8
+    for number, tokens in enumerate((prompt, prompt, *smaller)):
         executor.release(range(rows))
         scattered = tokens == prompt // 2
         plan = worst_step(
@@ -44,6 +45,7 @@ def run_worst_steps(
             adapter=adapter,
             context=context,
             unknown=unknown,
+            edited=number == 0,
         )
         under_way.append(executor.launch(plan))
         if len(under_way) > 1:
@@ -93,6 +95,7 @@ def worst_step(
     adapter: int = 0,
     context: int = 0,
     unknown: bool = False,
+    edited: bool = False,
 ) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
 
@@ -106,6 +109,7 @@ def worst_step(
         context: tokens that the longest row comes to at least, most of them from the cache: where
             what attention takes grows with them.
         unknown: the executor finds the drafts.
+        edited: what a row draws changes its next scores, so drafts are checked one by one.
     """
     lengths = [1] * rows
     guessed = [0] * rows
@@ -133,7 +137,7 @@ def worst_step(
         cached = max(context - length, 0) if row == rows - 1 else 0
         # Whatever lies there: the step's slots, over and over.
         prefix = np.arange(cached) % len(slots)
-        own, new = slots[at : at + length], _new_row([0] * cached + tokens)
+        own, new = slots[at : at + length], _new_row([0] * (cached + length), edited)
         steps.append(
             PlanRow(
                 row,
@@ -151,10 +155,16 @@ def worst_step(
     return plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))
 
 
-def _new_row(prompt: list[int]) -> NewRow:
+def _new_row(prompt: list[int], edited: bool = False) -> NewRow:
     """A row that asks its sampler for everything."""
     sampling = SamplingParams(
-        do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
+        do_sample=True,
+        temperature=0.9,
+        top_k=10,
+        top_p=0.9,
+        repetition_penalty=1.1 if edited else 1.0,
+        seed=1,
+        top_of_processed=True,
     )
     stopping = StoppingParams(max_new_tokens=1)
     asked = Request(

@@ -50,6 +50,8 @@ class Captured:
     run: Callable[[], torch.Tensor]
     #: What is left to be run behind it, before any other step; None: nothing is.
     run_behind: Callable[[], object] | None = None
+    #: What may be run on its logits, before any other step; None: nothing is there for it.
+    run_on: Callable[[torch.Tensor], object] | None = None
 
     def replay(
         self, words: torch.Tensor, enter: Callable[[Integers], None] | None = None
@@ -75,6 +77,7 @@ class Graphs:
         padded: integers of a step that is nothing but padding: what captures run on.
         memory: of graphs captured before, to be shared; only one graph runs at a time.
         behind: captured apart, of the same integers: what nobody waits for.
+        on: captured apart, of the logits too: what some steps need.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Graphs:
         padded: Callable[[Counts], torch.Tensor],
         memory: Any = None,
         behind: Callable[[Counts, Integers], T] | None = None,
+        on: Callable[[Counts, Integers, torch.Tensor], object] | None = None,
     ) -> None:
         self._sizes = sorted(counts)
         self._captured: dict[int, Captured] = {}
@@ -94,11 +98,24 @@ class Graphs:
             given = counts[size], integers
             run = self._captured_of(functools.partial(forward, *given), words)
             after = behind and self._captured_of(functools.partial(behind, *given), words)
-            self._captured[size] = Captured(counts[size], words, integers, run, after)
+            made = on and self._on_logits(functools.partial(on, *given), run, words)
+            self._captured[size] = Captured(counts[size], words, integers, run, after, made)
 
     def _captured_of(self, step: Callable[[], T], words: torch.Tensor) -> Callable[[], T]:
-        step()  # compiles and loads what capturing must not
+        # Interpreted, all sizes are one program: the largest shows that padding can be run.
+        if words.is_cuda or not self._captured:
+            step()  # compiles and loads what capturing must not
         return self._capture(step) if words.is_cuda else step
+
+    def _on_logits(
+        self,
+        step: Callable[[torch.Tensor], object],
+        forward: Callable[[], torch.Tensor],
+        words: torch.Tensor,
+    ) -> Callable[[torch.Tensor], object]:
+        logits = forward()  # in the same memory each time, where it is captured
+        run = self._captured_of(functools.partial(step, logits), words)
+        return (lambda logits: run()) if words.is_cuda else step
 
     def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
         torch.cuda.synchronize()

@@ -10,19 +10,18 @@ import torch
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.branch_rows import runs_to
-from tokenpod.engine.draft import Draft
+from tokenpod.engine.draft import ChainDraft, Draft
 from tokenpod.engine.executor import Masks, Model
 from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
+from tokenpod.engine.open_drafts import Asked, Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import (
-    Asked,
     Drawing,
     Ints,
     Round,
-    Unknown,
     allowed,
     drafts_of,
     mask_words,
@@ -109,10 +108,14 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         """Find drafts, and put them into the plan."""
-        del mailbox
         if isinstance(draft, ParallelDraft):
             self._guess(plan, unknown, draft)
-            return
+        else:
+            self._take_small_steps(plan, unknown, draft)
+        mailbox.drafted()
+
+    def _take_small_steps(self, plan: StepPlan, unknown: Unknown, draft: ChainDraft) -> None:
+        """Find them one behind the other."""
         asked = unknown.asked(plan)
         for place in range(asked.steps):
             some = asked.of(asked.place == place)

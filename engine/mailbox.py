@@ -16,8 +16,9 @@ from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import StepWords
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
+from tokenpod.engine.rounds import Drawing, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
 #: How often results that are urgent are looked for.
@@ -109,6 +110,8 @@ class Mailbox:
     The thread that makes it is the one that waits.
     """
 
+    _drafting: tuple[Mark, Mark] | None
+
     def __init__(
         self, samples: int, words: int, device: torch.device, drafts: tuple[int, int] = (0, 0)
     ) -> None:
@@ -132,13 +135,14 @@ class Mailbox:
 
     def begin(self) -> None:
         """Mark the begin of the step, before its work is queued."""
-        self._drafting = False
+        self._drafting = None
         self._began.record()
 
-    def drafted(self) -> None:
-        """Mark that the step's drafts have been found."""
-        self._drafting = True
-        self._drafted.record()
+    def drafted(self, between: tuple[Mark, Mark] | None = None) -> None:
+        """Mark that the step's drafts have been found: since it began, or before that."""
+        self._drafting = between or (self._began, self._drafted)
+        if between is None:
+            self._drafted.record()
 
     def post_drafts(self, tokens: torch.Tensor) -> None:
         """Queue the copy of drafts [n] int64 that the device has found to the host."""
@@ -181,23 +185,28 @@ class Mailbox:
         self._done.wait(urgent=urgent)
         drawn = self._samples(posted.samples)
         ranks = drawn.ranks if posted.ranks else None
+        forward_ns, drafting_ns = self._began.nanoseconds_to(self._forwarded), 0
+        if self._drafting is not None:
+            began, ended = self._drafting
+            drafting_ns = began.nanoseconds_to(ended)
+            forward_ns += 0 if began is self._began else drafting_ns
         return StepResult(
             tokens=drawn.tokens.tolist(),
             logprobs=drawn.logprobs.tolist(),
             tops=drawn.tops if posted.tops else [],
             ranks=ranks.tolist() if ranks is not None else [],
             scored=posted.scored,
-            forward_ns=self._began.nanoseconds_to(self._forwarded),
-            drafting_ns=self._began.nanoseconds_to(self._drafted) if self._drafting else 0,
+            forward_ns=forward_ns,
+            drafting_ns=drafting_ns,
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
 
     def _make_marks(self) -> None:
         self._began, self._drafted, self._forwarded, self._done = (
-            _Mark(self._on_gpu) for _ in range(4)
+            Mark(self._on_gpu) for _ in range(4)
         )
-        #: Whether drafts have been found in this step.
-        self._drafting = False
+        #: Between which marks the step's drafts have been found; None: it has none.
+        self._drafting = None
 
     def _samples(self, n: int) -> Samples:
         tops = self._top_ids[:n], self._top_logprobs[:n]
@@ -259,7 +268,7 @@ class Flight:
             return
         later, self.later = self.later, None
         with torch.inference_mode():
-            later.draw(masked_rounds(self.plan), masks or {})
+            later.draw_masked(masks or {})
             self.send(later.drawn)
         self._there = masks_there(self.plan, masks)
 
@@ -267,8 +276,9 @@ class Flight:
         """The result, once the device has it; once, and before the mailbox's next step."""
         self.sample({})
         assert self._posted is not None
-        # What follows a row with drafts is launched when these are known.
-        urgent = bool((self.plan.r_samples > 1).any())
+        # What follows a row with drafts is launched when these are known, and what masks follow
+        # are made then.
+        urgent = bool((self.plan.r_samples > 1).any()) or self.plan.waits_for_masks
         result = self._mailbox.receive(self._posted, urgent=urgent)
         if self.unknown is not None:
             tokens = self.unknown.tokens
@@ -278,7 +288,7 @@ class Flight:
         return result if arrived is None else replace(result, arrived=arrived)
 
 
-class _Mark:
+class Mark:
     """A point in the device's queue, or in time where there is no queue."""
 
     def __init__(self, on_gpu: bool) -> None:
@@ -289,11 +299,13 @@ class _Mark:
         self._at = 0
 
     def record(self) -> None:
+        """It is now, or where the device's queue ends now."""
         if self._event is not None:
             self._event.record()
         self._at = time.monotonic_ns()
 
     def wait(self, *, urgent: bool) -> None:
+        """Until it has been passed; see `Mailbox.receive`."""
         if self._event is None:
             return
         # A thread that sleeps is woken late; to look now and then costs some of a core.
@@ -301,7 +313,7 @@ class _Mark:
             time.sleep(LOOK_SECONDS)
         self._event.synchronize()
 
-    def nanoseconds_to(self, later: _Mark) -> int:
+    def nanoseconds_to(self, later: Mark) -> int:
         """Both must have been passed."""
         if self._event is not None and later._event is not None:
             return int(self._event.elapsed_time(later._event) * 1e6)

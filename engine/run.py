@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -29,7 +29,6 @@ from tokenpod.engine.host_room import check_host_memory
 from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
-from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
@@ -43,6 +42,9 @@ from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
+
+if TYPE_CHECKING:
+    from tokenpod.engine.shards.member import Member
 
 
 def run(options: EngineOptions, link: Face, member: Member | None) -> None:

@@ -184,6 +184,16 @@ class LeaderTokens:
         del logits, positions
         return self._receive(len(rows))
 
+    def draw(self, logits: object, rows: Sized, positions: object, masks: object) -> torch.Tensor:
+        """The tokens of the leader's `DeviceSampler.draw`."""
+        del logits, positions, masks
+        return self._receive(len(rows))
+
+    def drawn(self, logits: object, rows: Sized, positions: object, masks: object) -> Samples:
+        """The same; nothing else of them is known."""
+        del logits, positions, masks
+        return Samples.of_tokens(self._tokens[: len(rows)])
+
     def begin(
         self, logits: object, rows: Sized, positions: object, masks: object = None
     ) -> torch.Tensor:

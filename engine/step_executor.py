@@ -26,8 +26,9 @@ from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Integers, fill, given_tokens
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
-from tokenpod.engine.rounds import Drawing, Round, Unknown
+from tokenpod.engine.rounds import Drawing, Round
 from tokenpod.engine.sampler import LeaderTokens, Sampler
 from tokenpod.kernels.batch import (
     ForwardBatch,
@@ -131,7 +132,6 @@ class StepExecutor(ABC, Generic[S]):
             if unknown is not None:
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
                 self._propose(plan, mailbox, unknown, self._draft)
-                mailbox.drafted()
             flight = self._run(plan, mailbox)
             flight.copies = self._copies
             return flight
@@ -157,7 +157,10 @@ class StepExecutor(ABC, Generic[S]):
 
     @abstractmethod
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
-        """Find the drafts that a plan leaves open: small step after small step, see `Asked`."""
+        """Find the drafts that a plan leaves open: small step after small step, see `Asked`.
+
+        The mailbox is told when they are there.
+        """
 
     @abstractmethod
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:

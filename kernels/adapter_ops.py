@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,29 +33,37 @@ class AdapterWeights:
     bias: torch.Tensor | None
     #: Outputs of each part; they add up to out.
     rows: tuple[int, ...]
+    #: [S, out] float32 multiplies base and factors together (DoRA), in slots that are `scaled`;
+    #: None: in none.
+    scale: torch.Tensor | None = None
 
 
 class PlanAdapters(Protocol):
     """Find, once a step, which tokens have which adapter."""
 
-    def __call__(self, t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
+    def __call__(
+        self, t_adapter: torch.Tensor, ranks: torch.Tensor, scaled: torch.Tensor | None = None
+    ) -> AdapterPlan:
         """What each token has, and how much of it there is.
 
         Args:
             t_adapter: [T] int64, each token's slot, from 1; 0: none.
             ranks: [S] int32, the rank of each slot's adapter.
+            scaled: [S] int32, 1 where outputs have scales, else 0; None: nowhere.
         """
         ...
 
 
 class Adapt(Protocol):
-    """What adapters add to one product."""
+    """What adapters make of one product."""
 
-    def __call__(self, x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
-        """X [T, in] -> [T, out] in x's dtype: (x · downᵀ) · upᵀ + bias of each token's adapter.
+    def __call__(
+        self, x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan
+    ) -> None:
+        """X [T, in], y [T, out], of one dtype; y, the base's product, is changed in place.
 
-        Zeros for tokens without one. Both products are summed in float32; what lies between them
-        may be rounded.
+        y = (y + (x · downᵀ) · upᵀ) · scale + bias of each token's adapter; tokens without one keep
+        theirs. Both products are summed in float32; what lies between them may be rounded.
         """
         ...
 
@@ -111,15 +119,15 @@ class OwnLinear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What adapters add to one product of a step, not made yet."""
+    """What adapters make of one product of a step, not made yet."""
 
     weights: AdapterWeights
     plan: AdapterPlan
     adapt: Adapt
 
-    def made(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, out], of what the product multiplies, [T, in]."""
-        return self.adapt(x, self.weights, self.plan)
+    def apply(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Make it of y [T, out], which the base has made of x [T, in]."""
+        self.adapt(x, y, self.weights, self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +144,32 @@ class AddedRows:
         self.adapt_rows(x, self.weights, t_row, self.t_adapter, self.ranks)
 
 
-#: x [T, in] -> [T, out], what adapters add included.
+#: x [T, in] -> [T, out], what adapters make of it.
 AdaptedLinear = Callable[[torch.Tensor, Added], torch.Tensor]
 
 #: x [T, in], the stream [T, out], changed in place.
 AdaptedAdd = Callable[[torch.Tensor, torch.Tensor, Added], None]
 
+#: x [T, in] -> [T, out]: the base's.
+BaseLinear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DenseWeight(NamedTuple):
+    """What a product is made with, where that is one tensor: for those who make more with it."""
+
+    #: [out, in], as the plain product has it.
+    weight: torch.Tensor
+    #: [out], likewise.
+    bias: torch.Tensor | None
+
 
 class PrepareAdaptedLinear(Protocol):
-    """Prepare a product into which adapters' terms are summed where it ends."""
+    """Prepare a product which adapters finish."""
 
     def __call__(
         self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        product: BaseLinear,
+        dense: DenseWeight | None,
         norm: RowNorm | None = None,
         activation: Activation | None = None,
         /,
@@ -157,17 +177,25 @@ class PrepareAdaptedLinear(Protocol):
         """Of x as it is, or normed; gated if there is an `activation`.
 
         Args:
-            weight: [out, in], as the plain product has it.
-            bias: [out], likewise.
+            product: the base's, with its bias, neither normed nor gated.
+            dense: its weight; None: it has another format, or several parts.
             norm: of rows of x.
-            activation: the weight's first half are gates.
+            activation: the first half of outputs are gates.
         """
+        ...
+
+
+class PrepareAdaptedAdd(Protocol):
+    """Prepare a product which adapters finish, and which ends in the stream."""
+
+    def __call__(self, product: BaseLinear, dense: DenseWeight | None, /) -> AdaptedAdd:
+        """See `PrepareAdaptedLinear`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedProducts:
-    """Products with dense weights that make what the plain ones make of a delta."""
+    """Products that adapters finish in fewer launches than norm, product, `Adapt` and gate."""
 
     linear: PrepareAdaptedLinear
-    add_linear: Callable[[torch.Tensor, torch.Tensor | None], AdaptedAdd]
+    add_linear: PrepareAdaptedAdd

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from tokenpod.kernels.adapter_ops import AdaptedLinear, Added, BaseLinear
 from tokenpod.kernels.ops import (
     AddLinear,
     FormatProducts,
@@ -24,6 +26,12 @@ def linear_of(ops: Operations, weight: Stored, bias: torch.Tensor | None) -> Lin
     return product_of(ops.prepare_linear, ops.quantised, weight, bias)
 
 
+def laid_out(ops: Operations, weight: Stored) -> Any:
+    """A weight as its products hold it; it takes the weight's place in the functions here."""
+    made = ops.quantised.get(type(weight))
+    return weight if made is None or made.laid_out is None else made.laid_out(weight)
+
+
 def product_of(
     prepare_linear: PrepareLinear,
     quantised: Mapping[type[QuantisedWeight], FormatProducts],
@@ -36,7 +44,7 @@ def product_of(
     made = quantised.get(type(weight))
     if made is not None:
         return made.linear(weight, bias)
-    return lambda x, delta=None: weight.multiply(x, bias, delta)
+    return lambda x: weight.multiply(x, bias)
 
 
 def fused_norm_linear(
@@ -81,12 +89,12 @@ def norm_linear_of(
     ) -> Linear:
         product = prepare_linear(weight, bias)
 
-        def normed_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-            return product(rms_norm(x, norm.weight, norm.epsilon), delta)
+        def normed_product(x: torch.Tensor) -> torch.Tensor:
+            return product(rms_norm(x, norm.weight, norm.epsilon))
 
-        def gated_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        def gated_product(x: torch.Tensor) -> torch.Tensor:
             assert activation is not None
-            return act_mul(normed_product(x, delta), activation)
+            return act_mul(normed_product(x), activation)
 
         return normed_product if activation is None else gated_product
 
@@ -99,11 +107,27 @@ def add_linear_of(prepare_linear: PrepareLinear) -> PrepareAddLinear:
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
         product = prepare_linear(weight, bias)
 
-        def add_product(
-            x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-        ) -> None:
-            residual += product(x, delta)
+        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+            residual += product(x)
 
         return add_product
 
     return prepare
+
+
+def adapted_linear_of(
+    product: BaseLinear,
+    rms_norm: RmsNorm,
+    act_mul: ActMul,
+    norm: RowNorm | None,
+    activation: Activation | None,
+) -> AdaptedLinear:
+    """Norm, product, what adapters make of it, and gate; see `PrepareAdaptedLinear`."""
+
+    def adapted(x: torch.Tensor, added: Added) -> torch.Tensor:
+        read = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
+        y = product(read)
+        added.apply(read, y)
+        return y if activation is None else act_mul(y, activation)
+
+    return adapted

@@ -41,28 +41,21 @@ from tokenpod.kernels.pointwise_ops import (
     RmsNorm,
     RowNorm,
 )
-from tokenpod.kernels.weight import QuantisedWeight
 
 
 class Linear(Protocol):
     """A product with fixed weights."""
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """X [T, in] -> [T, out].
-
-        The sum starts from `delta` [T, out] if there is one: before a bias, an activation, a
-        residual and the sum over ranks, and of ranks that divide the product this rank's part.
-        """
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X [T, in] -> [T, out], which nothing else holds."""
         ...
 
 
 class AddLinear(Protocol):
     """A product with fixed weights that is added to the residual stream."""
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-    ) -> None:
-        """X [T, in], residual [T, out], changed in place; `delta` as `Linear` has it."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """X [T, in], residual [T, out], changed in place."""
         ...
 
 
@@ -141,6 +134,9 @@ class FormatProducts:
         None
     )
     add_linear: Callable[[Any, torch.Tensor | None], AddLinear] | None = None
+    #: A weight as its products hold it, in its place: several of them then hold it once. None: it
+    #: stays as it is.
+    laid_out: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +163,10 @@ class Operations:
     adapt: Adapt
     adapt_rows: AdaptRows
     own_linear: OwnLinear
-    #: Kernels for formats of fewer bits, by the class of their weights; others are made by the
-    #: weights' own `multiply`.
-    quantised: Mapping[type[QuantisedWeight], FormatProducts] = field(default_factory=dict)
-    #: None where what adapters add is made apart, by `adapt`, and products start from it.
+    #: Kernels for formats of fewer bits, by the class of their weights, and of what these are
+    #: `laid_out` as; others are made by the weights' own `multiply`.
+    quantised: Mapping[type[Any], FormatProducts] = field(default_factory=dict)
+    #: None where each is an operation of its own: norm, product, `adapt` and gate.
     adapted: AdaptedProducts | None = None
     #: None where sums come after their products.
     prepare_sum_linear: PrepareSumLinear | None = None

@@ -11,7 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.kernels.adapter_ops import AdaptedAdd, AdaptedProducts, Added
+from tokenpod.kernels.adapter_ops import (
+    AdaptedAdd,
+    AdaptedProducts,
+    Added,
+    BaseLinear,
+    DenseWeight,
+)
 from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import AddLinear, Operations, PrepareAddLinear
@@ -59,10 +65,8 @@ def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
         own_bias = bias if group.rank == 0 else None
         product = ops.prepare_linear(weight, own_bias)
 
-        def add_product(
-            x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-        ) -> None:
-            group.add(product(x, delta), residual)
+        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+            group.add(product(x), residual)
 
         if ops.prepare_sum_linear is None or group.buffers is None:
             return add_product
@@ -72,11 +76,11 @@ def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
 
 
 def _adapted(products: AdaptedProducts, group: Group) -> AdaptedProducts:
-    def add_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> AdaptedAdd:
-        product = products.linear(weight, bias if group.rank == 0 else None)
+    def add_linear(product: BaseLinear, dense: DenseWeight | None) -> AdaptedAdd:
+        adapted = products.linear(product, dense)
 
         def add_product(x: torch.Tensor, residual: torch.Tensor, added: Added) -> None:
-            group.add(product(x, added), residual)
+            group.add(adapted(x, added), residual)
 
         return add_product
 

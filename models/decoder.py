@@ -25,8 +25,8 @@ class Decoder:
 
     `weights` maps the names of `weights_of` to what is on one device, and is empty afterwards:
     layers may hold them in another layout. Of a model that ranks divide, `config`, `weights` and
-    `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what is
-    added to products of which tokens; where there are `adapters`, that is theirs.
+    `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what
+    products of which tokens are changed to; where there are `adapters`, that is theirs.
     """
 
     captures = True
@@ -63,7 +63,9 @@ class Decoder:
         #: None: products are never adapted.
         self.adapters = adapters
         adapted = adapters is not None and adapters.slots > 0
-        products = Products(ops, weights, adapters.delta if adapted and adapters else delta)
+        products = Products(ops, weights, delta)
+        if adapted and adapters is not None:
+            products = Products(ops, weights, adapters.delta, adapters.meet)
         self._rotations, numbers = rotations_of(config, table.device)
         self._layers = [
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)

@@ -16,7 +16,12 @@ import msgspec
 import torch
 
 from tokenpod.core.model_size import Footprint, Portion
-from tokenpod.models.adapters.targets import copied_numbers, slot_numbers, vocabulary_numbers
+from tokenpod.models.adapters.targets import (
+    copied_numbers,
+    scale_numbers,
+    slot_numbers,
+    vocabulary_numbers,
+)
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
 from tokenpod.models.errors import ModelError
@@ -201,6 +206,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             sum(kv.scales for kv in local.kv_layouts),
             max(kv.numbers for kv in local.kv_layouts),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
+            adapter_outputs=scale_numbers(layout.weights, shard),
             copied_numbers=copied_numbers(layout.weights, shard),
             vocabulary_numbers=vocabulary_numbers(layout.weights, shard, 1),
             expansion=local.expansion,

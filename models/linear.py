@@ -10,10 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.adapter_ops import AdaptedAdd, AdaptedLinear, Added
+from tokenpod.kernels.adapter_ops import Added, BaseLinear, DenseWeight
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.compose import fused_add_linear, fused_norm_linear, linear_of
-from tokenpod.kernels.ops import AddLinear, Linear, Operations
+from tokenpod.kernels.compose import (
+    adapted_linear_of,
+    fused_add_linear,
+    fused_norm_linear,
+    laid_out,
+    linear_of,
+)
+from tokenpod.kernels.ops import AddLinear, Operations
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.weight import LinearWeight, StackedWeight
 
@@ -26,13 +32,23 @@ Product = Callable[[torch.Tensor, ForwardBatch | None], torch.Tensor]
 #: x [T, in], the stream [T, out], changed in place, and the step.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, ForwardBatch | None], None]
 
-#: (weight's name, step) -> what adapters add to that product, or None.
+
+#: (weight's name, step) -> what adapters make of that product; None: they leave it.
 Delta = Callable[[str, ForwardBatch | None], Added | None]
+
+#: Gets each weight's name and the base's product with it: this rank's, neither normed nor gated. It
+#: has the weight's bias, but of products whose inputs several ranks divide.
+Meet = Callable[[str, BaseLinear], None]
 
 
 def no_delta(name: str, step: ForwardBatch | None) -> None:
-    """Nothing is added to any product."""
+    """No product is changed."""
     del name, step
+
+
+def nobody(name: str, product: BaseLinear) -> None:
+    """Nobody asks for products."""
+    del name, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,7 @@ class Products:
     ops: Operations
     weights: Weights
     delta: Delta = no_delta
+    meet: Meet = nobody
 
     @property
     def device(self) -> torch.device:
@@ -57,37 +74,37 @@ class Products:
     def linear(self, name: str) -> Product:
         """The product `name`: of ranks, this rank's rows."""
         weight, bias = self._take(name)
-        return self._with_delta(name, self._plain(weight, bias), self._adapted(weight, bias))
+        plain = self._plain(weight, bias)
+        return self._adapted(name, plain, plain, _dense(weight, bias))
 
     def norm_linear(self, name: str, norm: RowNorm, activation: Activation | None) -> Product:
         """The product `name` of the normed stream; gated if there is an `activation`."""
-        weight, bias = self._take(name)
-        if len(weight.parts) == 1:
-            fused = fused_norm_linear(self.ops, weight.parts[0], bias, norm, activation)
-            if fused is not None:
-                also = self._adapted(weight, bias, norm, activation)
-                return self._with_delta(name, fused, also, norm)
-        ops = self.ops
-        plain = self._with_delta(name, self._plain(weight, bias), self._adapted(weight, bias))
-
-        def normed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-            y = plain(ops.rms_norm(x, norm.weight, norm.epsilon), step)
-            return y if activation is None else ops.act_mul(y, activation)
-
-        return normed_product
+        ops, (weight, bias) = self.ops, self._take(name)
+        fused: BaseLinear | None = None
+        if self._fuses(weight):
+            fused = fused_norm_linear(ops, weight.parts[0], bias, norm, activation)
+        plain = None
+        if fused is None or self.delta is not no_delta:
+            plain = self._plain(weight, bias)
+        if fused is None:
+            assert plain is not None
+            fused = _norm_linear(ops, plain, norm, activation)
+        return self._adapted(name, fused, plain, _dense(weight, bias), norm, activation)
 
     def sum_linear(self, name: str) -> Product:
         """The product `name` whose inputs ranks divide: the sum over all of them."""
         weight, bias = self._take(name)
-        adapted = self._adapted(weight, None)
-        product = self._with_delta(name, self._plain(weight, None), adapted)
         group = self.ops.group
+        own, late = (bias, None) if group is None else (None, bias)
+        plain = self._plain(weight, own)
+        product = self._adapted(name, plain, plain, _dense(weight, own))
+        if group is None:
+            return product
 
         def summed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
             y = product(x, step)
-            if group is not None:
-                group.sum(y)
-            return y if bias is None else y.add_(bias)
+            group.sum(y)
+            return y if late is None else y.add_(late)
 
         return summed_product
 
@@ -95,15 +112,11 @@ class Products:
         """The product `name` whose inputs ranks divide, added to the stream."""
         weight, bias = self._peek(name), self._bias(name)
         fused = None
-        if len(weight.parts) == 1:
+        if self._fuses(weight):
             fused = fused_add_linear(self.ops, weight.parts[0], bias)
         if fused is not None:
             self._take(name)
-            adapted, whole = self.ops.adapted, weight.parts[0]
-            also = None
-            if adapted is not None and isinstance(whole, torch.Tensor):
-                also = adapted.add_linear(whole, bias)
-            return self._added(name, fused, also)
+            return self._adapted_add(name, fused, weight, bias)
         product = self.sum_linear(name)
 
         def add(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
@@ -111,59 +124,75 @@ class Products:
 
         return add
 
-    def _added(self, name: str, fused: AddLinear, adapted: AdaptedAdd | None) -> AddProduct:
-        delta = self.delta
+    def _fuses(self, weight: LinearWeight) -> bool:
+        """Whether a product may be one operation with what is beside it.
+
+        Where adapters need the product alone, and the operation would be made of it, it is not: a
+        weight that is laid out anew for a product would be there twice.
+        """
+        alone = self.delta is not no_delta and self.ops.adapted is None
+        return len(weight.parts) == 1 and not alone
+
+    def _adapted(
+        self,
+        name: str,
+        product: BaseLinear,
+        plain: BaseLinear | None,
+        dense: DenseWeight | None,
+        norm: RowNorm | None = None,
+        activation: Activation | None = None,
+    ) -> Product:
+        """The product of steps with adapters and without.
+
+        Args:
+            name: of its weight.
+            product: without adapters, norm and gate included.
+            plain: without norm and gate; None: there are no adapters.
+            dense: as `PrepareAdaptedLinear` has it.
+            norm: of what is multiplied.
+            activation: of the gate.
+        """
+        delta, ops = self.delta, self.ops
+        if delta is no_delta:
+            return lambda x, step: product(x)
+        assert plain is not None, name
+        self.meet(name, plain)
+        if ops.adapted is not None:
+            adapted = ops.adapted.linear(plain, dense, norm, activation)
+        else:
+            adapted = adapted_linear_of(plain, ops.rms_norm, ops.act_mul, norm, activation)
+
+        def product_of_step(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+            added = delta(name, step)
+            return product(x) if added is None else adapted(x, added)
+
+        return product_of_step
+
+    def _adapted_add(
+        self, name: str, fused: AddLinear, weight: LinearWeight, bias: torch.Tensor | None
+    ) -> AddProduct:
+        delta, ops = self.delta, self.ops
         if delta is no_delta:
             return lambda x, stream, step: fused(x, stream)
+        assert ops.adapted is not None, "the product would be there twice"
+        # Ranks add a bias behind the sum: what scales a rank's part must not scale it.
+        own, late = (bias, None) if ops.group is None else (None, bias)
+        plain = self._plain(weight, own)
+        self.meet(name, plain)
+        adapted = ops.adapted.add_linear(plain, _dense(weight, own))
 
         def add_product(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
             added = delta(name, step)
             if added is None:
                 fused(x, stream)
-            elif adapted is None:
-                fused(x, stream, added.made(x))
-            else:
-                adapted(x, stream, added)
+                return
+            adapted(x, stream, added)
+            if late is not None:
+                stream += late
 
         return add_product
 
-    def _with_delta(
-        self,
-        name: str,
-        product: Linear,
-        adapted: AdaptedLinear | None,
-        norm: RowNorm | None = None,
-    ) -> Product:
-        """`norm`: of what is multiplied, where that is part of the product."""
-        delta, rms_norm = self.delta, self.ops.rms_norm
-        if delta is no_delta:
-            return lambda x, step: product(x)
-
-        def product_of_step(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-            added = delta(name, step)
-            if added is None:
-                return product(x)
-            if adapted is not None:
-                return adapted(x, added)
-            read = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
-            return product(x, added.made(read))
-
-        return product_of_step
-
-    def _adapted(
-        self,
-        weight: LinearWeight,
-        bias: torch.Tensor | None,
-        norm: RowNorm | None = None,
-        activation: Activation | None = None,
-    ) -> AdaptedLinear | None:
-        """The plain product with adapters' terms, where there is one of the whole weight."""
-        whole = weight.parts[0]
-        if self.ops.adapted is None or len(weight.parts) > 1 or not isinstance(whole, torch.Tensor):
-            return None
-        return self.ops.adapted.linear(whole, bias, norm, activation)
-
-    def _plain(self, weight: LinearWeight, bias: torch.Tensor | None) -> Linear:
+    def _plain(self, weight: LinearWeight, bias: torch.Tensor | None) -> BaseLinear:
         """One launch per part."""
         if len(weight.parts) == 1:
             return linear_of(self.ops, weight.parts[0], bias)
@@ -171,16 +200,17 @@ class Products:
         biases = [None] * len(lengths) if bias is None else list(torch.split(bias, lengths))
         products = [linear_of(self.ops, *part) for part in zip(weight.parts, biases, strict=True)]
 
-        def joined(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-            y = torch.cat([product(x) for product in products], dim=-1)
-            return y if delta is None else y.add_(delta)
-
-        return joined
+        return lambda x: torch.cat([product(x) for product in products], dim=-1)
 
     def _peek(self, name: str) -> LinearWeight:
         weight = self.weights[name]
         assert not isinstance(weight, StackedWeight), name
-        return weight if isinstance(weight, LinearWeight) else LinearWeight((weight,))
+        if not isinstance(weight, LinearWeight):
+            return LinearWeight((weight,))
+        # Once, however many products are made of it; the original is not kept beside it.
+        own = LinearWeight(tuple(laid_out(self.ops, part) for part in weight.parts))
+        self.weights[name] = own
+        return own
 
     def _take(self, name: str) -> tuple[LinearWeight, torch.Tensor | None]:
         weight, bias = self._peek(name), self._bias(name)
@@ -208,3 +238,17 @@ class Products:
         found = self.weights.pop(name)
         assert isinstance(found, torch.Tensor), name
         return found
+
+
+def _dense(weight: LinearWeight, bias: torch.Tensor | None) -> DenseWeight | None:
+    return None if weight.dense is None else DenseWeight(weight.dense, bias)
+
+
+def _norm_linear(
+    ops: Operations, plain: BaseLinear, norm: RowNorm, activation: Activation | None
+) -> BaseLinear:
+    def normed_product(x: torch.Tensor) -> torch.Tensor:
+        y = plain(ops.rms_norm(x, norm.weight, norm.epsilon))
+        return y if activation is None else ops.act_mul(y, activation)
+
+    return normed_product

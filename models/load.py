@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenpod.core.adapters import scale_bytes
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.adapters.store import Space, store_of
 from tokenpod.models.adapters.targets import (
     copied_numbers,
+    scale_numbers,
     slot_numbers,
     targets_of,
     vocabulary_numbers,
@@ -110,6 +112,7 @@ def load_model(
             if adapters.vocabulary:
                 numbers += adapters.slots * vocabulary_numbers(weights, shard, adapters.rank)
             needed += numbers * dtype.itemsize
+            needed += scale_bytes(*scale_numbers(weights, shard), adapters.slots)
         _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
@@ -130,7 +133,7 @@ def load_model(
         positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
         virtual = VirtualBase(spec, shard, dtype, positions)
         targets = targets_of(family, spec)
-        store = store_of(targets, weights, tensors, adapters, virtual, ops, folder)
+        store = store_of(targets, weights, tensors, adapters, virtual, ops, group, folder)
     return Decoder(
         shard.config(spec),
         tensors,

@@ -26,10 +26,14 @@ _WATCHED_FIRST = 8
 #: first ones may be slow (memory is taken, kernels are loaded), and of a size the shortest counts.
 _TRIES = 3
 _TRIED_WITH = 2
-#: One that was found not to pay is tried again after so many choices, and so are trees.
-_TRIED_AGAIN = 256
+#: One that was found not to pay is tried again after so many choices, each time after twice as
+#: many, up to the last number; trees are after that.
+_TRIED_SOON, _TRIED_AGAIN = 32, 256
+#: How much one choice changes what trees are taken to promise beside chains: the shares of right
+#: guesses that both follow from are those of the last few dozen.
+_SMOOTHING = 1 / 8
 #: Right drafts of trees that are counted as expected from the beginning, and how many count.
-_PRIOR, _WINDOW = 8.0, 128.0
+_PRIOR, _WINDOW = 32.0, 512.0
 #: Tokens of a step with trees: up to that many, each is a row of its own for attention on a GPU.
 _MOST_TREE_TOKENS = MOST_BRANCHES
 
@@ -73,8 +77,10 @@ class Choosing:
         self.odds, self.trees = Odds(hopeful=not watched), TreeOdds()
         #: Whether steps are launched before the one before has settled.
         self.overlaps = False
-        #: Choices since something was drafted, and since a tree was.
-        self._idle = self._without_tree = 0
+        #: Choices since something was drafted, and after how many it is tried again.
+        self._idle, self._patience = 0, _TRIED_SOON
+        #: Choices since a tree was drafted; what trees promise, in times of chains; 0: unknown.
+        self._without_tree, self._lead = 0, 0.0
         self._last: Choice | None = None
         #: Choices with drafts since there was one without, and with trees.
         self._streak = self._tree_streak = 0
@@ -99,48 +105,55 @@ class Choosing:
         if least == 0 or (self._watched and self.odds.cases < _WATCHED_FIRST):
             return nothing
         if not self._watched:
-            if self._idle >= _TRIED_AGAIN:
+            if self._idle >= self._patience:
                 self.odds, self._idle, self._costs.tries = Odds(hopeful=True), 0, 0
+                self._patience = min(2 * self._patience, _TRIED_AGAIN)
             if self._costs.tries < _TRIES:
                 few = min(_TRIED_WITH, self._most)
                 return may, few, few
-        # What pays even if chance was kind is eligible. Of that a draft model does what is likely
-        # to pay most; a source of which there is only now and then a guess what is sure to.
-        best, chosen = 0.0, nothing
-        sure = self.odds.of(places)
-        likely = sure if self._watched else self.odds.of(places, cautious=False)
+        # A source that is watched does what pays even if chance was kind. Nothing would be learned
+        # of a draft model that is given up, so it does what is likely to pay most.
+        best, chosen = least, nothing
+        odds = self.odds.of(places, cautious=self._watched)
         for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
             if most > self._most:
                 continue
-            odds = sure[0], _gain_of_chain(most, sure)
-            rate, draws = self._rate(len(places), may, odds, most, most)
-            if rate > least:
-                odds = likely[0], _gain_of_chain(most, likely)
-                rate, _ = self._rate(len(places), draws, odds, most, most)
-                if rate > best:
-                    best, chosen = rate, (draws, most, most)
+            gain = odds[0], _gain_of_chain(most, odds)
+            rate, draws = self._rate(len(places), may, gain, most, most)
+            if rate > best:
+                best, chosen = rate, (draws, most, most)
         if self._shapes:
-            chosen = self._tree_if_better(places, may, chosen, max(best, least))
+            chosen = self._tree_if_better(places, may, chosen, best)
         self._idle = 0 if chosen[1] else self._idle + 1
+        if self._streak > _TRIALS:
+            self._patience = _TRIED_SOON
         return chosen
 
     def _tree_if_better(
         self, places: Ints, may: Flags, chosen: tuple[Flags, int, int], best: float
     ) -> tuple[Flags, int, int]:
-        """The same, or a tree that promises more tokens than `best` per nanosecond."""
+        """The same, or the tree that promises most, if that is more than `best` as a rule.
+
+        `best`: tokens per nanosecond.
+        """
         self._without_tree += 1
         if self._without_tree > _TRIED_AGAIN:
-            self.trees, self._without_tree = TreeOdds(), 0
-        odds = self.odds.of(places, cautious=False)
+            self.trees, self._without_tree, self._lead = TreeOdds(), 0, 0.0
+        odds, most, tree = self.odds.of(places, cautious=False), 0.0, chosen
         for shape in self._shapes:
             gain = self.trees.fit * gain_of(shape, odds)
             depth, drafts = depth_of(shape), len(shape)
             rate, draws = self._rate(len(places), may, (odds[0], gain), depth, drafts)
             if len(places) + int(draws.sum()) * drafts > _MOST_TREE_TOKENS:
                 continue
-            if rate > best and draws.any():
-                best, chosen, self._without_tree = rate, (draws, drafts, depth), 0
-        return chosen
+            if rate > most and draws.any():
+                most, tree = rate, (draws, drafts, depth)
+        lead = most / best
+        self._lead += (lead - self._lead) * (_SMOOTHING if self._lead else 1.0)
+        if self._lead <= _MARGIN or not most:
+            return chosen
+        self._without_tree = 0
+        return tree
 
     def _rate(
         self, n: int, may: Flags, odds: tuple[Floats, Floats], depth: int, drafts: int

@@ -106,7 +106,7 @@ class Settings(BaseSettings):
     lora_fuse: bool = _model(False)
     """Fuse the one LoRA adapter that lora-adapters names into the weights while they are read:
     nothing is computed for it later, and all requests have it, whether they name it or none. Also
-    for what is not served beside others: adapters of experts, embedding and head, DoRA, whole
+    for what is not served beside others: adapters of experts, DoRA of a head, whole
     modules."""
     adapter_folder: Path | None = _model()
     """Folder below which AdapterService may load adapters; each pod of a group has its own."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -20,6 +22,13 @@ with_cuda = any(need.startswith("nvidia-") for need in requires("torch") or ())
 if not (with_cuda and Path("/dev/nvidiactl").exists()):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# torch's threads spin while they wait for each other, on processors that other tests need, and tiny
+# tensors gain nothing from more than one. Programs that tests start inherit this.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# jsonschema imports it for IRIs, if it is there; it takes two seconds, and no test looks at them.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+
 # A shell without job control ignores SIGINT for what it runs in the background (`make test &` in a
 # script, some CI), and every program that a test starts would inherit that. A handler, however, is
 # reset to the default when a program starts: this one changes nothing here, and lets Ctrl-C reach
@@ -28,17 +37,53 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
+FOLDER = Path(__file__).parent
+#: Folders whose tests keep a processor busy.
+COMPUTING = ("engine", "kernels", "models")
+#: And those whose files take a second or two.
+SHORT = ("core", "service")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--shard 1/6`: the first of six parts of about equal size."""
     parser.addoption("--shard", help="run one of several parts of the tests, such as 1/6")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the collector from walking through all that is imported, now and between tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give markers to sampled tests, and keep those of a shard."""
+    """Give markers to sampled tests, keep those of a shard, and order files for processes."""
     mark_sampled(items)
+    if hasattr(config, "workerinput"):  # pytest-xdist's
+        items[:] = interleaved(items)
     if shard := config.getoption("--shard"):
         items[:] = [item for item in items if in_shard(item.nodeid, shard)]
+
+
+def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Files that wait for servers beside files that compute, so that processors are always busy.
+
+    Short ones come last: at the end no process has a long one left.
+    """
+    waiting, computing, others = dict[Path, float](), dict[Path, float](), dict[Path, float]()
+    for item in items:
+        folder = item.path.relative_to(FOLDER).parts[0]
+        kind = waiting if folder == "server" else computing if folder in COMPUTING else others
+        kind[item.path] = 2.0 if folder in SHORT else 1.0
+    for kind in (waiting, computing):
+        kind.update({path: (at + 0.5) / len(kind) for at, path in enumerate(kind)})
+    places = waiting | computing | others
+    return sorted(items, key=lambda item: places[item.path])  # stable
 
 
 def in_shard(test: str, shard: str) -> bool:

@@ -150,3 +150,14 @@ def test_every_benchmark_is_listed() -> None:
 def test_benchmarks_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"benchmarks/(\w+\.py)", page.read_text()):
         assert (ROOT / "benchmarks" / name).is_file(), name
+
+
+@EVERY_PAGE
+def test_tests_that_are_named_exist(page: Path) -> None:
+    """`server/test_load.py::test_name`, below tests/."""
+    for file, name in re.findall(r"`(?:tests/)?([\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+        if not name and not Path(file).name.startswith("test_"):
+            continue
+        path = ROOT / "tests" / file
+        assert path.is_file(), file
+        assert not name or re.search(rf"\bdef {name}\(", path.read_text()), f"{file}::{name}"

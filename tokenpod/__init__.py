@@ -11,6 +11,16 @@ top-level folders are this package's subpackages; `cli/` and `protos/` are the c
 - `tokenpod.kernels`, `tokenpod.models`: what a step computes.
 """
 
-from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-__version__ = version("tokenpod")
+if TYPE_CHECKING:
+    __version__: str
+
+
+def __getattr__(name: str) -> Any:
+    """Look the version up when it is asked for: each of a pod's processes imports this package."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tokenpod")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

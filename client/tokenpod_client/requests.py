@@ -85,10 +85,7 @@ def generate_request(prompt: Prompt, **options: Any) -> generation_pb2.GenerateR
 
     Raises TypeError for an option that no field has the name of, and for one that is given twice.
     """
-    for part in PARTS.keys() & options.keys():
-        for name, value in _fields_in(part, options.pop(part)).items():
-            if options.setdefault(name, value) is not value:
-                raise TypeError(f"{name} is given twice: by itself and in {part}")
+    options = flat(options)
     if isinstance(limit := options.get("time_limit"), (int, float)):
         options["time_limit"] = timedelta(seconds=limit)
     parts = {name: kind(**_fields_of(kind, options)) for name, kind in PARTS.items()}
@@ -106,6 +103,19 @@ def generate_request(prompt: Prompt, **options: Any) -> generation_pb2.GenerateR
     else:
         request.chat.CopyFrom(chat_of(cast(Sequence[Message], prompt)))
     return request
+
+
+def flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the fields of parts in the place of parts that are given as a whole.
+
+    Raises TypeError for a field that a part does not have, and for one that is given twice.
+    """
+    found = {name: value for name, value in options.items() if name not in PARTS}
+    for part in PARTS.keys() & options.keys():
+        for name, value in _fields_in(part, options[part]).items():
+            if found.setdefault(name, value) is not value:
+                raise TypeError(f"{name} is given twice: by itself and in {part}")
+    return found
 
 
 def chat_of(messages: Sequence[Message]) -> chat_pb2.Chat:

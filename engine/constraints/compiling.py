@@ -126,6 +126,10 @@ class Compiler:
         for job in self._jobs:
             job.gone.update(sequence_ids)
 
+    def over(self, text: ConstrainedText, workers: Workers) -> None:
+        """A text is over, and nobody works at it: its matcher may follow another one."""
+        workers.run(partial(self._give_back, text), "compile")
+
     @property
     def busy(self) -> bool:
         """Whether there are requests that wait."""
@@ -162,6 +166,10 @@ class Compiler:
             self._do(job, _QUICK_SECONDS)
         except TooLong:
             workers.run(partial(self._compile_dear, job), "dear")
+
+    def _give_back(self, text: ConstrainedText) -> None:
+        if text.constraint is not None and text.matcher.begin_again():
+            self.cache.give_back(text.constraint, text.matcher)
 
     def _compile_dear(self, job: Compiling) -> None:
         if self._late(job):
@@ -202,6 +210,9 @@ class Compiler:
 
         texts: list[ConstrainedText] = []
         while len(texts) < n:
+            if (used := self.cache.used(constraint)) is not None:
+                texts.append(ConstrainedText(request, *used))
+                continue
             some = min(n - len(texts), MOST_SHARING)
             compiled = self.cache.get(constraint, make, some)
             texts += [ConstrainedText(request, compiled) for _ in range(some)]

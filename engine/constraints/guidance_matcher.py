@@ -12,6 +12,9 @@ from tokenpod.engine.constraints.library import LimitReached, Words
 _WORD_BYTES = 4
 #: Characters of an error that a client gets.
 _MOST_SHOWN = 500
+#: Texts that one matcher may follow. What the library has found out stays with it from text to
+#: text, and counts towards the limit on its lexer's states.
+_MOST_TEXTS = 16
 #: What it calls by a name of its own.
 _NAMED = {"NoExtensionBias": "no text conforms to it"}
 
@@ -25,10 +28,19 @@ class GuidanceMatcher:
         self._words = np.zeros(vocab // 32 + 1, np.int32)
         #: What the last mask took of its thread's time, about, in nanoseconds.
         self.took = 0
+        self._texts = 1
 
     def copy(self) -> GuidanceMatcher:
         """See `Matcher`."""
         return GuidanceMatcher(self._matcher.deep_copy(), self._vocab)
+
+    def begin_again(self) -> bool:
+        """See `Matcher`."""
+        self._texts += 1
+        if self._texts > _MOST_TEXTS or self._matcher.is_error():
+            return False
+        self.took = 0
+        return bool(self._matcher.reset()) and not self._matcher.is_error()
 
     def take(self, token: int) -> None:
         """See `Matcher`."""

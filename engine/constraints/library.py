@@ -32,6 +32,10 @@ class Matcher(Protocol):
         """An independent matcher in the same state."""
         ...
 
+    def begin_again(self) -> bool:
+        """Go back to the beginning, for another text; False: it is of no use for one."""
+        ...
+
     def take(self, token: int) -> None:
         """Go on with a token that the last mask allows. Raises LimitReached."""
         ...

@@ -79,7 +79,8 @@ class Masks:
         if self._texts or self._compiler.busy:
             gone = [*sequence_ids]
             for sequence_id in gone:
-                self._texts.pop(sequence_id, None)
+                if (text := self._texts.pop(sequence_id, None)) is not None:
+                    self._over(text)
             self._compiler.forget(gone)
 
     # -- tokens --------------------------------------------------------------------------------
@@ -128,6 +129,11 @@ class Masks:
         Tokens are those of its last step.
         """
         text = self._texts.pop(sequence_id)
+        whole = self._ended(text, tokens, finish)
+        self._over(text)
+        return whole
+
+    def _ended(self, text: ConstrainedText, tokens: Sequence[int], finish: FinishCode) -> bool:
         self._needed += len(tokens)
         if finish in (FinishCode.EOS, FinishCode.STOP_TOKEN):
             return True
@@ -205,6 +211,11 @@ class Masks:
     def _workers(self) -> Workers:
         self._started = self._started or Workers(self._limits.workers)
         return self._started
+
+    def _over(self, text: ConstrainedText) -> None:
+        """Nobody reads this text any more."""
+        if not (text.busy or text.over or text.slow):
+            self._compiler.over(text, self._workers)
 
     def _wait(self, texts: dict[ConstrainedText, Callable[[], bool]], until: int) -> None:
         """Wait until what is asked of these texts is so; workers look after each mask."""

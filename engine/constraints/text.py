@@ -49,10 +49,15 @@ class ConstrainedText:
 
     Args:
         request: the sequence's.
-        compiled: its constraint; the matcher is copied.
+        compiled: its constraint.
+        matcher: one of it, at the beginning, of which this is the only text; by default a copy of
+            the compiled one.
     """
 
-    def __init__(self, request: Request, compiled: Compiled) -> None:
+    def __init__(
+        self, request: Request, compiled: Compiled, matcher: Matcher | None = None
+    ) -> None:
+        self.constraint = request.constraint
         #: Output tokens of the sequence.
         self.taken = 0
         #: Of output `taken` and behind it; empty while a worker makes the first.
@@ -68,7 +73,7 @@ class ConstrainedText:
         self.suspect = False
         #: What has been found along drafts.
         self._along = _Along(-1, ())
-        self.matcher = compiled.matcher.copy()
+        self.matcher = matcher or compiled.matcher.copy()
         self._words = compiled.words
         #: Tokens that the matcher has read.
         self._read = 0

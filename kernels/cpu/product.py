@@ -33,15 +33,13 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     product: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
     no_scalars: list[Any] = []
 
-    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
         filled = filled_rows(rows)
         if filled == rows:
-            y = product(x, laid_out, bias, "none", no_scalars, "")
-        else:
-            x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
-            y = product(x, laid_out, bias, "none", no_scalars, "")[:rows]
-        return y if delta is None else y + delta
+            return product(x, laid_out, bias, "none", no_scalars, "")
+        x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
+        return product(x, laid_out, bias, "none", no_scalars, "")[:rows]
 
     return linear
 
@@ -59,7 +57,7 @@ def prepare_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> Linear
     from tokenpod.kernels.cpu.compiled import whole
 
     made = whole.prepare_int4(weight, bias)
-    return made or (lambda x, delta=None: weight.multiply(x, bias, delta))
+    return made or (lambda x: weight.multiply(x, bias))
 
 
 def filled_rows(rows: int) -> int:

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 
-#: (slot from 0, its rank, [n] int64 tokens) of each adapter of a step.
-Segments = list[tuple[int, int, torch.Tensor]]
+
+class Segment(NamedTuple):
+    """An adapter of a step."""
+
+    #: From 0.
+    slot: int
+    rank: int
+    #: Whether outputs have scales.
+    scaled: bool
+    #: [n] int64: who has it.
+    tokens: torch.Tensor
 
 
-def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
-    """`Segments`; see `PlanAdapters`. On a GPU it waits for the device."""
+def plan_adapters(
+    t_adapter: torch.Tensor, ranks: torch.Tensor, scaled: torch.Tensor | None = None
+) -> AdapterPlan:
+    """`Segment`s; see `PlanAdapters`. On a GPU it waits for the device."""
     found, known = [slot for slot in torch.unique(t_adapter).tolist() if slot], ranks.tolist()
-    segments: Segments = [
-        (slot - 1, known[slot - 1], (t_adapter == slot).nonzero().squeeze(1)) for slot in found
+    scales = [0] * len(known) if scaled is None else scaled.tolist()
+    return [
+        Segment(
+            slot - 1,
+            known[slot - 1],
+            bool(scales[slot - 1]),
+            (t_adapter == slot).nonzero().squeeze(1),
+        )
+        for slot in found
     ]
-    return segments
 
 
 def own_linear(
@@ -49,19 +68,19 @@ def adapt_rows(
             x[tokens] = (x[tokens].float() + added).to(x.dtype)
 
 
-def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
-    """See `Adapt`."""
-    segments: Segments = plan
-    delta = x.new_zeros(len(x), weights.up.shape[2])
-    for slot, rank, tokens in segments:
+def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
+    """See `Adapt`. On a GPU it waits for the device."""
+    segments: list[Segment] = plan
+    for slot, rank, scaled, tokens in segments:
         own, parts, first = x[tokens].float(), [], 0
         for part, rows in enumerate(weights.rows):
             inner = own @ weights.down[slot, part, :rank].float().t()
             up = weights.up[slot, :rank, first : first + rows].float()
             parts.append(inner.to(x.dtype).float() @ up)
             first += rows
-        added = torch.cat(parts, dim=-1)
+        made = torch.cat(parts, dim=-1).add_(y[tokens])
+        if scaled and weights.scale is not None:
+            made *= weights.scale[slot]
         if weights.bias is not None:
-            added += weights.bias[slot]
-        delta[tokens] = added.to(x.dtype)
-    return delta
+            made += weights.bias[slot]
+        y[tokens] = made.to(y.dtype)

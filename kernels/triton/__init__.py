@@ -21,6 +21,7 @@ from tokenpod.kernels.triton.product import (
     prepare_sum_linear,
 )
 from tokenpod.kernels.triton.quantised import PRODUCTS
+from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.rotary import rotate, store_key_value
 
 plan_latent, attend_latent = latent_of(plan_attention, attention, plan_tokens, absorbed)
@@ -52,6 +53,7 @@ OPERATIONS = Operations(
         Fp8Weight: PRODUCTS,
         Int4Weight: PRODUCTS,
         GroupedWeight: PRODUCTS,
+        Lanes: PRODUCTS,
     },
     prepare_sum_linear=prepare_sum_linear,
     prepare_capture=prepare_capture,

@@ -1,85 +1,98 @@
-"""Products with dense weights and what adapters add to them, in as few launches as there can be.
+"""Products and what adapters make of them, in as few launches as there can be.
 
-One token's first factors are further rows of the product that it is a part of; of more tokens
-`shrink` multiplies them. A launch behind the product adds the rest, and gates what is gated.
+One token's first factors are further rows of the product that it is a part of, if its weight is
+dense; otherwise `shrink` multiplies them. A launch behind the product adds the rest, scales what is
+scaled, gates what is gated, and adds to the stream what ends there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
 
 import torch
 
-from tokenpod.kernels.adapter_ops import AdaptedAdd, AdaptedLinear, AdaptedProducts, Added
+from tokenpod.kernels.adapter_ops import (
+    AdaptedAdd,
+    AdaptedLinear,
+    AdaptedProducts,
+    Added,
+    BaseLinear,
+    DenseWeight,
+)
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.adapters import Plan, expand, room_for, shrink, width_of
 from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.product import (
-    MoreRows,
-    multiply,
-    prepare_add_linear,
-    prepare_linear,
-    table_for,
-)
-from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles
-
-Made = TypeVar("Made")
+from tokenpod.kernels.triton.product import MoreRows, multiply, table_for
+from tokenpod.kernels.triton.tiles import Kind, Tiles
 
 #: Whether `shrink` runs beside the product, on a stream of its own, where it is a launch.
 BESIDE = True
 
 
 def linear(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    product: BaseLinear,
+    dense: DenseWeight | None,
     norm: RowNorm | None = None,
     activation: Activation | None = None,
     tiles: Tiles | None = None,
 ) -> AdaptedLinear:
     """See `PrepareAdaptedLinear`; one token's norm is the product's own. `tiles`: what to try."""
-    table, (n, k) = table_for(weight, tiles), weight.shape
-    plain = prepare_linear(weight, bias, tiles)
+    base = _base(product, dense, norm, tiles)
 
-    def product(x: torch.Tensor, added: Added) -> torch.Tensor:
-        tile = table.choose(n, k, len(x))
-        if _is_one(x, tile):
-            y, (inner, more) = torch.empty((1, n), dtype=x.dtype, device=x.device), _more(added)
-            multiply(x, weight, bias, y, tile, norm=norm, more=more)
-        else:
-            read = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
-            y, inner = _both(read, added, plain)
+    def adapted(x: torch.Tensor, added: Added) -> torch.Tensor:
+        y, inner = base(x, added)
         gated = None
         if activation is not None:
-            gated = torch.empty((len(x), n // 2), dtype=x.dtype, device=x.device)
-        expand(inner, added.weights, added.plan, y, add=True, gated=gated, activation=activation)
+            gated = torch.empty((len(x), y.shape[1] // 2), dtype=x.dtype, device=x.device)
+        expand(inner, added.weights, added.plan, y, gated=gated, activation=activation)
         return y if gated is None else gated
 
-    return product
+    return adapted
 
 
 def add_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
+    product: BaseLinear, dense: DenseWeight | None, tiles: Tiles | None = None
 ) -> AdaptedAdd:
-    """See `AdaptedProducts`."""
-    table, (n, k) = table_for(weight, tiles), weight.shape
-    plain = prepare_add_linear(weight, bias, tiles)
+    """See `PrepareAdaptedAdd`.
+
+    The product is made apart from the stream: an adapter may scale it, and not what was there.
+    """
+    base = _base(product, dense, None, tiles)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor, added: Added) -> None:
-        tile = table.choose(n, k, len(x))
-        if _is_one(x, tile):
-            inner, more = _more(added)
-            multiply(x, weight, bias, residual, tile, add=True, more=more)
-        else:
-            _, inner = _both(x, added, lambda x: plain(x, residual))
-        expand(inner, added.weights, added.plan, residual, add=True)
+        y, inner = base(x, added)
+        expand(inner, added.weights, added.plan, y, stream=residual)
 
     return add_product
 
 
-def _is_one(x: torch.Tensor, tile: Tile) -> bool:
-    return len(x) == 1 and tile.kind is Kind.MULTIPLY_ADD
+#: (x, added) -> the base's product [T, out], and what the first factors make.
+_Base = Callable[[torch.Tensor, Added], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _base(
+    product: BaseLinear, dense: DenseWeight | None, norm: RowNorm | None, tiles: Tiles | None
+) -> _Base:
+    """The product, and the first factors: one launch for one token of a dense weight."""
+
+    def apart(x: torch.Tensor, added: Added) -> tuple[torch.Tensor, torch.Tensor]:
+        return _both(x if norm is None else rms_norm(x, norm.weight, norm.epsilon), added, product)
+
+    if dense is None:
+        return apart
+    (weight, bias), (n, k) = dense, dense.weight.shape
+    table = table_for(weight, tiles)
+
+    def joined(x: torch.Tensor, added: Added) -> tuple[torch.Tensor, torch.Tensor]:
+        tile = table.choose(n, k, len(x))
+        if len(x) > 1 or tile.kind is not Kind.MULTIPLY_ADD:
+            return apart(x, added)
+        y, (inner, more) = torch.empty((1, n), dtype=x.dtype, device=x.device), _more(added)
+        multiply(x, weight, bias, y, tile, norm=norm, more=more)
+        return y, inner
+
+    return joined
 
 
 def _more(added: Added) -> tuple[torch.Tensor, MoreRows]:
@@ -99,9 +112,7 @@ def _side() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def _both(
-    x: torch.Tensor, added: Added, product: Callable[[torch.Tensor], Made]
-) -> tuple[Made, torch.Tensor]:
+def _both(x: torch.Tensor, added: Added, product: BaseLinear) -> tuple[torch.Tensor, torch.Tensor]:
     """What the product makes of x, and what `shrink` does."""
     weights, plan = added.weights, added.plan
     if not (BESIDE and x.is_cuda):

@@ -12,11 +12,16 @@ import triton.language as tl
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
 
+#: In a tile's rank: whether its slot's adapter scales outputs.
+SCALED_BIT = tl.constexpr(16)
+SCALED = tl.constexpr(1 << 16)
+
 
 @triton.jit(do_not_specialize=["tokens", "slots", "count"])
 def plan_tiles(
     t_adapter,
     ranks,
+    scaled,
     order,
     tiles,
     tokens,
@@ -42,7 +47,10 @@ def plan_tiles(
     same = (own[None, :] == own[:, None]) & (token[None, :] < token[:, None])
     among = tl.sum(same.to(tl.int32), axis=1)
     tl.store(order + place + among, token.to(tl.int64), mask=token < tokens)
-    rank = tl.load(ranks + kind - 1, mask=(kind > 0) & (kind <= slots), other=0)
+    is_slot = (kind > 0) & (kind <= slots)
+    rank = tl.load(ranks + kind - 1, mask=is_slot, other=0)
+    if scaled is not None:
+        rank += tl.load(scaled + kind - 1, mask=is_slot, other=0) << SCALED_BIT
     for j in range(tl.cdiv(tokens, TOKENS)):
         there = j < number
         tile = tiles + (first + j) * 4
@@ -80,7 +88,7 @@ def shrink_tiles(
     OVERLAP: tl.constexpr,
 ):
     """One tile, 16 ranks of one part, `share` inputs -> its part of inner [T, PARTS, ranks]."""
-    slot, first, length, own = tile_of(tiles, tl.program_id(0))
+    slot, first, length, own, _ = tile_of(tiles, tl.program_id(0))
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     split = tl.program_id(2)
     at = tl.arange(0, TOKENS)
@@ -111,10 +119,11 @@ def expand_tiles(
     inner,
     up,
     bias,
+    scale,
     t_order,
     tiles,
     y,
-    gated,
+    out,
     tokens,
     rows_0,
     rows_1,
@@ -122,8 +131,10 @@ def expand_tiles(
     slot_stride,
     rank_stride,
     bias_stride,
+    scale_stride,
     y_stride,
-    ADD: tl.constexpr,
+    out_stride,
+    INTO: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -133,10 +144,13 @@ def expand_tiles(
     RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile, OUTPUTS outputs of one part -> y, or added to it; or of two parts, and gated."""
+    """One tile, OUTPUTS outputs of one part: y -> out, or added to it; or of two parts, and gated.
+
+    Where out is y, nothing is done for tokens without an adapter.
+    """
     GATED: tl.constexpr = ACTIVATION != "none"
     part, output, end = outputs_of(tl.program_id(1), rows_0, rows_1, rows_2, GATED, OUTPUTS)
-    slot, first, length, own = tile_of(tiles, tl.program_id(0))
+    slot, first, length, own, scaled = tile_of(tiles, tl.program_id(0))
     at = tl.arange(0, TOKENS)
     there = at < length
     token = tl.load(t_order + first + at, mask=there, other=0).to(tl.int64)
@@ -147,7 +161,7 @@ def expand_tiles(
     if GATED:
         other_b = factors_of(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
     await_inputs(OVERLAP)
-    if (length > 0) & ((slot > 0) | (not ADD) | GATED):
+    if (length > 0) & ((slot > 0) | INTO | GATED):
         seen = inner + token[:, None] * (PARTS * WIDTH)
         split = tokens * (PARTS * WIDTH)
         mask = there[:, None] & (output[None, :] < end)
@@ -156,33 +170,51 @@ def expand_tiles(
             b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
             SPLITS, TOKENS, OUTPUTS, RANKS,
         )  # fmt: skip
-        has_bias = (slot > 0) & (output < end)
-        if bias is not None:
-            at_bias = bias + place * bias_stride + output
-            total += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
-        if ADD:
-            total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+        factor, extra = around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
+        total = total * factor[None, :] + extra[None, :]
+        at_out = out + token[:, None] * out_stride + output[None, :]
         if GATED:
             other = _terms(
                 other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
                 end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
             )  # fmt: skip
-            if bias is not None:
-                at_bias = bias + place * bias_stride + rows_0 + output
-                other += tl.load(at_bias, mask=has_bias, other=0.0).to(tl.float32)[None, :]
             other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
-            unit = gated_unit(total, other, ACTIVATION)
-            at_gated = gated + token[:, None] * rows_0 + output[None, :]
-            tl.store(at_gated, unit.to(gated.dtype.element_ty), mask=mask)
-        else:
-            tl.store(at_y, total.to(y.dtype.element_ty), mask=mask)
+            factor, extra = around_of(
+                bias, scale, scaled, slot, bias_stride, scale_stride, output + rows_0, end + rows_0
+            )
+            other = other * factor[None, :] + extra[None, :]
+            total = gated_unit(total, other, ACTIVATION)
+        if INTO:
+            total += tl.load(at_out, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end):
+    """[outputs] float32: what a slot's sums are multiplied with, and what is added then."""
+    place, inside = (slot - 1).to(tl.int64), (slot > 0) & (output < end)
+    factor = tl.full(output.shape, 1.0, tl.float32)
+    extra = tl.zeros(output.shape, tl.float32)
+    if scale is not None:
+        at = scale + place * scale_stride + output
+        factor = tl.load(at, mask=inside & scaled, other=1.0)
+    if bias is not None:
+        at = bias + place * bias_stride + output
+        extra = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return factor, extra
 
 
 @triton.jit
 def tile_of(tiles, number):
-    """Its slot, its first token's place in the order, how many tokens, and the slot's rank."""
+    """Its slot, its first token's place in the order, and how many tokens.
+
+    And the rank of the slot's adapter, and whether it scales outputs.
+    """
     tile = tiles + number * 4
-    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    rank = tl.load(tile + 3)
+    scaled = rank >> SCALED_BIT
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), rank & (SCALED - 1), scaled > 0
 
 
 @triton.jit

@@ -3,7 +3,8 @@
     tokens by adapter         sorted once a step: each adapter's lie beside each other
     tiles of them             one adapter each, so its factors are read once for all of its tokens
     shrink   x · downᵀ        inputs divided among programs, whose parts are kept apart
-    expand   Σ parts · upᵀ    outputs divided among programs; zeros for tokens without an adapter
+    expand   Σ parts · upᵀ    outputs divided among programs, which finish the base's product: they
+                              scale it (DoRA), gate it, or add it to the stream
 
 The grids depend on the number of tokens and slots alone, and what is in which slot, of which rank,
 is read on the device: so both are part of captured steps, and a captured step stays right when
@@ -21,7 +22,12 @@ import triton
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
+from tokenpod.kernels.triton.adapter_kernels import (
+    SCALED_BIT,
+    expand_tiles,
+    plan_tiles,
+    shrink_tiles,
+)
 from tokenpod.kernels.triton.adapter_rows import expand_rows
 from tokenpod.kernels.triton.launch import launch_options
 
@@ -51,6 +57,8 @@ class Tiles(NamedTuple):
     output_warps: int
     #: Whether these programs take a tile's tokens one after the other, without the matrix unit.
     by_row: bool = False
+    #: Whether they ask for the next two tokens' numbers before they multiply those of two.
+    ahead: bool = False
 
 
 #: For steps of up to so many tokens; beyond, the last.
@@ -69,7 +77,8 @@ class Plan:
     #: [T] int64: tokens in order of their slots; those without an adapter first.
     order: torch.Tensor
     #: [tiles, 4] int32: its slot, from 1, 0 being none, or one of rank 0; the place of its first
-    #: token in `order`; how many tokens it has, perhaps none; the slot's rank.
+    #: token in `order`; how many tokens it has, perhaps none; the slot's rank, and `SCALED` more if
+    #: it scales outputs.
     tiles: torch.Tensor
     #: [S] int32
     ranks: torch.Tensor
@@ -84,13 +93,16 @@ def tiles_for(tokens: int) -> Tiles:
 
 
 def plan_adapters(
-    t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles | None = None
+    t_adapter: torch.Tensor,
+    ranks: torch.Tensor,
+    scaled: torch.Tensor | None = None,
+    cut: Tiles | None = None,
 ) -> AdapterPlan:
     """A `Plan`; see `PlanAdapters`. Nothing waits for the device. `cut`: what to try instead."""
     tokens, slots = len(t_adapter), len(ranks)
     cut = cut or tiles_for(tokens)
     if tokens <= MOST_PLANNED:
-        return _planned(t_adapter, ranks, cut)
+        return _planned(t_adapter, ranks, scaled, cut)
     kinds = torch.arange(slots + 1, device=t_adapter.device)
     counts = (t_adapter[:, None] == kinds).sum(0)
     ends, last = counts.cumsum(0), (-(-counts // cut.tokens)).cumsum(0)
@@ -101,14 +113,17 @@ def plan_adapters(
     first = (ends - counts)[slot] + before * cut.tokens
     length = (ends[slot] - first).clamp_(0, cut.tokens)
     # Nothing is read of an adapter for tiles without tokens.
-    rank = torch.where((slot > 0) & (length > 0), ranks[(slot - 1).clamp_(0)], 0)
+    known = ranks if scaled is None else ranks + (scaled << SCALED_BIT.value)
+    rank = torch.where((slot > 0) & (length > 0), known[(slot - 1).clamp_(0)], 0)
     own = torch.where(rank > 0, slot, 0)
     tiles = torch.stack((own, first, length, rank), dim=1).to(torch.int32)
     order = torch.sort(t_adapter, stable=True).indices
     return Plan(order, tiles, ranks, cut, t_adapter)
 
 
-def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
+def _planned(
+    t_adapter: torch.Tensor, ranks: torch.Tensor, scaled: torch.Tensor | None, cut: Tiles
+) -> Plan:
     """The same of few tokens, in one launch."""
     tokens, slots, device = len(t_adapter), len(ranks), t_adapter.device
     tiles = tokens // cut.tokens + min(slots + 1, tokens)
@@ -122,6 +137,7 @@ def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
     plan_tiles[(1,)](
         t_adapter,
         ranks,
+        scaled,
         plan.order,
         plan.tiles,
         tokens,
@@ -136,11 +152,9 @@ def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
     return plan
 
 
-def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
-    """See `Adapt`. Rows of x are contiguous."""
-    delta = torch.empty((len(x), sum(weights.rows)), dtype=x.dtype, device=x.device)
-    expand(shrink(x, weights, plan), weights, plan, delta, add=False)
-    return delta
+def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
+    """See `Adapt`. Rows of x and y are contiguous."""
+    expand(shrink(x, weights, plan), weights, plan, y)
 
 
 def shrink(
@@ -194,14 +208,14 @@ def expand(
     plan: Plan,
     y: torch.Tensor,
     *,
-    add: bool,
+    stream: torch.Tensor | None = None,
     gated: torch.Tensor | None = None,
     activation: Activation | None = None,
 ) -> None:
-    """Y [T, out] = what adapters add, zeros for tokens without one; or += with `add`.
+    """Y [T, out], the base's product, becomes what adapters make of it.
 
-    With an `activation` y stays as it is, and `gated` [T, out / 2] becomes the gated unit of the
-    sum, whose first part are gates.
+    Or y stays as it is: `stream` [T, out] += that; or, with an `activation`, `gated` [T, out / 2]
+    becomes its gated unit, whose first part are gates.
     """
     cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
@@ -210,25 +224,30 @@ def expand(
         assert gated is not None, activation
         assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
         columns = triton.cdiv(weights.rows[0], cut.outputs)
-    bias = weights.bias
+    bias, scale = weights.bias, weights.scale
+    out = next(each for each in (gated, stream, y) if each is not None)
     launch = expand_tiles[(len(plan.tiles), columns)]
     more = {"TOKENS": max(cut.tokens, _LEAST_ROWS)}
     if cut.by_row:
-        launch, more = expand_rows[(columns, len(plan.tiles))], {"num_stages": 1}
+        launch = expand_rows[(columns, len(plan.tiles))]
+        more = {"PREFETCH": cut.ahead, "num_stages": 1}
     launch(
         inner,
         weights.up,
         bias,
+        scale,
         plan.order,
         plan.tiles,
         y,
-        y if gated is None else gated,
+        out,
         tokens,
         *rows,
         *weights.up.stride()[:2],
         0 if bias is None else bias.stride(0),
+        0 if scale is None else scale.stride(0),
         y.stride(0),
-        ADD=add,
+        out.stride(0),
+        INTO=stream is not None,
         ACTIVATION="none" if activation is None else activation.value,
         PARTS=parts,
         WIDTH=width,

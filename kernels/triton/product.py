@@ -33,14 +33,13 @@ def prepare_linear(
     """See `ops.PrepareLinear`; `tiles` None means those measured."""
     table, (n, k) = table_for(weight, tiles), weight.shape
 
-    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
         if tile.kind is Kind.LIBRARY:
-            y = functional.linear(x, weight, bias)
-        else:
-            y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
-            multiply(x, weight, bias, y, tile)
-        return y if delta is None else y.add_(delta)
+            return functional.linear(x, weight, bias)
+        y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
+        multiply(x, weight, bias, y, tile)
+        return y
 
     return linear
 
@@ -55,12 +54,8 @@ def prepare_norm_linear(
     """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
-    plain = prepare_linear(weight, bias, tiles)
 
-    def normed_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        if delta is not None:
-            y = plain(rms_norm(x, norm.weight, norm.epsilon), delta)
-            return y if activation is None else act_mul(y, activation)
+    def normed_product(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
         inner = None if tile.kind is Kind.MULTIPLY_ADD else norm
         if inner is not None:
@@ -82,11 +77,7 @@ def prepare_add_linear(
     table, (n, k) = table_for(weight, tiles), weight.shape
     transposed = weight.t()
 
-    def add_product(
-        x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-    ) -> None:
-        if delta is not None:
-            residual += delta
+    def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose(n, k, len(x))
         if tile.kind is not Kind.LIBRARY:
             multiply(x, weight, bias, residual, tile, add=True)
@@ -108,16 +99,13 @@ def prepare_sum_linear(
     """See `ops.PrepareSumLinear`: one kernel for few tokens, whose programs join their outputs."""
     table, (n, k) = table_for(weight, tiles), weight.shape
 
-    def sum_product(
-        x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-    ) -> None:
+    def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
-        joined = whole and fits(residual, buffers, _outputs_of(tile, gated=False))
-        if joined and delta is None:
+        if whole and fits(residual, buffers, _outputs_of(tile, gated=False)):
             multiply(x, weight, bias, residual, tile, buffers=buffers)
         else:
-            apart(x, residual, delta)
+            apart(x, residual)
 
     return sum_product
 

@@ -50,6 +50,39 @@ def remember(tokens: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor)
     )
 
 
+def accept(
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    t_token: torch.Tensor,
+    last_token: torch.Tensor,
+    accepted: torch.Tensor,
+) -> None:
+    """Note how many drafts of m rows are right, and the last token that was drawn of each.
+
+    A draft is right if those before it are and it equals what was drawn before it.
+
+    Args:
+        rows: [1 + 2n, m] int64: each row; at which of `tokens` its up to n samples are, -1: there
+            are no more; and which of `t_token` each is behind.
+        tokens: [samples] int64; negative: none was drawn.
+        t_token: [T] int64, drafts among them.
+        last_token, accepted: [rows] int64, which are written.
+    """
+    m = rows.shape[1]
+    _accept[(triton.cdiv(m, BLOCK),)](
+        rows,
+        rows.stride(0),
+        tokens,
+        t_token,
+        last_token,
+        accepted,
+        len(rows) // 2,
+        m,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
 def branch(lines: torch.Tensor, slots: torch.Tensor, row_table: torch.Tensor) -> None:
     """Write lines of the row table that begin as others do.
 
@@ -116,6 +149,28 @@ def _remember(tokens, rows, last_token, count, BLOCK: tl.constexpr):
     row = tl.load(rows + i, mask=i < count, other=0)
     token = tl.load(tokens + i, mask=i < count, other=0)
     tl.store(last_token + row, token, mask=(i < count) & (token >= 0))
+
+
+@triton.jit(do_not_specialize=["stride", "samples", "count"])
+def _accept(
+    rows, stride, tokens, t_token, last_token, accepted, samples, count, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + i, mask=i < count, other=0)
+    at = tl.load(rows + stride + i, mask=i < count, other=-1)
+    last = tl.load(tokens + at, mask=at >= 0, other=-1)
+    right = last >= 0
+    number = tl.zeros((BLOCK,), tl.int64)
+    for place in range(1, samples):
+        at = tl.load(rows + (1 + place) * stride + i, mask=i < count, other=-1)
+        token = tl.load(tokens + at, mask=at >= 0, other=-1)
+        behind = tl.load(rows + (1 + samples + place) * stride + i, mask=at >= 0, other=0)
+        draft = tl.load(t_token + behind, mask=at >= 0, other=-1)
+        right = right & (token >= 0) & (last == draft)
+        last = tl.where(right, token, last)
+        number += right.to(tl.int64)
+    tl.store(last_token + row, last, mask=(i < count) & (last >= 0))
+    tl.store(accepted + row, number, mask=i < count)
 
 
 @triton.jit

@@ -25,9 +25,11 @@ _NEUTRAL = frozenset(
     }
 )
 #: Fields that `read_lora` understands.
-_READ = frozenset({"r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"})
+_READ = frozenset(
+    {"r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights", "use_dora"}
+)
 #: Fields of what can only be fused.
-_WHOLE = frozenset({"use_dora", "modules_to_save"})
+_WHOLE = frozenset({"modules_to_save"})
 #: Ways of initialising that leave the base's weights as they are.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
@@ -52,6 +54,8 @@ class LoraConfig:
     by_root: bool
     #: Whether biases of the base may be replaced.
     biases: bool
+    #: Whether outputs get lengths of the adapter's own (DoRA).
+    dora: bool
     #: Whether it may bring whole modules.
     saves: bool = False
     #: Whether factors of an embedding are those of a head that is tied to it.
@@ -91,6 +95,7 @@ def read_lora(fields: Fields, *, whole: bool = False, heads: bool = False) -> Lo
         alphas=tuple((_pattern(fields, key), value) for key, value in patterns.items()),
         by_root=fields.flag("use_rslora", False),
         biases=fields.text("bias", "none") != "none",
+        dora=fields.flag("use_dora", False),
         saves=saves,
         ties=fields.flag("ensure_weight_tying", False),
     )

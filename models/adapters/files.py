@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tokenpod.core.adapter_files import CONFIG, WEIGHTS, Digesting
@@ -26,6 +27,7 @@ from tokenpod.models.adapters.names import (
     UP,
     module_name,
 )
+from tokenpod.models.adapters.scales import Factors
 from tokenpod.models.adapters.table_factors import (
     TableBase,
     TableFactors,
@@ -46,16 +48,6 @@ from tokenpod.models.fields import read_fields
 from tokenpod.models.shard import Shard
 from tokenpod.models.tensor_file import Rest, TensorFile, no_rest
 from tokenpod.models.weights import Division
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """A rank's part of what an adapter adds to one part of a product, on the host."""
-
-    #: [r, in]
-    down: torch.Tensor
-    #: [outputs of the part, r], with the scale.
-    up: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +199,7 @@ class _Reader:
         scale = self._config.scale(module, rank)
         kind, shard = self._base.dtype, self._base.shard
         down, up = self._tensor(down_name), self._tensor(up_name)
+        lengths = self._lengths(module, len(up)) if self._config.dora else None
         # Products with a scale are rounded once, whatever the kind.
         up = (up if up.dtype == kind else up.float()) * scale
         for place in places:
@@ -215,7 +208,26 @@ class _Reader:
             own_up = up[rows.start : rows.stop] if stored is None else up[torch.from_numpy(stored)]
             own_down = down[:, columns.start : columns.stop]
             own = factors.setdefault(place.weight, {})
-            own[place.part] = Factors(own_down.to(kind), own_up.to(kind))
+            own_lengths = None
+            if lengths is not None:
+                all_rows = np.arange(rows.start, rows.stop) if stored is None else stored
+                own_lengths = lengths[torch.from_numpy(all_rows)]
+            own[place.part] = Factors(own_down.to(kind), own_up.to(kind), own_lengths)
+
+    def _lengths(self, module: str, outputs: int) -> torch.Tensor:
+        """[outputs] float32: what lengths a module's outputs get."""
+        found = (self._left.pop(module + end, None) for end in LENGTHS)
+        name = next((name for name in found if name is not None), None)
+        if name is None:
+            raise ModelError(
+                f"{self._file.name}: use_dora is true, and there is no {module}{LENGTHS[0]}"
+            )
+        shape = self._file.entries[name].shape
+        if shape != (outputs,):
+            raise ModelError(
+                f"{self._file.name}: {name} is {list(shape)}; {module} has {outputs} outputs"
+            )
+        return self._tensor(name).float()
 
     def _check(self, module: str, places: list[Place], down_name: str, up_name: str) -> int:
         """Shapes against the base's, before anything is read; the module's rank."""

@@ -7,7 +7,7 @@ scheduler decides which adapter is in which slot; what it decides comes with a s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.adapters import AdapterKind
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added, AddedRows
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added, AddedRows, BaseLinear
 from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.adapters.copies import Copies, fill
 from tokenpod.models.adapters.files import Base, HostAdapter, read_adapter
+from tokenpod.models.adapters.packed import Packed, PackedFactors
+from tokenpod.models.adapters.scales import Made, Scales
 from tokenpod.models.adapters.targets import (
     EMBEDDING,
     Product,
@@ -34,7 +37,7 @@ from tokenpod.models.adapters.targets import (
     vocabulary_products,
 )
 from tokenpod.models.adapters.virtual import Virtual, VirtualBase
-from tokenpod.models.adapters.vocabulary import PackedFactors, Vocabulary, filled_up
+from tokenpod.models.adapters.vocabulary import Vocabulary, filled_up
 from tokenpod.models.linear import Weights
 from tokenpod.models.tensor_file import Rest, no_rest
 from tokenpod.models.weights import HEAD, Weight
@@ -59,35 +62,6 @@ class Space:
     vocabulary: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """An adapter on the host, as a slot has it."""
-
-    rank: int
-    digest: str
-    #: One behind the other: [rows, numbers] as `targets.slot_shape`, without ranks that it does not
-    #: have.
-    pieces: tuple[torch.Tensor, ...]
-    kind: AdapterKind = AdapterKind.LORA
-    virtual_tokens: int = 0
-    #: An embedding and a head of its own, in pieces too.
-    copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    #: Factors of the base's embedding and head.
-    vocabulary: Mapping[str, PackedFactors] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the host."""
-        pieces = [*self.pieces, *(piece for own in self.copies.values() for piece in own)]
-        pieces += [piece for own in self.vocabulary.values() for piece in own.pieces]
-        return sum(piece.nbytes for piece in pieces)
-
-    @property
-    def largest_rank(self) -> int:
-        """Of all its modules."""
-        return max(self.rank, *(own.rank for own in self.vocabulary.values()), 0)
-
-
 class AdapterStore:
     """The adapters of one rank of a model, and what they add to its products.
 
@@ -101,6 +75,7 @@ class AdapterStore:
         device: of the slots.
         tables: shapes of this rank's embedding and head, where there is room for adapters' own.
         vocabulary: the two as products, where there is room for factors of them.
+        group: the ranks that divide the model; None: there is one.
     """
 
     def __init__(
@@ -111,13 +86,18 @@ class AdapterStore:
         device: torch.device,
         tables: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
         vocabulary: Mapping[str, Product] = MappingProxyType({}),
+        group: Group | None = None,
     ) -> None:
         self._base, self._ops, self._device = base, ops, device
         self._ranks = torch.zeros(space.slots, dtype=torch.int32, device=device)
         shape = (space.slots, *slot_shape(base.products.values(), space.rank))
         # Written at once: memory that is only promised would be taken under load.
         self._slots = torch.empty(shape, dtype=base.dtype, device=device).zero_()
-        self._weights = self._views(self._slots)
+        self.scales = Scales(base.products, space.slots, base.dtype, device, group)
+        self._weights = {
+            name: replace(weights, scale=self.scales.of(name))
+            for name, weights in self._views(self._slots).items()
+        }
         #: By the number that requests have.
         self._read: dict[int, Packed | Virtual] = {}
         #: How many there are.
@@ -133,7 +113,7 @@ class AdapterStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        more = self.copies, self.vocabulary
+        more = self.scales, self.copies, self.vocabulary
         return self._slots.nbytes + sum(each.nbytes for each in more if each is not None)
 
     def _views(self, slots: torch.Tensor, rest: Rest = no_rest) -> dict[str, AdapterWeights]:
@@ -163,14 +143,28 @@ class AdapterStore:
         if isinstance(adapter, Virtual):
             return adapter
         copies = {name: self._pieces(own.view(-1), rest) for name, own in adapter.copies.items()}
-        pieces = self._pieces(self._packed(adapter, rest).view(-1), rest)
+        made = self.scales.made(adapter.factors, rest)
+        pieces = self._pieces(self._packed(adapter, made, rest).view(-1), rest)
+        scale, squares = (
+            ((), ())
+            if made is None
+            else (self._pieces(x, rest) for x in (made.scale, made.squares))
+        )
         vocabulary = {}
         for name, factors in adapter.tables.items():
             down, up = (self._pieces(filled_up(each).view(-1), rest) for each in factors)
             vocabulary[name] = PackedFactors(len(factors[0]), down, up)
-        return Packed(adapter.rank, adapter.digest, pieces, copies=copies, vocabulary=vocabulary)
+        return Packed(
+            adapter.rank,
+            adapter.digest,
+            pieces,
+            scale=scale,
+            squares=squares,
+            copies=copies,
+            vocabulary=vocabulary,
+        )
 
-    def _packed(self, adapter: HostAdapter, rest: Rest) -> torch.Tensor:
+    def _packed(self, adapter: HostAdapter, made: Made | None, rest: Rest) -> torch.Tensor:
         """[rows, numbers], as a slot for adapters of this rank has them."""
         numbers = torch.zeros(
             slot_shape(self._base.products.values(), adapter.rank), dtype=self._base.dtype
@@ -182,9 +176,16 @@ class AdapterStore:
                 weights.down[0, part, :rank] = factors.down
                 weights.up[0, :rank, start : start + len(factors.up)] = factors.up.t()
                 rest()
-            if weights.bias is not None and name in adapter.biases:
-                weights.bias[0] = adapter.biases[name]
+            if weights.bias is not None:
+                weights.bias[0] = self._bias(name, adapter, made)
         return numbers
+
+    def _bias(self, name: str, adapter: HostAdapter, made: Made | None) -> torch.Tensor:
+        """[out]: what is added to a product that has the base's bias; scales are not for that."""
+        base = self._base.biases[name]
+        added = adapter.biases.get(name, torch.zeros_like(base))
+        scale = None if made is None else self.scales.row(made, name)
+        return added if scale is None else added + (1 - scale) * base
 
     def _pieces(self, numbers: torch.Tensor, rest: Rest) -> tuple[torch.Tensor, ...]:
         """Of a GPU's adapter pinned ones, so that their copies need not wait for the host.
@@ -216,6 +217,7 @@ class AdapterStore:
         adapter, at = self._read[number], slot - 1
         assert isinstance(adapter, Packed), "virtual tokens have no slots"
         fill(self._slots[at], adapter.pieces)
+        self.scales.put(slot, adapter.scale, adapter.squares)
         self._ranks[at : at + 1].fill_(adapter.rank)
         if self.vocabulary is not None:
             self.vocabulary.put(slot, adapter.vocabulary)
@@ -249,7 +251,14 @@ class AdapterStore:
         """A step whose products know which tokens have which adapter."""
         if batch.t_adapter is None:
             return batch
-        return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
+        return replace(
+            batch,
+            adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks, self.scales.scaled),
+        )
+
+    def meet(self, name: str, product: BaseLinear) -> None:
+        """See `models.linear.Meet`."""
+        self.scales.meet(name, product)
 
     def delta(self, name: str, step: ForwardBatch | None) -> Added | None:
         """What is added to a product; see `models.linear.Delta`."""
@@ -286,6 +295,7 @@ def store_of(
     space: Space,
     virtual: VirtualBase,
     ops: Operations,
+    group: Group | None = None,
     folder: Path | None = None,
 ) -> AdapterStore:
     """An empty store for a rank's part of a model, all of its memory taken.
@@ -297,6 +307,7 @@ def store_of(
         space: how many slots, of which rank.
         virtual: whose part it is, and what virtual tokens must fit.
         ops: the model's.
+        group: the ranks that divide it; None: there is one.
         folder: of the base's checkpoint.
     """
     table, shard = tensors["embedding"], virtual.shard
@@ -320,4 +331,9 @@ def store_of(
         folder=folder,
     )
     shapes = copied_shapes(weights, shard)
-    return AdapterStore(base, space, ops, table.device, shapes, base.vocabulary)
+    store = AdapterStore(base, space, ops, table.device, shapes, base.vocabulary, group)
+    for name in products if space.slots else ():
+        weight = tensors[name]
+        assert not isinstance(weight, StackedWeight), name
+        store.scales.measure(name, weight)
+    return store

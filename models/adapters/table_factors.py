@@ -68,6 +68,11 @@ def read_tables(
         names = [left.pop(module + end) for end in ends if module + end in left]
         if not names:
             continue
+        if config.dora:
+            raise ModelError(
+                f"{file.name}: {names[0]}: use_dora is true, and DoRA of embedding and head is not"
+                " served beside other adapters"
+            )
         if not base.products:
             raise ModelError(
                 f"{file.name}: {names[0]}: there is no room for LoRA on embedding and head"

@@ -16,7 +16,7 @@ from tokenpod.models.families.family import Family
 from tokenpod.models.names import head_name, weights_of
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import HEAD, Source, Weight
+from tokenpod.models.weights import HEAD, Division, Source, Weight
 
 _ALIGNMENT = 16
 EMBEDDING = "embedding"
@@ -43,6 +43,8 @@ class Product:
     #: Outputs of each part.
     rows: tuple[int, ...]
     has_bias: bool = False
+    #: Whether ranks divide its inputs, and sum what each makes.
+    divided: bool = False
 
     @property
     def outputs(self) -> int:
@@ -150,6 +152,7 @@ def products_of(weights: Iterable[Weight], shard: Shard) -> list[Product]:
             inputs=shard.length(weight.sources[0].axes[1]),
             rows=tuple(shard.length(source.axes[0]) for source in weight.sources),
             has_bias=f"{weight.name}_bias" in names,
+            divided=weight.sources[0].axes[1].division is not Division.WHOLE,
         )
         for weight in weights
         if _adapted(weight)
@@ -166,6 +169,18 @@ def slot_shape(products: Iterable[Product], rank: int) -> torch.Size:
     products = list(products)
     biases = any(product.has_bias for product in products)
     return torch.Size((rank + biases, sum(product.numbers for product in products)))
+
+
+def scaled_order(products: Iterable[Product]) -> list[Product]:
+    """The order in which outputs have scales: those that ranks sum are the last."""
+    return sorted(products, key=lambda product: product.divided)
+
+
+def scale_numbers(weights: Iterable[Weight], shard: Shard) -> tuple[int, int]:
+    """Outputs of a rank's products, each with a scale per slot; and those of them that are sums."""
+    products = products_of(weights, shard)
+    summed = [product.outputs for product in products if product.divided and shard.world > 1]
+    return sum(product.outputs for product in products), sum(summed)
 
 
 def aligned(numbers: int) -> int:

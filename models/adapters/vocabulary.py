@@ -8,27 +8,13 @@ there is read on the device, so captured steps stay right whatever is put there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.models.adapters.copies import fill
+from tokenpod.models.adapters.packed import PackedFactors
 from tokenpod.models.adapters.targets import Product, aligned
-
-
-@dataclass(frozen=True, slots=True)
-class PackedFactors:
-    """Two factors on the host, as a slot has them, in pieces one behind the other."""
-
-    rank: int
-    down: tuple[torch.Tensor, ...]
-    up: tuple[torch.Tensor, ...]
-
-    @property
-    def pieces(self) -> tuple[torch.Tensor, ...]:
-        """Of both."""
-        return self.down + self.up
 
 
 class Vocabulary:

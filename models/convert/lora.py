@@ -34,7 +34,7 @@ def merged(tensors: Sequence[Planned], adapter: Path) -> list[Planned]:
     fields.only("layer_replication", None)
     transposed = fields.flag("fan_in_fan_out", False)
     left = {_name(tensor.name): tensor for tensor in tensors_of(adapter / WEIGHTS)}
-    made = []
+    made, of_embedding = [], None
     for base in tensors:
         stem = base.name.removesuffix(".weight")
         pair = next((p for p in _PAIRS if stem + p[0] in left and stem + p[1] in left), None)
@@ -43,6 +43,8 @@ def merged(tensors: Sequence[Planned], adapter: Path) -> list[Planned]:
             base = _replaced(base, left.pop(base.name))
         if pair is not None:
             first, second = (left.pop(stem + end) for end in pair)
+            if pair == _PAIRS[1]:
+                of_embedding = first, second
             flipped = transposed or pair == _PAIRS[1]
             scale = _scale(fields, stem, first.shape[0])
             sum_ = _added(base, first, second, scale, transposed=flipped)
@@ -52,10 +54,27 @@ def merged(tensors: Sequence[Planned], adapter: Path) -> list[Planned]:
             made.append(sum_.as_dtype(base.dtype))
         else:
             made.append(base)
+    if of_embedding is not None and fields.flag("ensure_weight_tying", False):
+        _leave_tied(left, *of_embedding)
     if left:
         names = ", ".join(sorted(left)[:3])
         raise ModelError(f"{adapter / WEIGHTS}: the base has no weight for {names}")
     return made
+
+
+def _leave_tied(left: dict[str, Planned], first: Planned, second: Planned) -> None:
+    """Take out what is saved once more for a head that is the embedding: the same factors."""
+    down, up = _PAIRS[0]
+    for stem in [name.removesuffix(down) for name in left if name.endswith(down)]:
+        both = left[stem + down], left.get(stem + up)
+        if all(
+            own is not None
+            and own.shape == other.shape[::-1]
+            and torch.equal(own.read(), other.read().t())
+            for own, other in zip(both, (second, first), strict=True)
+        ):
+            for name in (stem + down, stem + up, f"{stem}.weight"):
+                left.pop(name, None)
 
 
 def _name(name: str) -> str:

@@ -103,9 +103,9 @@ def _listening(sums: _Sums, names: dict[int, str]) -> Operations:
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         product, name = plain.prepare_linear(weight, bias), names.get(weight.data_ptr(), "")
 
-        def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        def linear(x: torch.Tensor) -> torch.Tensor:
             sums.note(name, x)
-            return product(x, delta)
+            return product(x)
 
         return linear
 

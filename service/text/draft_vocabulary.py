@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tokenpod.core.messages import MTP
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 
@@ -25,9 +26,10 @@ def check_draft(served: Tokenizer, folder: Path) -> None:
     """Raise TokenizerError unless the tokens of the draft model in `folder` are the served one's.
 
     Ids that one of them lacks are no fault: files of one tokenizer name more or fewer special
-    tokens. A head has no vocabulary but the served model's.
+    tokens. A head has no vocabulary but the served model's, and `MTP` is no folder, but a layer of
+    that.
     """
-    if is_head(folder):
+    if folder == Path(MTP) or is_head(folder):
         return
     try:
         draft = Tokenizer.load(folder)

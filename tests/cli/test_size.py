@@ -191,7 +191,8 @@ def test_slots_for_adapters_are_counted(big: Path):
     plain = answer("--model-id", big, "--gpu", "h200")
     found = answer("--model-id", big, "--gpu", "h200", "--max-adapters", 8)
     assert "adapters" not in plain["reserve_bytes"]
-    assert found["reserve_bytes"]["adapters"] == 8 * 64 * 32 * 81_920 * 2
+    factors, outputs = 8 * 64 * 32 * 81_920 * 2, 32 * 43_008
+    assert found["reserve_bytes"]["adapters"] == factors + (8 + 1) * outputs * 4
     assert found["kv_slots"] < plain["kv_slots"]
     heads = answer(
         *("--model-id", big, "--gpu", "h200", "--max-adapters", 8, "--max-adapter-heads", 2)

@@ -48,7 +48,7 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     kinds: tuple[dict[str, Any], ...] = (
         {"whole": tables},
         {"modules": modules | dict(zip(tables, (2, 3), strict=True)), "embedding": tables[0]},
-        {},
+        {"use_dora": True},
     )
     return [
         write_lora(folder / str(n), base, **{"modules": modules} | kind | ranks, seed=n).folder

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import threading
+import time
 
 import constrained
 import jsonschema
@@ -19,7 +20,7 @@ from constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compili
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FinishCode
-from tokenpod.engine.constraints import cache, masked_steps
+from tokenpod.engine.constraints import cache, guidance_matcher, masked_steps
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.library import LimitReached
 from tokenpod.models import load as loading
@@ -364,6 +365,85 @@ def test_what_was_not_used_for_longest_is_forgotten_once_the_bytes_are_over():
     for _ in range(2):
         store.get(big, lambda before: Made())
     assert (store.hits, store.misses) == (1, 6)
+
+
+def test_matchers_whose_texts_are_over_are_kept_while_there_is_room():
+    class Made:
+        words, prepared = np.zeros(4, np.int32), ""
+
+    made, kind = Made(), Regex("a")
+    store = cache.CompileCache(3 * cache._USED_BYTES)
+    # Nobody compiled it, or it is forgotten.
+    store.give_back(kind, "of nobody")
+    assert store.used(kind) is None
+    store.get(kind, lambda before: made)
+    for matcher in ("first", "second", "too many"):
+        store.give_back(kind, matcher)
+    assert [store.used(kind) for _ in range(3)] == [(made, "second"), (made, "first"), None]
+    assert (store.hits, store.misses) == (2, 1)
+    # They stay when it is compiled again, and go when it is forgotten.
+    for _ in range(2):
+        store.get(kind, lambda before: made)
+        store.give_back(kind, "third")
+    assert store.used(kind) == (made, "third")
+    for name in "bcdefghij":
+        store.get(Regex(name), lambda before: made)
+    assert store.used(kind) is None
+    assert store._bytes == sum(entry.nbytes for entry in store._entries.values()) <= store._most
+
+
+def test_a_matcher_that_begins_again_allows_what_a_new_one_does():
+    library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
+    matcher, draw = library.compile(KINDS[0]), random.Random(3)
+    words, others = (np.zeros(-(-len(constrained.TOKENS.tokens) // 32), np.int32) for _ in range(2))
+    texts = 1
+    while True:
+        fresh = library.compile(KINDS[0])
+        for _ in range(12):
+            assert matcher.fill(words) == fresh.fill(others)
+            assert (words == others).all()
+            some = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+            token = draw.choice(some)
+            matcher.take(token)
+            fresh.take(token)
+        if not matcher.begin_again():
+            break
+        texts += 1
+    assert texts == guidance_matcher._MOST_TEXTS
+    # One whose text has failed is of no use.
+    with pytest.raises(LimitReached):
+        fresh.take(constrained.TOKENS.tokens.index(b"}"))
+    assert not fresh.begin_again()
+
+
+def test_a_constraint_that_comes_again_is_not_compiled_again(model):
+    compiled, kind = [], Regex("[0-9]{4}-[ab]{3}")
+
+    class Library(Guidance):
+        def compile(self, constraint):
+            compiled.append(constraint)
+            return super().compile(constraint)
+
+    class OneByOne(Client):
+        def receive(self, seconds):
+            nobody = len(self.inbox) >= len(self.left)
+            n = nobody + (len(self.inbox) > len(self.left))
+            messages, self.inbox = self.inbox[:n], self.inbox[n:]
+            return messages
+
+    def let_it_come_back(loop):
+        store = loop.masked._masks._compiler.cache
+        while (
+            client.left and len(client.inbox) == len(client.left) and not store._entries[kind].used
+        ):
+            time.sleep(0.001)
+
+    client = OneByOne([ask(i, kind, new=20, **RANDOM) for i in range(1, 9)])
+    serve(model, client, library=Library, each_turn=let_it_come_back)
+    texts = [client.text(i) for i in range(1, 9)]
+    assert len({*texts}) > 4
+    assert all(re.fullmatch(kind.pattern, text) for text in texts), (texts, client.finishes)
+    assert compiled == [kind]
 
 
 def test_a_vocabulary_that_the_library_can_not_take_refuses_constraints_alone(model):

@@ -32,6 +32,7 @@ def behind_the_first(plan, logits, first, sampler, last, *, joined):
         torch.from_numpy(plan.t_token.astype(np.int64)).to(DEVICE),
         sampler=sampler,
         last_token=last,
+        accepted=torch.zeros_like(last),
         staging=Staging(DEVICE),
     )
     if not joined:

@@ -229,10 +229,30 @@ def test_as_many_tokens_are_drafted_as_the_bound_allows(exact):
     assert (link.steps, link.drafted) == (2, (5, 5))
 
 
+def test_a_router_gets_no_drafts_beyond_what_it_has_reserved(exact):
+    """Its rows' bounds are all that admission has counted."""
+    known = outputs(exact, SAMPLED, StoppingParams(7)).tokens[1]
+    asked = Request([1], [900, 40, 77], SAMPLED, StoppingParams(7), logprobs=True, drafts=40)
+    link, _ = serve(
+        exact,
+        Recorder([], [asked]),
+        rows=2,
+        prefill=8,
+        overlap=False,
+        slots=16 + 3 + 7 - 1,  # 16 are kept for liveness probes; the last token needs none
+        drafting=drafting({1: known}, "right", 40, VOCABULARY),
+    )
+    assert link.tokens[1] == known
+    assert link.drafted == (5, 5)
+
+
 # -- ranks -------------------------------------------------------------------------------------
 
 
-def test_two_ranks_draft_as_one_does():
+@pytest.mark.parametrize("kind", ["random", "right", "wrong"])
+@pytest.mark.sampled(3, "slow")
+def test_two_ranks_draft_as_one_does(kind):
+    """Greedy, sampled and penalised rows that end by length, at an end of text, at a stop token."""
     options = EngineOptions(
         model_folder="",
         dtype=None,
@@ -242,12 +262,22 @@ def test_two_ranks_draft_as_one_does():
         max_batch_prefill_tokens=16,
         max_total_tokens=80,
     )
-    asked = [
-        Request([1], list(range(5, 30)), GREEDY, StoppingParams(12), logprobs=True),
-        Request([2, 3], list(range(50, 61)), CUT, StoppingParams(12), logprobs=True),
-        Request([4], list(range(70, 73)), PENALISED, StoppingParams(12), logprobs=True),
-    ]
+    prompts = [list(range(5, 30)), list(range(50, 61)), list(range(70, 73))]
+
+    def requests(*ends):
+        stops = [StoppingParams(12, **end) for end in ends]
+        return [
+            Request([1], prompts[0], GREEDY, stops[0], logprobs=True),
+            Request([2, 3], prompts[1], CUT, stops[1], logprobs=True),
+            Request([4], prompts[2], PENALISED, stops[2], logprobs=True),
+        ]
+
+    long = ranks.answer(DEMO, requests({}, {}, {}), options, dtype="float32").tokens
+    asked = requests(
+        {"eos_token_ids": frozenset({long[1][7]})}, {"stop_token_ids": frozenset({long[3][8]})}, {}
+    )
     alone = ranks.answer(DEMO, asked, options, dtype="float32")
+    assert min(map(len, alone.tokens.values())) < 12
     port = free_port()
     jobs = [
         Job(
@@ -257,14 +287,16 @@ def test_two_ranks_draft_as_one_does():
             options,
             dtype="float32",
             preempt=0.05,
-            expected=alone.tokens,
-            guesses="random",
+            # Right beyond the ends too, so that something is accepted there.
+            expected=long,
+            guesses=kind,
             drafts=MOST,
         )
         for rank in range(2)
     ]
     leader, follower = (said[0][0] for said in ranks.run(jobs))
-    assert leader.drafted[1] > 10
+    assert (leader.drafted[1] > 10) == (kind != "wrong")
+    assert leader.drafted[0] > 20
     assert leader.drafted == follower.drafted
     assert leader.tokens == follower.tokens == dict(alone.tokens)
     for sequence, logprobs in alone.logprobs.items():

@@ -45,14 +45,6 @@ def test_products(tokens, bias, dtype, draw):
         assert (got.double() - exact).norm() < 4 * torch.finfo(dtype).eps * exact.norm()
 
 
-@pytest.mark.parametrize("ops", [reference, cpu, compiled], ids=["reference", "cpu", "compiled"])
-@pytest.mark.parametrize("tokens", [2, 9])
-def test_a_product_starts_from_what_is_given(ops, tokens, draw):
-    x, delta = draw(tokens, 16), draw(tokens, 24)
-    product = linear_of(ops.OPERATIONS, Int8Weight.made_of(draw(24, 16)), draw(24))
-    torch.testing.assert_close(product(x, delta), product(x) + delta)
-
-
 def test_a_row_of_zeros_yields_its_bias(draw):
     weight = Int8Weight(torch.zeros(5, 8, dtype=torch.int8), torch.zeros(5))
     bias = draw(5)

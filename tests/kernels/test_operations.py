@@ -67,23 +67,6 @@ def test_layer_norm(affine, dtype, draw):
 
 
 @pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
-@pytest.mark.parametrize("activation", [None, Activation.SILU])
-def test_a_product_starts_from_what_is_given(ops, activation, draw):
-    """Before the bias, the activation and the residual."""
-    x, weight, offset, delta = draw(5, 24), draw(32, 24), draw(32), draw(5, 32)
-    norm, residual = RowNorm(draw(24), 1e-6), draw(5, 32)
-    expected = torch.nn.functional.linear(x, weight, offset) + delta
-    torch.testing.assert_close(ops.OPERATIONS.prepare_linear(weight, offset)(x, delta), expected)
-    total = residual + expected
-    ops.OPERATIONS.prepare_add_linear(weight, offset)(x, residual, delta)
-    torch.testing.assert_close(residual, total)
-    normed = torch.nn.functional.linear(reference.rms_norm(x, *norm), weight, offset) + delta
-    expected = normed if activation is None else reference.act_mul(normed, activation)
-    product = ops.OPERATIONS.prepare_norm_linear(weight, offset, norm, activation)
-    torch.testing.assert_close(product(x, delta), expected)
-
-
-@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_adding_product_changes_the_residual_in_place(ops, bias, draw):
     x, weight, residual = draw(5, 24), draw(32, 24), draw(5, 32)

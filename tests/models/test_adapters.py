@@ -12,9 +12,10 @@ from golden_kinds import MAX_POSITIONS
 from lora_folders import merge, write_lora
 from safetensors.torch import load_file, save_file
 
+from tokenpod.core.adapters import scale_bytes
 from tokenpod.models.adapters import store
 from tokenpod.models.adapters.store import Space
-from tokenpod.models.adapters.targets import copied_numbers, slot_numbers
+from tokenpod.models.adapters.targets import copied_numbers, scale_numbers, slot_numbers
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.load import load_model
@@ -71,7 +72,7 @@ def load(folder, space=None, dtype=None):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_have_what_merging_their_adapter_gives(family, golden, schedule, text, tmp_path):
-    """Two adapters of unlike ranks and none, in one step and in the next one."""
+    """Two adapters of unlike ranks, one with DoRA, and none, in one step and in the next one."""
     base, transposed = golden(family).folder, family in TRANSPOSED
     patterns = {"rank_pattern": {"x": 3, "y": 6, "z": 5}}
     adapters = [
@@ -81,6 +82,7 @@ def test_rows_have_what_merging_their_adapter_gives(family, golden, schedule, te
             modules_of(family, rank),
             seed=n,
             transposed=transposed,
+            use_dora=n == 0,
             **patterns,
         )
         for n, rank in enumerate((4, 6))
@@ -171,6 +173,7 @@ def test_slots_take_what_is_counted_beforehand(golden):
     layout = read_layout(base, None, MAX_POSITIONS)
     numbers = 3 * slot_numbers(layout.weights, WHOLE, 8)
     numbers += 2 * copied_numbers(layout.weights, WHOLE)
+    numbers += scale_bytes(*scale_numbers(layout.weights, WHOLE), 3) // 4
     assert model.adapters.nbytes == 4 * numbers
 
 
@@ -312,8 +315,11 @@ def _store(base, shard, lora):
     layout = read_layout(base, None, MAX_POSITIONS)
     tensors = {"embedding": torch.zeros(1)}
     for weight in layout.weights:
+        rows = sum(shard.length(source.axes[0]) for source in weight.sources)
         if weight.name.endswith("_bias"):
-            tensors[weight.name] = torch.zeros(sum(shard.length(s.axes[0]) for s in weight.sources))
+            tensors[weight.name] = torch.zeros(rows)
+        elif weight.multiplied:
+            tensors[weight.name] = torch.zeros(rows, shard.length(weight.sources[0].axes[1]))
     virtual = VirtualBase(spec, shard, torch.float32, MAX_POSITIONS)
     operations = reference.OPERATIONS
     store = store_of(
@@ -328,12 +334,13 @@ def _delta(store, product, x):
     from tokenpod.kernels.reference.adapters import adapt, plan_adapters
 
     plan = plan_adapters(torch.ones(len(x), dtype=torch.int64), store._ranks)
-    return adapt(x, store._weights[product], plan)
+    y = x.new_zeros(len(x), sum(store._weights[product].rows))
+    adapt(x, y, store._weights[product], plan)
+    return y
 
 
 REFUSED = {
     "another family": ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
-    "dora": ({"use_dora": True}, "use_dora is True, which is not supported"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
     "residual base": ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
     "more layers": ({"layer_replication": [[0, 1]]}, "layer_replication is"),

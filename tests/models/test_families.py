@@ -96,10 +96,9 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
     return family_of(config).spec(Fields(config, "config.json"), 256)
 
 
-CONFIGS = {name: golden_config(name) for name in KINDS}
-OF_FAMILY = defaultdict(list)
-for _config in CONFIGS.values():
-    OF_FAMILY[family_of(_config).architectures[0]].append(_config)
+def configs_of(family: Family) -> list[dict[str, Any]]:
+    """Those of the golden checkpoints of a family."""
+    return [config for config in map(golden_config, KINDS) if family_of(config) is family]
 
 
 def model_of(architecture: str) -> type | None:
@@ -118,14 +117,14 @@ def test_the_page_on_models_names_every_architecture():
 
 @by_family
 def test_every_family_has_a_golden_checkpoint(family):
-    assert OF_FAMILY[family.architectures[0]]
+    assert configs_of(family)
 
 
 @by_family
 def test_every_field_is_read_or_known_to_change_nothing(family):
     """So a field that transformers adds, and that changes what is computed, is noticed."""
     written, asked = set(), set()
-    for config in OF_FAMILY[family.architectures[0]]:
+    for config in configs_of(family):
         noted = Noted(config)
         spec_of(noted)
         written |= set(noted)
@@ -176,7 +175,7 @@ def others(value: Any) -> list[Any]:
 @by_family
 def test_golden_checkpoints_vary_what_the_config_decides(family):
     """What a change of one field changes in the spec has two values, or is there in some only."""
-    configs = OF_FAMILY[family.architectures[0]]
+    configs = configs_of(family)
     specs = [spec_of(config) for config in configs]
     found = values_of(specs)
     some = {name for spec in specs for name in found.keys() - values_of([spec]).keys()}
@@ -208,14 +207,14 @@ def test_golden_checkpoints_vary_what_the_config_decides(family):
     ],
 )
 def test_terse_configs(name, written, terse):
-    config = {**CONFIGS[name], **terse}
+    config = {**golden_config(name), **terse}
     without = {field: value for field, value in config.items() if field != written}
     assert written in config
     assert spec_of(without) == spec_of(config)
 
 
 def first_kind(family: Family) -> str:
-    return next(name for name, config in CONFIGS.items() if family_of(config) is family)
+    return next(name for name in KINDS if family_of(golden_config(name)) is family)
 
 
 def read(folder: Path) -> dict[str, Any]:

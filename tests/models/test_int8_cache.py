@@ -55,6 +55,18 @@ def test_what_is_said_is_close_to_what_a_plain_pool_says(name, dtype, golden):
     assert {i: len(tokens) for i, tokens in said.tokens.items()} == dict.fromkeys((1, 2, 3, 4), 8)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_weights_in_fewer_bits_go_with_it(quantize, golden):
+    folder = golden("llama").folder
+    plain, said = (
+        ranks.answer(folder, requests(), msgspec.structs.replace(options, quantize=quantize))
+        for options in (OPTIONS, EIGHT_BITS)
+    )
+    assert said.failures == []
+    differences = [abs(x - y) for x, y in zip(said.scored[1], plain.scored[1], strict=True)]
+    assert 0 < statistics.mean(differences) < MEAN_DIFFERENCE
+
+
 def test_preempted_sequences_go_on_as_they_would_have(golden):
     folder = golden("llama").folder
     usual, preempted = (

@@ -113,13 +113,15 @@ def test_a_model_knows_its_size(golden, folder):
     assert model.weight_bytes == 4 * expected
 
 
-def test_progress_goes_from_nothing_to_all_bytes(folder):
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_progress_goes_from_nothing_to_all_bytes(folder, quantize):
     heard: list[tuple[int, int]] = []
     load_model(
         folder,
         dtype=torch.float32,
         device=CPU,
         progress=lambda done, total: heard.append((done, total)),
+        quantize=quantize,
     )
     done = [done for done, _ in heard]
     assert done[0] == 0

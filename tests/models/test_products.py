@@ -9,7 +9,10 @@ import torch
 
 from tokenpod.kernels import reference
 from tokenpod.kernels.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.decoder import Decoder
+from tokenpod.models.linear import Products
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "opt-350m", "gemma2", "gpt-neox"])
@@ -96,3 +99,21 @@ def test_norms_and_sums_are_part_of_products_where_they_can_be(
     inner = [*layer, "norm_linear", "add_linear"]
     # Plans and rotation, then the layers, the last norm and the head.
     assert calls == ["plan_attention", "rotate", "embed", *inner * 3, "rms_norm", "linear"]
+
+
+def test_a_weight_in_another_layout_is_held_once_however_many_products_are_made_of_it():
+    """With adapters there are two of one weight: fused, and plain for what adapters finish."""
+    from tokenpod.kernels import triton
+    from tokenpod.kernels.formats.int4 import Int4Weight
+    from tokenpod.kernels.triton.quantised import lanes
+
+    weight = Int4Weight.made_of(torch.randn(64, 128))
+    weights = {"up": LinearWeight((weight,)), "embedding": torch.zeros(1)}
+    made = []
+    products = Products(triton.OPERATIONS, weights, delta=lambda name, step: None)
+    with pytest.MonkeyPatch.context() as patch:
+        before = lanes._of_int4
+        patch.setattr(lanes, "_of_int4", lambda weight: made.append(before(weight)) or made[-1])
+        products.norm_linear("up", RowNorm(torch.ones(128), 1e-5), Activation.SILU)
+    assert len(made) == 1
+    assert made[0] is not None

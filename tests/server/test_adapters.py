@@ -18,6 +18,7 @@ from hand_scheduler import HandScheduler
 from harness import ServerProcess, serve
 from lora_folders import merge, write_lora
 from public_api import ask, once, refused
+from safetensors.torch import load_file, save_file
 
 import tokenpod.models.demo
 from tokenpod.models.load import load_model
@@ -33,6 +34,7 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import Gener
 DEMO = Path(tokenpod.models.demo.__file__).parent
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 8
+UP = "model.layers.0.mlp.up_proj"
 PARTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -42,7 +44,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     modules = {f"model.layers.{i}.{part}": 4 for i in range(2) for part in PARTS}
     tables = "model.embed_tokens", "lm_head"
     kinds: dict[str, dict[str, Any]] = {
-        "sql": {"modules": modules},
+        "sql": {"modules": modules, "use_dora": True},
         "chat": {"modules": modules | dict.fromkeys(tables, 4), "embedding": tables[0]},
         "law": {"modules": modules, "whole": tables},
     }
@@ -53,15 +55,20 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(adapters: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each adapter, merged into the base, says; "": the base."""
-    folders = {"": DEMO}
-    for name, lora in adapters.items():
-        folders[name] = merge(DEMO, lora, tmp_path_factory.mktemp("merged") / name)
-    return {name: greedy(folder) for name, folder in folders.items()}
+def merged(adapters: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The base with each adapter; "": without one."""
+    folder = tmp_path_factory.mktemp("merged")
+    return {"": DEMO} | {name: merge(DEMO, own, folder / name) for name, own in adapters.items()}
 
 
-def greedy(folder: Path) -> list[int]:
+@pytest.fixture(scope="module")
+def expected(merged: dict[str, Path]) -> dict[str, Any]:
+    """What each adapter, merged into the base, says."""
+    return {name: greedy(folder)[0] for name, folder in merged.items()}
+
+
+def greedy(folder: Path) -> tuple[list[int], torch.Tensor]:
+    """What follows the prompt, and the scores of its tokens from the second one on."""
     model: Any = load_model(
         folder,
         dtype=torch.float32,
@@ -72,10 +79,11 @@ def greedy(folder: Path) -> list[int]:
     scheduler, tokens = HandScheduler(model), list(IDS)
     row = scheduler.sequence(tokens)
     (scores,) = scheduler.step([(row, len(tokens))])
+    prompt = scores[range(len(IDS) - 1), IDS[1:]]
     for _ in range(NEW):
         row.tokens.append(int(scores[-1].argmax()))
         (scores,) = scheduler.step([(row, 1)])
-    return row.tokens[len(IDS) :]
+    return row.tokens[len(IDS) :], prompt
 
 
 def named(adapters: dict[str, Any]) -> str:
@@ -128,6 +136,20 @@ def test_each_call_has_the_adapter_that_it_names(api: Any, expected: dict[str, A
         found = list(pool.map(lambda name: tokens(api, name), asked))
     assert found == [expected[name] for name in asked]
     assert [tokens(api, name) for name in asked] == found
+
+
+def test_scores_of_prompts_are_those_of_the_adapters_head(
+    api: Any, merged: dict[str, Path]
+) -> None:
+    _, plain = greedy(DEMO)
+    for name in ("chat", "law"):
+        asked = request(name, output={"return_prompt_logprobs": True})
+        started = next(iter(api.Generate(asked, timeout=60))).started
+        _, wanted = greedy(merged[name])
+        # Merged weights are rounded to the base's 16 bits.
+        found = torch.tensor(started.prompt_tokens.logprobs)
+        assert (found - wanted).abs().max() < 0.05
+        assert (plain - wanted).abs().median() > 1
 
 
 def cached(api: Any, adapter: str, ids: list[int] = IDS) -> int:
@@ -254,6 +276,7 @@ BAD_LOADS = {
     "a list": ({"name": "a,b", "path": "law"}, "name is not 1 to 256"),
     "a digest of another kind": ({"path": "law", "digest": "md5:1"}, "digest is not `sha256:`"),
     "another digest": ({"path": "law", "digest": f"sha256:{'0' * 64}"}, "was asked for"),
+    "another base's": ({"path": "narrow"}, "up_proj has lora_A [4, 128] and lora_B [768, 4]"),
     "a rank too large": ({"path": "wide"}, "has rank 9; at most 8 is served (--max-adapter-rank)"),
 }
 
@@ -265,7 +288,12 @@ def test_a_load_that_fails_leaves_the_version_that_serves(
     fields, said = BAD_LOADS[case]
     if fields.get("path") == "wide":
         folder = adapters["sql"].folder.parent / "wide"
-        write_lora(folder, DEMO, {"model.layers.0.mlp.up_proj": 9}, r=9)
+        write_lora(folder, DEMO, {UP: 9}, r=9)
+    if fields.get("path") == "narrow":
+        lora = write_lora(folder := adapters["sql"].folder.parent / "narrow", DEMO, {UP: 4})
+        path = lora.folder / "adapter_model.safetensors"
+        narrow = {key: t[:, :128].contiguous() for key, t in load_file(path).items()}
+        save_file(narrow, folder / path.name)
     asked = service_pb.LoadAdapterRequest(**{"name": "sql"} | fields)
     error = refused(grpc.StatusCode.INVALID_ARGUMENT, lambda: admin.LoadAdapter(asked, **TOKEN))
     assert said in str(error.details())
@@ -357,22 +385,22 @@ def test_two_ranks_adapt_what_one_does(adapters: dict[str, Any], expected: dict[
     """Those of the start, and one that comes later; a load that fails changes nothing.
 
     There are two slots: under load three adapters leave them for each other, and one that is
-    loaded anew meanwhile is another yet.
+    loaded anew meanwhile is another yet. Drafts are checked with each adapter's own head.
     """
     given = {name: lora for name, lora in adapters.items() if name != "law"}
-    flags = ("--num-shard", "2", "--lora-adapters", named(given))
+    flags = ("--num-shard", "2", "--speculate", "2", "--lora-adapters", named(given))
     folder = adapters["sql"].folder.parent
     with serve(*FLAGS, *flags, *changing(folder), env=ENV) as pod:
         stub, admin = GenerationServiceStub(pod.channel()), AdapterServiceStub(pod.channel())
         load(admin, "law", "law")
         broken = folder / "broken"
-        write_lora(broken, DEMO, {"model.layers.0.mlp.up_proj": 4}, use_dora=True)
+        write_lora(broken, DEMO, {"model.layers.0.mlp.up_proj": 4}, lora_bias=True)
         with ThreadPoolExecutor(8) as pool:
             found = pool.map(lambda name: tokens(stub, name), [*expected] * 4)
             error = refused(grpc.StatusCode.INVALID_ARGUMENT, load, admin, "sql", "broken")
             load(admin, "law", "law")
             assert list(found) == [*expected.values()] * 4
-        assert "use_dora is True, which is not supported" in str(error.details())
+        assert "lora_bias is True, which is not supported" in str(error.details())
         assert pod.stop() == 0
 
 

@@ -52,7 +52,14 @@ def test_another_keyword_is_refused_by_its_name_and_place(keyword: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "draft", ["draft-04/schema#", "draft-06/schema#", "draft-07/schema#", "draft/2019-09/schema"]
+    "draft",
+    [
+        "draft-04/schema#",
+        "draft-06/schema#",
+        "draft-07/schema#",
+        "draft/2019-09/schema",
+        "draft/2020-12/schema",
+    ],
 )
 def test_drafts_are_told_apart_by_their_names(draft: str) -> None:
     list(check_schema({"$schema": f"http://json-schema.org/{draft}"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, outlast, serving
 
-from tokenpod.core.outputs import FinishCode, Load, MaskCounts, Started
+from tokenpod.core.outputs import Ended, FinishCode, Load, MaskCounts, Started
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.config import ServerSettings
@@ -547,6 +548,53 @@ def test_what_constraints_cost_is_observed(telemetry: Telemetry, collector: Coll
     points = [collector.points(f"tokenpod.constraints.{name}")[0][1] for name in names]
     found = [point.as_int or point.as_double for point in points]
     assert found == [900, 4, pytest.approx(0.03), 5, 8, 2]
+
+
+def test_drafts_prefixes_ends_and_the_hosts_memory_are_observed(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    load = Load(
+        *(0, 0, 0, 1, 1, 0),
+        prompt_tokens=50,
+        cached_tokens=20,
+        evicted_tokens=7,
+        swapped=3,
+        swapped_tokens=40,
+        ended=Ended(stopped=5, length=4, aborted=2, ignored=1),
+        drafted_at=[30, 20],
+        accepted_at=[15, 6],
+        fetched_tokens=31,
+        host_slots=200,
+        host_used_slots=50,
+    )
+    telemetry.watch(lambda: load)
+    telemetry.shutdown()
+
+    def by(name: str, attribute: str) -> dict[Any, int]:
+        return {about[attribute]: point.as_int for about, point in collector.points(name)}
+
+    assert by("tokenpod.draft.tokens", "tokenpod.draft.position") == {1: 30, 2: 20}
+    assert by("tokenpod.draft.accepted_tokens", "tokenpod.draft.position") == {1: 15, 2: 6}
+    cache = {"cached": 20, "computed": 30, "evicted": 7}
+    assert by("tokenpod.prefix.tokens", "tokenpod.prefix") == cache
+    ends = {"stopped": 5, "length": 4, "aborted": 2, "ignored": 1}
+    assert by("tokenpod.requests.ended", "tokenpod.end") == ends
+    names = "requests.swapped", "swapped_tokens", "fetched_tokens"
+    points = [collector.points(f"tokenpod.{name}")[0][1].as_int for name in names]
+    assert points == [3, 40, 31]
+    assert collector.points("tokenpod.host_kv.utilization")[0][1].as_double == 0.25
+
+
+def test_the_page_names_every_metric_and_no_other(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    """Those that are observed; the others are of calls."""
+    telemetry.watch(lambda: Load(0, 0, 0, 1, 1, 0, drafted_at=[1], accepted_at=[1]))
+    telemetry.shutdown()
+    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(tokenpod\.[a-z_.]+)`", row)}
+    assert named == {name for name in collector.metrics if name.startswith("tokenpod.")}
 
 
 async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:

@@ -13,6 +13,7 @@ from chats import turns
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from tokenpod.core.messages import MTP
 from tokenpod.service.text.chat_template import (
     MAX_RANGE_STEPS,
     MAX_RENDERED_CHARS,
@@ -209,6 +210,7 @@ def test_a_draft_model_needs_the_vocabulary_of_the_served_one(folder, tmp_path):
         heads.mkdir()
         (heads / "config.json").write_text(json.dumps(config))
         check_draft(served, heads)
+    check_draft(served, Path(MTP))
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):

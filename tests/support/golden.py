@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +77,17 @@ def make_golden(
 
 def golden_config(name: str) -> dict[str, Any]:
     """What the config.json of a kind's checkpoint has, without making the checkpoint."""
+    return dict(json.loads(_golden_config(name)))
+
+
+@functools.cache
+def _golden_config(name: str) -> str:
     kind = {**KINDS, **TIER_KINDS, **PADDED_KINDS}[name]
     config = json.loads(_config(kind, {}).to_json_string())
     config["architectures"] = [_class_name(kind)]
     if kind.disguise is not None:
         kind.disguise(config, {})
-    return config
+    return json.dumps(config)
 
 
 def _class_name(kind: Kind) -> str:

@@ -15,8 +15,8 @@ from tokenpod.engine.draft import draft_of
 from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
-from tokenpod.engine.rounds import Unknown
 from tokenpod.kernels.pool import KVPool
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler

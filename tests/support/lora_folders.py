@@ -26,6 +26,8 @@ class Lora:
     folder: Path
     #: By module: A [r, in], B [out, r], and what their product is multiplied with.
     factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
+    #: By module: lengths of its outputs [out] (DoRA).
+    lengths: dict[str, torch.Tensor] = field(default_factory=dict)
     #: By module: the whole bias.
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
     #: By module: the whole weight.
@@ -79,6 +81,9 @@ def write_lora(
             continue
         tensors[f"{BASE}{module}.lora_A.weight"] = a
         tensors[f"{BASE}{module}.lora_B.weight"] = b
+        if settings.get("use_dora"):
+            made.lengths[module] = lengths = torch.rand(outputs, generator=generator) + 0.5
+            tensors[f"{BASE}{module}.lora_magnitude_vector"] = lengths
     for module in biases:
         bias = torch.randn(stored[f"{module}.bias"].shape, generator=generator) * 0.3
         made.biases[module] = bias
@@ -106,7 +111,12 @@ def merge(base: Path, lora: Lora, folder: Path, *, transposed: bool = False) -> 
             if name in tensors:
                 delta = scale * (b.double() @ a.double())
                 delta = delta.t() if transposed else delta
-                tensors[name] = (tensors[name].double() + delta).to(tensors[name].dtype)
+                moved = tensors[name].double() + delta
+                if module in lora.lengths:
+                    outputs = lora.lengths[module].double()
+                    outputs = outputs if transposed else outputs[:, None]
+                    moved *= outputs / moved.norm(dim=0 if transposed else 1, keepdim=True)
+                tensors[name] = moved.to(tensors[name].dtype)
         for module, bias in lora.biases.items():
             if f"{module}.bias" in tensors:
                 tensors[f"{module}.bias"] = bias.to(tensors[f"{module}.bias"].dtype)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +17,7 @@ from pathlib import Path
 import guessing
 import msgspec
 import torch
+from rank_processes import run_ranks
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import StepOutputs
@@ -248,38 +247,17 @@ def eight_bits(options: EngineOptions) -> EngineOptions:
     return msgspec.structs.replace(options, quantize="int8", kv_cache_dtype="int8")
 
 
-def start(job: Job) -> subprocess.Popen[bytes]:
-    """A process that does its job and prints what was said, group by group and model by model."""
-    # Its tensors are on the CPU: kernels are interpreted, whatever the machine has.
-    kernels = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if job.interpreted else {}
-    process = subprocess.Popen(
-        [sys.executable, "-P", __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **kernels, "PYTHONPATH": str(Path(__file__).parent)},
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.msgpack.encode(job))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
 def run(jobs: list[Job]) -> list[list[list[Said]]]:
-    """What each job's rank said: by job, group and model."""
-    processes = [start(job) for job in jobs]
-    answers = []
-    for process in processes:
-        out, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors.decode()
-        answers.append(msgspec.msgpack.decode(out, type=list[list[Said]]))
-    return answers
+    """What each job's rank said, in a process of its own: by job, group and model."""
+    return run_ranks(said_of, jobs)
 
 
-def main() -> None:
+def said_of(job: Job) -> list[list[Said]]:
+    """What this process, a rank, says: by group and model."""
+    if job.interpreted:
+        # Its tensors are on the CPU: kernels are interpreted, whatever the machine has.
+        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     said = []
     for world, port, folders in job.groups:
         group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
@@ -299,8 +277,4 @@ def main() -> None:
             ]
         )
         group.close()
-    sys.stdout.buffer.write(msgspec.msgpack.encode(said))
-
-
-if __name__ == "__main__":
-    main()
+    return said

@@ -1,16 +1,12 @@
 """What a step's columns can say, each shown on any executor: run here, or by each rank of a group.
 
-A scene drives an executor by hand and returns what its rows came to. Run as a program, this is a
-rank: it does the scenes that its job names.
+A scene drives an executor by hand and returns what its rows came to.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +20,7 @@ import numpy as np
 import stepping
 import torch
 import tree_steps
+from rank_processes import run_ranks
 from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
 from stepping import NEW_TOKENS, ROOM, VOCABULARY, Row
@@ -50,6 +47,8 @@ from tokenpod.models.spec import ModelSpec
 
 ROWS, PREFILL = 3, 12
 SLOTS = (ROWS + 2) * ROOM
+#: Slots of draft models' pools for what is found before a step is planned.
+SPARE = 1 + 3 * ROWS
 #: Samples besides rows' first ones that captured steps have room for.
 DRAFTS = 3 * ROWS
 
@@ -227,6 +226,30 @@ def masks(scene: Scene) -> list[Row]:
     return rows
 
 
+def masks_alone(scene: Scene) -> list[Row]:
+    """All rows wait for masks: two are told what to say, one of them once too late.
+
+    Whatever the third says is allowed.
+    """
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    for turn in range(stepping.NEW_TOKENS):
+        planned = [(row, row.step(masked=True)) for row in rows if row.left]
+        launched = scene.executor.launch(plan_of(turn, [row for _, row in planned]))
+        given = {
+            at: only(forced(row, 1)[0])[None] if row.row in FORCED else anything()[None]
+            for at, (row, _) in enumerate(planned)
+            if (turn, row.row) != (1, 0)
+        }
+        launched.sample(given)
+        result = launched.wait()
+        # A follower can't tell what was late from what was bad.
+        tokens = [UNSAMPLED if token == -1 else token for token in result.tokens]
+        stepping.take(planned, replace(result, tokens=tokens))
+    assert not any(row.left for row in rows)
+    return rows
+
+
 #: What rows are made to say under masks.
 FORCED = {0: [3, 14, 15, 9, 26, 5, 35], 2: [2, 7, 18, 28, 18, 28, 45]}
 
@@ -246,6 +269,11 @@ def only(token: int) -> Words:
     return words.view(np.int32)
 
 
+def anything() -> Words:
+    """A mask that allows all tokens."""
+    return sum((only(token) for token in range(VOCABULARY)), np.zeros_like(only(0)))
+
+
 #: The row that `adapter` changes.
 ADAPTED = 1
 
@@ -253,7 +281,7 @@ SCENES = {
     scene.__name__: scene
     for scene in (
         *(plain, drafts, overlapped_drafts, found_drafts, trees, found_trees),
-        *(given, copies, adapter, masks),
+        *(given, copies, adapter, masks, masks_alone),
     )
 }
 
@@ -398,8 +426,8 @@ def make(
             else:
                 found = eagle.load_eagle(head, model, positions=ROOM, device=device)
     pool, own = (
-        KVPool(slots=SLOTS, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
-        for each in (model, small if head is None else found)
+        KVPool(slots=slots, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
+        for each, slots in ((model, SLOTS), (small if head is None else found, SLOTS + SPARE))
     )
     if head is not None:
         draft = draft_of(found, model, own, most=3, rows=ROWS)
@@ -465,22 +493,6 @@ class Job(msgspec.Struct):
     head: str = ""
 
 
-def start(job: Job) -> subprocess.Popen[bytes]:
-    """A process that is one rank of two."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", __file__],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.msgpack.encode(job))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
 def run(
     kind: str,
     folder: Path,
@@ -489,29 +501,21 @@ def run(
     names: Sequence[str] = tuple(SCENES),
     head: str = "",
 ) -> list[dict[str, Told]]:
-    """What each of two ranks came to, by scene."""
+    """What each of two ranks, processes, came to, by scene."""
     jobs = [Job(rank, port, kind, str(folder), [*names], expected, head) for rank in range(2)]
-    told = []
-    for process in [start(job) for job in jobs]:
-        out, errors = process.communicate(timeout=280)
-        assert process.returncode == 0, errors.decode()
-        told.append(msgspec.msgpack.decode(out, type=dict[str, Told]))
-    return told
+    return run_ranks(told_of, jobs)
 
 
-def main() -> None:
+def told_of(job: Job) -> dict[str, Told]:
+    """What this process, a rank, comes to, by scene."""
     torch.set_num_threads(1)
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
-    folder = Path(job.folder)
     group = join_group(job.rank, 2, "127.0.0.1", job.port, device=CPU, timeout=TIMEOUT)
     head = Path(job.head) if job.head else None
-    executor = make(job.kind, folder, CPU, group, head)
+    executor = make(job.kind, Path(job.folder), CPU, group, head)
     tops = job.kind != "device"
-    scene = Scene(executor, job.expected, table_of(folder), tops, guesses_well=head is None)
+    scene = Scene(
+        executor, job.expected, table_of(Path(job.folder)), tops, guesses_well=head is None
+    )
     told = {name: Told.by(SCENES[name](scene)) for name in job.scenes}
     group.close()
-    sys.stdout.buffer.write(msgspec.msgpack.encode(told))
-
-
-if __name__ == "__main__":
-    main()
+    return told

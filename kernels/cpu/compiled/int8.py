@@ -31,19 +31,17 @@ def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear
     n, k = numbers.shape
     offset = torch.zeros(n) if bias is None else bias.float().contiguous()
 
-    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor) -> torch.Tensor:
         x, rows = weight.rounded_inputs(x).to(x.dtype), x.shape[0]
         if rows >= MANY_TOKENS:
-            y = multiply_widened(x, weight, bias)
-        else:
-            wide, out = x.float().contiguous(), torch.empty((rows, n))
-            _product(
-                -(-n // BLOCK),
-                *(wide.data_ptr(), numbers.data_ptr(), scale.data_ptr(), offset.data_ptr()),
-                *(out.data_ptr(), rows, n, k),
-            )
-            y = out.to(x.dtype)
-        return y if delta is None else y + delta
+            return multiply_widened(x, weight, bias)
+        wide, out = x.float().contiguous(), torch.empty((rows, n))
+        _product(
+            -(-n // BLOCK),
+            *(wide.data_ptr(), numbers.data_ptr(), scale.data_ptr(), offset.data_ptr()),
+            *(out.data_ptr(), rows, n, k),
+        )
+        return out.to(x.dtype)
 
     return linear
 

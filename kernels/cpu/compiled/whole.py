@@ -125,12 +125,11 @@ def prepare(
     if bias is not None:
         offset[: tiles.outputs] = bias.float()
 
-    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor) -> torch.Tensor:
         kind = x.dtype if x.dtype in KINDS else torch.float32
         numbers = x if order is None else x.index_select(1, order)
         numbers = numbers.to(kind).contiguous()
-        y = _multiply(_digits(numbers, tiles, rounding), tiles, offset, kind).to(x.dtype)
-        return y if delta is None else y + delta
+        return _multiply(_digits(numbers, tiles, rounding), tiles, offset, kind).to(x.dtype)
 
     return linear
 

@@ -7,6 +7,7 @@ import torch
 from tokenpod.kernels.ops import AddLinear, FormatProducts, Linear
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.quantised.around import Around
+from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.triton.quantised.products import AnyFormat, prepare_product
 from tokenpod.kernels.triton.quantised.tiles import Tiles
 
@@ -57,4 +58,8 @@ def _linear(
     return linear
 
 
-PRODUCTS = FormatProducts(prepare_linear, prepare_norm_linear, prepare_add_linear)
+def _laid_out(weight: AnyFormat) -> AnyFormat:
+    return weight if isinstance(weight, Lanes) else lanes_of(weight) or weight
+
+
+PRODUCTS = FormatProducts(prepare_linear, prepare_norm_linear, prepare_add_linear, _laid_out)

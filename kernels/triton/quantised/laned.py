@@ -9,28 +9,20 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.formats.grouped import GroupedWeight
-from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.triton.launch import capability
 from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
-from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
+from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, TokenTile, measured
 from tokenpod.kernels.triton.quantised.token_product import multiply_token, token_of
 from tokenpod.kernels.triton.quantised.widen import widen_lanes
 
 
 def prepare_lanes(
-    weight: Int4Weight | GroupedWeight,
-    bias: torch.Tensor | None,
-    around: Around,
-    tiles: Tiles | None,
-) -> Product | None:
-    """The product with a weight; None: its groups are not regular, or too short for the kernels."""
-    made = lanes_of(weight)
-    if made is None:
-        return None
+    made: Lanes, bias: torch.Tensor | None, around: Around, tiles: Tiles | None
+) -> Product:
+    """The product with a weight in lanes."""
     kind = kind_of_lanes(made)
     # Whole numbers of 4 bits without zeros, and blocks without anything beyond the last input.
     whole = kind == "int4" and made.zero is None

@@ -63,6 +63,11 @@ class Lanes:
         return len(self.numbers)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.rows, self.inputs
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors."""
         tensors = (self.numbers, self.scale, self.zero, self.order)

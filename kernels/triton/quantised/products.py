@@ -27,6 +27,7 @@ from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.product import add_up, asks_rows
 from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.laned import prepare_lanes
+from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
 from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes
 from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS
@@ -44,22 +45,27 @@ from tokenpod.kernels.triton.quantised.token_product import (
     token_of,
 )
 from tokenpod.kernels.triton.quantised.widen import widen_bytes
+from tokenpod.kernels.weight import QuantisedWeight
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
 FP8_CAPABILITY = (8, 9)
 SCALED_CAPABILITY = (9, 0)
 
 Format = Int8Weight | Fp8Weight
-AnyFormat = Format | Int4Weight | GroupedWeight
+AnyFormat = Format | Int4Weight | GroupedWeight | Lanes
 
 
 def prepare_product(
     weight: AnyFormat, bias: torch.Tensor | None, around: Around, tiles: Tiles | None = None
 ) -> Product:
     """The product with a weight: x after its norm, gated or added to y, as `around` says."""
+    if isinstance(weight, Lanes):
+        return prepare_lanes(weight, bias, around, tiles)
     if isinstance(weight, (Int4Weight, GroupedWeight)):
-        made = prepare_lanes(weight, bias, around, tiles)
-        return _composed(weight, bias, around) if made is None else made
+        made = lanes_of(weight)
+        if made is None:
+            return _composed(weight, bias, around)
+        return prepare_lanes(made, bias, around, tiles)
     (n, k), kind = weight.shape, kind_of(weight)
     chosen = tiles or measured(capability(weight.numbers.device))
     plain = _composed(weight, bias, around)
@@ -127,7 +133,7 @@ def _can_take_token(weight: Format) -> bool:
     return by_output and _can_round(weight) and weight.shape[1] % THREAD_BYTES == 0
 
 
-def _composed(weight: AnyFormat, bias: torch.Tensor | None, around: Around) -> Product:
+def _composed(weight: QuantisedWeight, bias: torch.Tensor | None, around: Around) -> Product:
     """One operation after the other."""
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
@@ -161,7 +167,7 @@ def _scaled_by_rows(
 
 
 def _many(
-    x: torch.Tensor, weight: AnyFormat, bias: torch.Tensor | None, delta: torch.Tensor | None
+    x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, delta: torch.Tensor | None
 ) -> torch.Tensor:
     """X · weightᵀ + bias + delta by the library, for as many tokens as there may be."""
     if isinstance(weight, Fp8Weight) and x.itemsize == 2:

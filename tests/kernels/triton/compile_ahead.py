@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.fp8 import Fp8Weight
@@ -314,22 +314,26 @@ def adapted() -> None:
             draw(4, 16, outputs),
             draw(4, outputs) if bias else None,
             rows,
+            torch.ones(4, outputs),
         )
         for tokens in (1, 64, 400):
-            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks)
+            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks, ranks)
             x = draw(tokens, HIDDEN)
-            adapters.adapt(x, weights, plan)
+            adapters.adapt(x, draw(tokens, outputs), weights, plan)
             weight, own = draw(outputs, HIDDEN), Added(weights, plan, adapters.adapt)
             norm = RowNorm(draw(HIDDEN), 1e-5)
             assert OPERATIONS.adapted is not None
-            OPERATIONS.adapted.linear(weight, None, norm, None)(x, own)
-            OPERATIONS.adapted.add_linear(weight, None)(x, draw(tokens, outputs), own)
+            base = OPERATIONS.prepare_linear(weight, None), DenseWeight(weight, None)
+            OPERATIONS.adapted.linear(*base, norm, None)(x, own)
+            OPERATIONS.adapted.add_linear(*base)(x, draw(tokens, outputs), own)
             if len(rows) == 1:
-                halves = AdapterWeights(
-                    draw(4, 2, 16, HIDDEN), weights.up, weights.bias, (HIDDEN // 2, HIDDEN // 2)
-                )
+                down = draw(4, 2, 16, HIDDEN)
+                halves = replace(weights, down=down, rows=(HIDDEN // 2, HIDDEN // 2))
                 own = Added(halves, plan, adapters.adapt)
-                OPERATIONS.adapted.linear(weight, None, norm, Activation.SILU)(x, own)
+                OPERATIONS.adapted.linear(*base, norm, Activation.SILU)(x, own)
+    weights = AdapterWeights(draw(4, 1, 16, 300), draw(4, 16, HIDDEN), None, (HIDDEN,))
+    one = torch.ones(3, dtype=torch.int64)
+    OPERATIONS.adapt_rows(draw(3, HIDDEN), weights, one, one, ranks)
     OPERATIONS.own_linear(
         draw(3, HIDDEN), draw(2, 300, HIDDEN), torch.ones(3, dtype=torch.int64), torch.ones(2).int()
     )

@@ -7,15 +7,18 @@ import torch
 from interpreted import DEVICE
 
 from tokenpod.kernels import reference as plain
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference import adapters as reference
 from tokenpod.kernels.triton import adapted, adapter_embeddings, adapter_heads, adapters
 from tokenpod.kernels.triton.adapters import Tiles, adapt, plan_adapters
+from tokenpod.kernels.triton.product import prepare_linear
 from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
 
 SLOTS = 3
+#: The second has numbers that an adapter before its own has left.
+SCALED = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
 SMALL, LARGE = Tiles(4, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
 
 
@@ -31,6 +34,7 @@ def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
         up=slots[:, 1:, parts * inputs : parts * inputs + outputs],
         bias=slots[:, 0, parts * inputs : parts * inputs + outputs] if bias else None,
         rows=rows,
+        scale=(torch.rand(SLOTS, outputs + 3, generator=generator) + 0.5).to(DEVICE)[:, :outputs],
     )
 
 
@@ -49,21 +53,23 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_it_adds_what_the_reference_adds(case, dtype, by_row):
+def test_it_makes_what_the_reference_makes(case, dtype, by_row):
     adapters, rows, inputs, rank, cut, bias = CASES[case]
     weights = weights_of(rows, inputs, rank, dtype, bias=bias)
-    x = torch.randn(len(adapters), inputs, generator=torch.Generator().manual_seed(1))
-    x = x.to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(len(adapters), inputs, generator=generator).to(DEVICE, dtype)
+    y = torch.randn(len(adapters), sum(rows), generator=generator).to(DEVICE, dtype)
     # One slot has all ranks; others fewer, and what lies beyond is an older adapter's.
     numbers = [rank, max(rank // 3, 1), rank - 1]
     ranks = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
     t_adapter = torch.tensor(adapters, device=DEVICE)
-    expected = reference.adapt(x, weights, reference.plan_adapters(t_adapter, ranks))
-    found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut._replace(by_row=by_row)))
-    assert found.dtype == dtype
+    expected, found = y.clone(), y.clone()
+    reference.adapt(x, expected, weights, reference.plan_adapters(t_adapter, ranks, SCALED))
+    cut = cut._replace(by_row=by_row, ahead=len(rows) > 1)
+    adapt(x, found, weights, plan_adapters(t_adapter, ranks, SCALED, cut))
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
     torch.testing.assert_close(found, expected, **close)
-    assert not found[t_adapter == 0].any()
+    assert torch.equal(found[t_adapter == 0], y[t_adapter == 0])
 
 
 def test_what_a_plan_says_follows_from_its_tensors_alone():
@@ -73,10 +79,10 @@ def test_what_a_plan_says_follows_from_its_tensors_alone():
     ranks = torch.tensor([16, 16, 16], device=DEVICE)
     shapes = set()
     for slots in ([0] * 6, [1, 2, 3, 1, 2, 3], [2] * 6):
-        plan = plan_adapters(torch.tensor(slots, device=DEVICE), ranks, SMALL)
+        plan = plan_adapters(torch.tensor(slots, device=DEVICE), ranks, SCALED, SMALL)
         assert plan.tiles[:, 2].sum() == 6
         shapes.add((plan.order.shape, plan.tiles.shape))
-        assert adapt(x, weights, plan).shape == (6, 24)
+        adapt(x, torch.zeros(6, 24, device=DEVICE), weights, plan)
     assert len(shapes) == 1
 
 
@@ -85,7 +91,7 @@ def test_each_token_is_in_one_tile_of_its_adapter(tokens):
     generator = torch.Generator().manual_seed(2)
     t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=generator).to(DEVICE)
     ranks = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
-    plan = plan_adapters(t_adapter, ranks, SMALL)
+    plan = plan_adapters(t_adapter, ranks, None, SMALL)
     seen = []
     for slot, first, length, rank in plan.tiles.tolist():
         own = plan.order[first : first + length].tolist()
@@ -102,9 +108,9 @@ def test_few_tokens_are_planned_as_many_are(tokens, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=generator).to(DEVICE)
     ranks = torch.tensor([20, 0, 16], dtype=torch.int32, device=DEVICE)
-    found = plan_adapters(t_adapter, ranks, SMALL)
+    found = plan_adapters(t_adapter, ranks, SCALED, SMALL)
     monkeypatch.setattr(adapters, "MOST_PLANNED", 0)
-    expected = plan_adapters(t_adapter, ranks, SMALL)
+    expected = plan_adapters(t_adapter, ranks, SCALED, SMALL)
     assert torch.equal(found.order, expected.order)
     used = expected.tiles[:, 2] > 0
     assert torch.equal(found.tiles[found.tiles[:, 2] > 0], expected.tiles[used])
@@ -126,7 +132,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
+def test_products_end_in_what_adapters_make_of_them(case, dtype, by_row):
     """Plain, normed and gated, and into the stream; with adapters' biases and without."""
     t_adapter, tile = PRODUCTS[case]
     tiles = ProductTiles({}, [(64, tile)])
@@ -140,33 +146,42 @@ def test_products_add_what_adapters_add_where_they_end(case, dtype, by_row):
     weight, bias, norm = draw(80, inputs), draw(80), RowNorm(draw(inputs), 1e-5)
     ranks = torch.tensor([rank, 5, 17], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor(t_adapter, device=DEVICE)
-    cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row)
-    plan = plan_adapters(slots, ranks, cut)
-    seen = plain.plan_adapters(slots, ranks)
+    cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row, ahead=by_row)
+    plan = plan_adapters(slots, ranks, SCALED, cut)
+    seen = plain.plan_adapters(slots, ranks, SCALED)
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}
 
-    def added(rows, x, *, bias=False):
+    def added(rows, *, bias=False):
         weights = weights_of(rows, inputs, rank, dtype, bias=bias)
         for each in (weights.down, weights.up):
             each *= 0.3
-        return Added(weights, plan, adapt), plain.adapt(x, weights, seen)
+        return Added(weights, plan, adapt), Added(weights, seen, plain.adapt)
+
+    def plainly(read, own, bias):
+        y = plain.OPERATIONS.prepare_linear(weight, bias)(read)
+        own.apply(read, y)
+        return y
 
     for biases in (False, True):
-        own, delta = added(rows, x, bias=biases)
-        found = adapted.linear(weight, bias, tiles=tiles)(x, own)
-        expected = plain.OPERATIONS.prepare_linear(weight, bias)(x, delta)
-        torch.testing.assert_close(found, expected, **close)
-        own, delta = added((80,), x, bias=biases)
-        found, expected = stream.clone(), stream.clone()
-        adapted.add_linear(weight, bias, tiles)(x, found, own)
-        plain.OPERATIONS.prepare_add_linear(weight, bias)(x, expected, delta)
-        torch.testing.assert_close(found, expected, **close)
-        normed = plain.OPERATIONS.rms_norm(x, norm.weight, norm.epsilon)
-        for activation, parts in ((Activation.SILU, (40, 40)), (None, rows)):
-            own, delta = added(parts, normed, bias=biases)
-            found = adapted.linear(weight, bias, norm, activation, tiles)(x, own)
-            product = plain.OPERATIONS.prepare_norm_linear(weight, bias, norm, activation)
-            torch.testing.assert_close(found, product(x, delta), **close)
+        base, dense = prepare_linear(weight, bias, tiles), DenseWeight(weight, bias)
+        # A weight that is at hand makes a difference for one token.
+        for given in (dense, None)[: 2 if len(x) == 1 else 1]:
+            own, other = added(rows, bias=biases)
+            found = adapted.linear(base, given, tiles=tiles)(x, own)
+            torch.testing.assert_close(found, plainly(x, other, bias), **close)
+            own, other = added((80,), bias=biases)
+            found = stream.clone()
+            adapted.add_linear(base, given, tiles)(x, found, own)
+            expected = stream + plainly(x, other, bias)
+            torch.testing.assert_close(found, expected, **close)
+            normed = plain.OPERATIONS.rms_norm(x, norm.weight, norm.epsilon)
+            for activation, parts in ((Activation.SILU, (40, 40)), (None, rows)):
+                own, other = added(parts, bias=biases)
+                found = adapted.linear(base, given, norm, activation, tiles)(x, own)
+                expected = plainly(normed, other, bias)
+                if activation is not None:
+                    expected = plain.OPERATIONS.act_mul(expected, activation)
+                torch.testing.assert_close(found, expected, **close)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])

@@ -121,6 +121,34 @@ def test_the_embedding_has_a_layout_of_its_own_and_whole_modules_are_replaced(
     assert torch.equal(made["model.norm.weight"], norm)
 
 
+def test_a_head_that_is_tied_to_the_embedding_follows_it(golden, convert_to, tmp_path):
+    """PEFT saves the factors twice (`ensure_weight_tying`); others of the head are refused."""
+    base, folder = golden("llama-grouped-tied").folder, tmp_path / "adapter"
+    table = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    first, second = torch.randn(RANK, table.shape[0]), torch.randn(table.shape[1], RANK)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "ensure_weight_tying": True}
+    names = "model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_B"
+    head = {"lm_head.lora_A.weight": second.t(), "lm_head.lora_B.weight": first.t()}
+    tensors = dict(zip(names, (first, second), strict=True)) | head
+    tensors |= {"lm_head.base_layer.weight": table, "model.embed_tokens.base_layer.weight": table}
+
+    def save(**more):
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        own = {f"base_model.model.{n}": t.contiguous().clone() for n, t in (tensors | more).items()}
+        save_file(own, folder / "adapter_model.safetensors")
+
+    save()
+    made = load_file(convert_to(base, lora=str(folder)) / "model.safetensors")
+    expected = table + ALPHA / RANK * (second @ first).t()
+    torch.testing.assert_close(made["model.embed_tokens.weight"], expected)
+    assert "lm_head.weight" not in made
+    save(**{"lm_head.lora_A.weight": second.t() + 1})
+    planned = [Planned("model.embed_tokens.weight", torch.float32, table.shape, table.clone)]
+    with pytest.raises(ModelError, match="the base has no weight for lm_head"):
+        lora.merged(planned, folder)
+
+
 @pytest.mark.parametrize(
     ("more", "tensors", "said"),
     [

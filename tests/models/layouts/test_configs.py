@@ -253,6 +253,8 @@ def inputs(**values):
     [
         ({"quant_method": "exl2"}, "quant_method 'exl2' is not supported"),
         ({"quant_method": "torchao"}, "quant_method 'torchao' is not supported"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
+        ({"quant_method": "quanto"}, "quant_method 'quanto' is not supported"),
         (GPTQ | {"bits": 5}, "quantization_config: bits 5 is not supported"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format True is not supported"),
@@ -336,7 +338,14 @@ def test_the_operators_word_is_compared_with_the_checkpoint(asked, message, tmp_
 
 
 @pytest.mark.parametrize(
-    ("asked", "held"), [("eetq", Int8Weight), ("bitsandbytes", Int8Weight), ("int4", Int4Weight)]
+    ("asked", "held"),
+    [
+        ("eetq", Int8Weight),
+        ("bitsandbytes", Int8Weight),
+        ("bitsandbytes-nf4", Int4Weight),
+        ("bitsandbytes-fp4", Int4Weight),
+        ("int4", Int4Weight),
+    ],
 )
 def test_names_of_tgis_launcher_are_made_at_load(asked, held, tmp_path):
     pair = make_pair(tmp_path, None, packers.signed)

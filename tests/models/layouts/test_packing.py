@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tokenpod.models.layouts.packing import around, unpacked, unpacked_awq, words
+from tokenpod.models.mxfp4 import weight_of
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -41,6 +42,15 @@ def test_numbers_of_3_bits_reach_from_one_word_into_the_next():
 def test_awq_has_even_outputs_of_a_word_first():
     # Places 0 to 7 have outputs 0, 2, 4, 6, 1, 3, 5, 7.
     assert unpacked_awq(int32(0x75316420)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_mxfp4_has_the_first_number_of_a_byte_in_its_low_half():
+    # e2m1: sign, two bits of exponent, one of mantissa; e8m0: the scale is 2 to the exponent - 127.
+    block = [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE, *[0] * 7, 0x7F]
+    weight = weight_of(torch.tensor([[block]]).byte(), torch.tensor([[128]]).byte())
+    halves = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    numbers = [*halves, *(-x for x in halves), *[0] * 14, -6, 6]
+    assert weight.dequantised(torch.float32).tolist() == [[2 * x for x in numbers]]
 
 
 def test_a_part_that_begins_inside_a_word_takes_whole_words():

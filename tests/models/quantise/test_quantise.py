@@ -76,6 +76,42 @@ def test_what_is_written_is_served_and_near(name, group, held, most, dense, tmp_
     assert listed["model.safetensors"] == digest_of(folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_what_is_written_is_what_is_made_while_loading(name, dense, tmp_path):
+    """The same numbers, scales and rounding of inputs. Of int4 what is made has bfloat16 scales."""
+    source = dense(hidden_size=256, intermediate_size=256)
+    folder = written(source, tmp_path / "made", name)
+    stored, made = read(folder, Shard()), read(source, Shard(), quantize=name)
+    for key, weight in made.items():
+        assert torch.equal(dense_of(stored[key]), dense_of(weight)), key
+        if not isinstance(weight, torch.Tensor):
+            ours, theirs = ([part.rounding for part in w.parts] for w in (weight, stored[key]))
+            assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("int8", "pack-quantized"), ("int4", "pack-quantized"), ("fp8", "float-quantized")],
+)
+def test_what_is_written_is_read_by_compressed_tensors(name, form, dense, tmp_path):
+    """Its config, and modules that its own code unpacks, say what ours read."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    folder = written(dense(hidden_size=256), tmp_path / "made", name)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    theirs = QuantizationConfig.model_validate(config)
+    assert theirs.format == form
+    assert theirs.quantization_status.value == "compressed"
+    (scheme,) = theirs.config_groups.values()
+    stored, (down,) = load_file(folder / "model.safetensors"), read(folder, Shard())["0.down"].parts
+    begin = "model.layers.0.mlp.down_proj."
+    state = {key.removeprefix(begin): t for key, t in stored.items() if key.startswith(begin)}
+    unpacked = BaseCompressor.get_value_from_registry(form).decompress(state, scheme)["weight"]
+    torch.testing.assert_close(unpacked.float(), down.dequantised(torch.float32))
+
+
 def test_experts_are_written_too_and_routers_left(dense, tmp_path):
     source = dense(
         architectures=["Qwen3MoeForCausalLM"],

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from golden_kinds.base import MAX_POSITIONS, Kind, rope
 
@@ -72,6 +71,9 @@ def packed(config: dict[str, Any], tensors: Tensors) -> None:
 
 def unpacked(model: Any) -> None:
     """The same weights, made by transformers' own function."""
+    # It takes seconds to import, and each process that runs tests imports this module.
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
     for name, parameter in model.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):
             made = _convert_moe_packed_tensors(

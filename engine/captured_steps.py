@@ -1,0 +1,171 @@
+"""Which steps are captured: sizes and kinds of them, and the one that a plan fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tokenpod.core.plan import StepPlan
+from tokenpod.engine.graphs import (
+    Captured,
+    Graphs,
+    decode_counts,
+    flat_counts,
+    mixed_counts,
+    mixed_rows,
+    single_rows,
+    with_adapters,
+)
+from tokenpod.engine.integers import Counts, Integers
+from tokenpod.kernels.batch import RaggedRows
+
+#: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
+_MOST_CAPTURED_TOKENS = 1024
+#: Of the captured steps with drafts: as many tokens as drafts, and rows that have them.
+_MOST_DRAFTED_TOKENS = 384
+#: In those of fewer tokens each is a row of its own, whose context many programs share: a row of a
+#: few tokens would walk along its context alone. More would read contexts too often.
+_MOST_FLAT_TOKENS = 32
+
+
+class CapturableSteps(Protocol):
+    """What an executor has captured, and what it runs by itself where nothing is."""
+
+    def computed(
+        self, integers: Integers, rows: RaggedRows, *, decode: bool, follow: bool
+    ) -> torch.Tensor:
+        """[n, vocabulary] logits of a padded step, by its integers on the device.
+
+        Args:
+            integers: of the step.
+            rows: its rows, as far as they are the same in each of its size.
+            decode: whether each row has one token, which is sampled.
+            follow: whether a draft model follows the step here.
+        """
+        ...
+
+    def follow(self, integers: Integers, rows: RaggedRows) -> object:
+        """Let the draft model follow a step that has been computed without."""
+        ...
+
+    def draw_masked(self, counts: Counts, integers: Integers, logits: torch.Tensor) -> object:
+        """Draw for the rows of a step that decodes, all of which wait for masks."""
+        ...
+
+    def padding(self, counts: Counts) -> torch.Tensor:
+        """The integers of a step that is nothing but padding."""
+        ...
+
+
+class _Kinds(NamedTuple):
+    """Mixed steps, those that decode alone, and those with drafts, few and many."""
+
+    mixed: Graphs
+    decode: Graphs
+    few: Graphs | None
+    many: Graphs | None
+
+
+class CapturedSteps:
+    """Captured steps of an executor: none before `capture`.
+
+    Args:
+        rows: sequences that can be live at once.
+        max_tokens: most tokens of a step.
+        tiles: how many numbers describe the tiles of a step of so many tokens.
+        drafts: most samples of a step besides each row's first; steps with any have graphs of
+            their own, since others would make their logits too.
+        adapted: whether steps in which rows have adapters are captured too.
+        behind: whether a draft model follows steps with drafts in a graph of its own, behind which
+            nobody waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        max_tokens: int,
+        tiles: Callable[[int], int],
+        drafts: int,
+        adapted: bool,
+        behind: bool,
+    ) -> None:
+        self._rows, self._max_tokens, self._tiles = rows, max_tokens, tiles
+        self._drafts, self._adapted, self._behind = drafts, adapted, behind
+        #: By whether some row has an adapter.
+        self._kinds: dict[bool, _Kinds] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is captured."""
+        return bool(self._kinds)
+
+    @property
+    def words(self) -> int:
+        """int64 words that hold the integers of any step, captured or not."""
+        tiles = self._tiles(min(self._max_tokens, _MOST_CAPTURED_TOKENS))
+        most = Counts(self._max_tokens, self._rows, self._rows, tiles, self._drafts, adapters=True)
+        flat = flat_counts(self._rows, _MOST_FLAT_TOKENS, self._drafts) if self._drafts else {}
+        return max(each.words for each in (most, *with_adapters(flat, adapters=True).values()))
+
+    def capture(self, steps: CapturableSteps) -> object:
+        """Capture steps of up to 1,024 tokens; returns the memory that graphs share."""
+        most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
+        memory = None
+        # Steps in which no row has an adapter do without the launches for them.
+        for adapted in (False, True)[: 1 + self._adapted]:
+            mixed = with_adapters(mixed_counts(self._rows, most, self._tiles), adapted)
+            decode = with_adapters(decode_counts(self._rows), adapted)
+            # Each draft is a token of the step.
+            drafted = {
+                size: replace(counts, drafts=min(self._drafts, size))
+                for size, counts in mixed.items()
+                if _MOST_FLAT_TOKENS < size <= _MOST_DRAFTED_TOKENS
+            }
+            flat = flat_counts(self._rows, min(most, _MOST_FLAT_TOKENS), self._drafts)
+            flat = with_adapters(flat, adapted)
+            with torch.inference_mode():
+                first = _graphs(steps, mixed, memory, mixed_rows)
+                memory = first.memory
+                second = _graphs(steps, decode, memory, single_rows, decode=True)
+                third = fourth = None
+                if self._drafts:
+                    third = _graphs(steps, flat, memory, single_rows, behind=self._behind)
+                    fourth = _graphs(steps, drafted, memory, mixed_rows, behind=self._behind)
+            self._kinds[adapted] = _Kinds(first, second, third, fourth)
+        return memory
+
+    def fitting(self, plan: StepPlan) -> Captured | None:
+        """The captured step that a plan fits; None: there is none."""
+        kinds = self._kinds.get(len(plan.r_adapter) > 0)
+        if kinds is None or len(plan.scored_token) or plan.embeds:
+            return None
+        if plan.rows == plan.tokens == plan.sampling:
+            return kinds.decode.fitting(plan.rows)
+        if not plan.drafts:
+            return kinds.mixed.fitting(plan.tokens)
+        captured = kinds.few.fitting(plan.tokens) if kinds.few else None
+        return captured or (kinds.many.fitting(plan.tokens) if kinds.many else None)
+
+
+def _graphs(
+    steps: CapturableSteps,
+    counts: dict[int, Counts],
+    memory: object,
+    rows_of: Callable[[Counts], RaggedRows],
+    *,
+    decode: bool = False,
+    behind: bool = False,
+) -> Graphs:
+    """Steps of one kind; `behind`: the draft model follows in graphs of its own."""
+
+    def forward(counts: Counts, integers: Integers) -> torch.Tensor:
+        return steps.computed(integers, rows_of(counts), decode=decode, follow=not behind)
+
+    def follow(counts: Counts, integers: Integers) -> object:
+        return steps.follow(integers, rows_of(counts))
+
+    on = steps.draw_masked if decode else None
+    return Graphs(forward, counts, steps.padding, memory, follow if behind else None, on)

@@ -22,7 +22,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -44,7 +43,6 @@ from tokenpod.kernels.triton.quantised.tiles import (
     WAYS,
     Tile,
     Tiles,
-    TokenTile,
     measured,
     parse,
     text_of,
@@ -56,18 +54,8 @@ from tokenpod.models.decoder import Decoder
 MEMORY_RATE = 4.8e12
 #: (rows, context) of steps.
 STEPS = ((1, 256), (16, 1024), (64, 1024))
-#: Tables that are made of what is found: the best of those tiles. Steps are timed with each, since
-#: what is fastest behind itself may not be between its neighbours.
-AMONG: dict[str, Callable[[Tile], bool]] = {
-    "found": lambda tile: True,
-    "launch": lambda tile: not (isinstance(tile, TokenTile) and tile.rounds),
-    "own": lambda tile: not isinstance(tile, TokenTile) or tile.rounds,
-}
 #: Rounds in which the steps of all tables are timed.
 ROUNDS = 3
-
-#: Entries of a table, by the name of the table.
-Found = dict[str, list[dict[str, Any]]]
 
 
 def weights_of(case: Case, count: int | None = None) -> list[Any]:
@@ -141,12 +129,12 @@ def compile_case(job: tuple[Case, int, int, int]) -> list[str]:
     return wrong
 
 
-def search(case: Case, among: list[int] | None, found: Found) -> None:
+def search(case: Case, among: list[int] | None, found: list[dict[str, Any]]) -> None:
     """Time a case's tiles; the best into `found`."""
     n, k, around = SHAPES[case.shape]
     weights, exact = weights_of(case), Exact()
     prepared = Prepared(case, weights)
-    entries: Found = {name: [] for name in AMONG}
+    entries = []
     for tokens in tokens_of(case, among):
         x = inputs_of(tokens, k)
         expected = exact.of(weights[0], around, tokens)
@@ -175,14 +163,11 @@ def search(case: Case, among: list[int] | None, found: Found) -> None:
             f"{share / now:4.0%}  best {best * 1e6:6.1f} us {share / best:4.0%}",
             flush=True,
         )
-        for taken, each in ranked[:4]:
+        for taken, each in ranked[:3]:
             print(f"{'':10s}{taken * 1e6:6.1f} {each}", flush=True)
-        for name, suits in AMONG.items():
-            tile = next((each for _, each in ranked if suits(each)), tile)
-            way = next(name for name, kind in WAYS.items() if isinstance(tile, kind))
-            entries[name].append({"tokens": tokens, "way": way, **asdict(tile)})
-    for name, tiles in entries.items():
-        found[name].append({"kind": case.kind, "n": n, "k": k, "tiles": tiles})
+        way = next(name for name, kind in WAYS.items() if isinstance(tile, kind))
+        entries.append({"tokens": tokens, "way": way, **asdict(tile)})
+    found.append({"kind": case.kind, "n": n, "k": k, "tiles": entries})
 
 
 def stays(tile: dict[str, Any], new: dict[int, str]) -> bool:
@@ -283,7 +268,7 @@ def main() -> None:
                 for problem in problems:
                     print("FAILED", problem, flush=True)
         print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    found: Found = {name: [] for name in AMONG}
+    found: list[dict[str, Any]] = []
     with torch.inference_mode():
         for done, case in enumerate(cases):
             if time.monotonic() - began > options.seconds:
@@ -294,12 +279,13 @@ def main() -> None:
             except Exception as error:
                 print(f"FAILED {case}: {type(error).__name__} {str(error)[:300]}", flush=True)
             torch.cuda.empty_cache()
-        tables = {"table": measured((9, 0))}
-        for name, entries in found.items() if cases else ():
-            print(name.upper(), json.dumps(entries), flush=True)
-            tables[name] = parse(merged(entries))
+        table = merged(found)
+        print("TABLE", json.dumps(found), flush=True)
         if options.into:
-            options.into.write_text(text_of(merged(found["found"])))
+            options.into.write_text(text_of(table))
+        tables = {"table": measured((9, 0))}
+        if found:
+            tables["found"] = parse(table)
         if options.steps:
             steps = [step for step in STEPS if not options.rows or step[0] in options.rows]
             time_steps(options.steps, tables, steps)

@@ -35,20 +35,16 @@ def token_steps(
     k = ROW_WORDS * (2 * EIGHTS)
     most = tl.zeros((1, FOURS, 8), tl.int32)
     squares = tl.zeros((1, FOURS, 8) if norm_weight is not None else (1, 1, 1), tl.float32)
-    # Reads of several parts are under way at a time.
-    PARTS: tl.constexpr = triton.cdiv(ROW_WORDS, WORDS)
-    AT_ONCE: tl.constexpr = 7 if PARTS % 7 == 0 else (2 if PARTS % 2 == 0 else 1)
-    for part in tl.range(0, PARTS, AT_ONCE):
-        for more in tl.static_range(AT_ONCE):
-            four = (part + more) * FOURS + tl.arange(0, FOURS)[None, :]
-            for eight in tl.static_range(EIGHTS):
-                v, square = _eight(
-                    x, norm_weight, _input_of(four, eight, KIND, WIDTH), four * 4 < ROW_WORDS
-                )
-                # As bits, what is no number is larger than any, and stays in a maximum.
-                most = tl.maximum(most, tl.abs(v).to(tl.int32, bitcast=True))
-                if norm_weight is not None:
-                    squares += square
+    for start in tl.range(0, ROW_WORDS, WORDS):
+        four = start // 4 + tl.arange(0, FOURS)[None, :]
+        for eight in tl.static_range(EIGHTS):
+            v, square = _eight(
+                x, norm_weight, _input_of(four, eight, KIND, WIDTH), four * 4 < ROW_WORDS
+            )
+            # As bits, what is no number is larger than any, and stays in a maximum.
+            most = tl.maximum(most, tl.abs(v).to(tl.int32, bitcast=True))
+            if norm_weight is not None:
+                squares += square
     largest = tl.max(tl.max(tl.max(most, axis=2), axis=1), axis=0).to(tl.float32, bitcast=True)
     MOST: tl.constexpr = FP8_MOST if KIND == "fp8" else DIGITS_MOST
     step = largest / MOST + largest * 0.0

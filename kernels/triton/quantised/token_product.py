@@ -102,7 +102,7 @@ def multiply_token(
     (token_walk if walks else token_product)[(min(blocks, tile.programs) if walks else blocks,)](
         *inputs,
         *(words, scale, bias, y, n, len(scale), 0.0 if norm is None else norm.epsilon),
-        tile.chunks if asks else 0,
+        tile.chunks,
         KIND=kind,
         ROW_WORDS=row_words,
         WIDTH=width,
@@ -110,6 +110,7 @@ def multiply_token(
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add,
         ASSEMBLY=capability(y.device) is not None,
+        ASKS=asks and tile.chunks > 0,
         BLOCK_N=block_n,
         num_warps=tile.warps,
         **({} if walks else own),
@@ -137,6 +138,7 @@ def token_product(
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    ASKS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
@@ -161,9 +163,9 @@ def token_product(
     w = tile_of(at_row + word, word, ROW_WORDS, EVEN)
     s = scales_of(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
     of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
-    if ROUNDS and norm_weight is not None and ASSEMBLY:
-        ask_norm(norm_weight, KIND, ROW_WORDS)
-    if ASSEMBLY:
+    if ASKS:
+        if ROUNDS and norm_weight is not None:
+            ask_norm(norm_weight, KIND, ROW_WORDS)
         ask_first(weight, n * ROW_WORDS, chunks // GATES)
         if GATES == 2:
             ask_first(weight + n * ROW_WORDS, n * ROW_WORDS, chunks // GATES)

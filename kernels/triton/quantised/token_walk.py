@@ -40,6 +40,7 @@ def token_walk(
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    ASKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -61,7 +62,7 @@ def token_walk(
     w = tl.load(at, eviction_policy="evict_first")
     s = scales_of(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
     of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
-    if ASSEMBLY:
+    if ASKS:
         if ROUNDS and norm_weight is not None:
             ask_norm(norm_weight, KIND, ROW_WORDS)
         ask_blocks(weight, n, chunks, ROW_WORDS, BLOCK_N)

@@ -26,21 +26,20 @@ def prepare_lanes(
     kind = kind_of_lanes(made)
     # Whole numbers of 4 bits without zeros, and blocks without anything beyond the last input.
     whole = kind == "int4" and made.zero is None
-    has_token = whole and made.inputs % (made.planes * made.width) == 0
+    full = made.inputs % (made.planes * made.width) == 0
+    but = None if whole and full else TokenTile
     chosen = tiles or measured(capability(made.numbers.device))
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None
-        if x.itemsize <= 2:
-            but = None if has_token else TokenTile
-            tile = chosen.choose(kind, made.rows, made.inputs, len(x), but=but)
-        takes_token = isinstance(tile, TokenTile)
+        few = x.itemsize <= 2
+        tile = chosen.choose(kind, made.rows, made.inputs, len(x), but=but) if few else None
         norm = around.norm
-        if norm is not None and not (takes_token and made.order is None):
+        # A launch or a program that rounds norms too, where it has inputs in their order.
+        if norm is not None and (made.order is not None or not isinstance(tile, TokenTile)):
             x, norm = rms_norm(x, norm.weight, norm.epsilon), None
         if made.order is not None:
             x = x.index_select(1, made.order)
-        if takes_token:
+        if isinstance(tile, TokenTile):
             token = token_of(x, None, norm, tile, made.width)
             start_from(
                 delta,

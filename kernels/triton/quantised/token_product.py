@@ -87,6 +87,7 @@ def multiply_token(
     words = weight.view(torch.int8).view(torch.int32)
     row_words = words.shape[1]
     block_n = max(1, tile.block_n // (1 if activation is None else 2))
+    inputs: tuple[torch.Tensor | None, ...]
     if isinstance(x, Rounded):
         inputs = (x.numbers.view(torch.int8).view(torch.int32), x.scale, None)
     else:

@@ -137,33 +137,29 @@ class Scales:
 
         Raises ModelError for a product whose weight is not at hand.
         """
-        own = {
-            name: parts
-            for name, parts in factors.items()
-            if any(each.lengths is not None for each in parts.values())
-        }
-        if not own:
-            return None
-        scale = torch.ones_like(self._table[0])
-        squares = torch.zeros_like(self._sums)
+        lengths = torch.ones(self._table.shape[1])
+        found: list[tuple[slice, torch.Tensor]] = []
         with torch.inference_mode(), self._beside:
-            for name, parts in own.items():
-                if name not in self._linears:
-                    raise ModelError(f"DoRA: {name} is no product whose weight is at hand")
+            for name, parts in factors.items():
                 place = self._places[name]
-                summed = place.start >= self._alone
                 for part, each in parts.items():
                     if each.lengths is None:
                         continue
-                    start = place.start + sum(self.products[name].rows[:part])
-                    at = slice(start, start + len(each.up))
-                    found = self._moved(name, at.start - place.start, each, rest)
-                    scale[at] = each.lengths.to(self.device)
-                    if summed:
-                        squares[at.start - self._alone : at.stop - self._alone] = found
-                    else:
-                        scale[at] *= _inverse(found)
-            return Made(scale.cpu(), squares.cpu())
+                    if name not in self._linears:
+                        raise ModelError(f"DoRA: {name} is no product whose weight is at hand")
+                    first = sum(self.products[name].rows[:part])
+                    at = slice(place.start + first, place.start + first + len(each.up))
+                    lengths[at] = each.lengths
+                    found.append((at, self._moved(name, first, each, rest)))
+            if not found:
+                return None
+            squares = torch.zeros_like(self._table[0])
+            for at, own in found:
+                squares[at] = own
+            known = squares.cpu()
+        alone = self._alone
+        lengths[:alone] *= _inverse(known[:alone])
+        return Made(lengths, known[alone:])
 
     def row(self, made: Made, name: str) -> torch.Tensor | None:
         """[out]: what a product's outputs are multiplied with; None: ranks must sum first."""

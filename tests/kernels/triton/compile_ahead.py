@@ -212,13 +212,14 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
-    for kind, words in (("int8", 128), ("fp8", 128), ("int4", 64)) if every else ():
-        for programs, rounds in ((0, False), (0, True), (2, True)):
+    for kind, words in (("int4", 64), ("int8", 128), ("fp8", 128))[: None if every else 1]:
+        for programs, rounds in ((0, False), (2, True), (0, True))[: None if every else 2]:
             tile = quantised_tiles.TokenTile(8, words, 1, 0, rounds, programs)
             tiles = quantised_tiles.Tiles({kind: [(1, tile)]}, {})
             x = draw(1, HIDDEN)
             quantised.prepare_norm_linear(weights[kind], bias, norm, Activation.SILU, tiles)(x)
-            quantised.prepare_add_linear(weights[kind], None, tiles)(x, draw(1, 2 * HIDDEN))
+            if every:
+                quantised.prepare_add_linear(weights[kind], None, tiles)(x, draw(1, 2 * HIDDEN))
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))

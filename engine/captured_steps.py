@@ -52,7 +52,7 @@ class CapturableSteps(Protocol):
         ...
 
     def draw_masked(self, counts: Counts, integers: Integers, logits: torch.Tensor) -> object:
-        """Draw for the rows of a step that decodes, all of which wait for masks."""
+        """Draw for all rows of a step, some of which wait for masks."""
         ...
 
     def padding(self, counts: Counts) -> torch.Tensor:
@@ -127,9 +127,9 @@ class CapturedSteps:
             flat = flat_counts(self._rows, min(most, _MOST_FLAT_TOKENS), self._drafts)
             flat = with_adapters(flat, adapted)
             with torch.inference_mode():
-                first = _graphs(steps, mixed, memory, mixed_rows)
+                first = _graphs(steps, mixed, memory, mixed_rows, masked=True)
                 memory = first.memory
-                second = _graphs(steps, decode, memory, single_rows, decode=True)
+                second = _graphs(steps, decode, memory, single_rows, decode=True, masked=True)
                 third = fourth = None
                 if self._drafts:
                     third = _graphs(steps, flat, memory, single_rows, behind=self._behind)
@@ -158,8 +158,12 @@ def _graphs(
     *,
     decode: bool = False,
     behind: bool = False,
+    masked: bool = False,
 ) -> Graphs:
-    """Steps of one kind; `behind`: the draft model follows in graphs of its own."""
+    """Steps of one kind.
+
+    `behind`: the draft model follows in graphs of its own; `masked`: rows may wait for masks.
+    """
 
     def forward(counts: Counts, integers: Integers) -> torch.Tensor:
         return steps.computed(integers, rows_of(counts), decode=decode, follow=not behind)
@@ -167,5 +171,5 @@ def _graphs(
     def follow(counts: Counts, integers: Integers) -> object:
         return steps.follow(integers, rows_of(counts))
 
-    on = steps.draw_masked if decode else None
+    on = steps.draw_masked if masked else None
     return Graphs(forward, counts, steps.padding, memory, follow if behind else None, on)

@@ -46,7 +46,7 @@ def make_proposals(
 ) -> Proposals | ParallelProposals:
     """What finds drafts with a draft model, a head, or heads; see `Proposals`."""
     if isinstance(draft, ParallelDraft):
-        return ParallelProposals(draft, sampler, accepted=accepted, upload=upload)
+        return ParallelProposals(draft, sampler, last_token=last_token, upload=upload)
     tables = {"row_table": row_table, "last_token": last_token, "accepted": accepted}
     return Proposals(draft, sampler, make_batch, **tables, upload=upload, ranks=ranks)
 

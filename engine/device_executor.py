@@ -20,7 +20,7 @@ from tokenpod.engine.captured_steps import CapturedSteps
 from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals, make_proposals
-from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws
+from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws, drawn_late
 from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
@@ -112,6 +112,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 upload=self._upload,
                 ranks=ranks,
             )
+        if isinstance(self._proposals, Proposals):
             self._proposals.use(pool.slots)
         if draft is not None and not isinstance(draft, ParallelDraft):
             self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
@@ -121,8 +122,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             tiles=self._tiles.count,
             drafts=drafts,
             adapted=adapted,
-            # A head reads what the served model has made of a step, so it can only follow it; as
-            # the host waits for steps with drafts, it does so behind their results.
+            # A head can only follow a step; where the host waits, it does so behind its results.
             behind=isinstance(draft, HeadDraft),
         )
         words = self._captured.words
@@ -137,7 +137,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._pool = pool
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
-        if self._proposals is not None:
+        if isinstance(self._proposals, Proposals):
             self._proposals.use(pool.slots)
         self._copies.use(pools_of(pool, self._draft))
 
@@ -161,7 +161,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def release(self, rows: Sequence[int]) -> None:
         """See `StepExecutor.release`."""
         super().release(rows)
-        if self._proposals is not None:
+        if isinstance(self._proposals, Proposals):
             self._proposals.ahead.forget(rows)
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
@@ -195,7 +195,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         flight = self._draw(flight, logits, integers, mailbox, captured)
         if captured is not None and captured.run_behind is not None:
             captured.run_behind()
-        if self._proposals is not None:
+        if isinstance(self._proposals, Proposals):
             self._proposals.find_ahead(plan, mailbox, unknown)
         return flight
 
@@ -209,7 +209,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
         plan, staging = flight.plan, mailbox.staging
-        if plan.waits_for_masks and captured is not None and captured.run_on is not None:
+        if captured is not None and captured.run_on is not None and drawn_late(plan):
             run, draws = captured.run_on, self._masked_draws
             alone = MaskedDrawing(plan, logits, draws=draws, run=run, staging=staging)
             return self._finish(flight, alone, [])
@@ -248,6 +248,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
             return None
         pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
+        if drawn_late(plan):
+            # The first draw, which is captured with the step, draws for nobody.
+            host.sample_row[: plan.sampling] = self._rows
         if captured.counts.flat:
             flatten(host, plan)
         return captured

@@ -1,7 +1,8 @@
-"""Draws under masks of steps in which every row decodes: captured, like the steps themselves.
+"""Draws of steps in which some row waits for its mask: captured, like the steps themselves.
 
 Masks come while the step's forward runs. What is launched between them and the next step is time in
-which the device may have nothing to do.
+which the device may have nothing to do. So all rows of such a step are drawn then, by one launch:
+results of those without a mask would not be sent any sooner.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from tokenpod.kernels.triton.steps import remember
 
 #: Columns begin at multiples of 64 bytes, see `Staging.upload`.
 _UNIT = 8
+
+
+def drawn_late(plan: StepPlan) -> bool:
+    """Whether all rows of a captured step are drawn once masks are there."""
+    return bool(plan.r_masked.any()) and not plan.drafts
 
 
 class MaskedDraws:
@@ -48,24 +54,27 @@ class MaskedDraws:
         words = mask_words(logits.shape[1])
         if self._masks.shape[1] != words:
             self._masks = self._masks.new_zeros((len(self._masks), words))
-        rows, positions = self._numbers[:, : counts.rows]
-        tokens = self.sampler.draw(logits, rows, positions, self._masks[: counts.rows])
+        rows, positions = self._numbers[:, : counts.samples]
+        tokens = self.sampler.draw(logits, rows, positions, self._masks[: counts.samples])
         remember(tokens, rows, self._last_token)
 
     def enter(self, plan: StepPlan, size: int, masks: Masks, staging: Staging) -> None:
-        """Send what a draw of `size` rows reads to the device; a row without a mask draws nothing.
-
-        Raises nothing: a plan has as many rows at most.
-        """
-        n = plan.rows
+        """Send what a draw of `size` rows reads to the device; whose mask is late draws nothing."""
+        sampled = np.flatnonzero(plan.r_samples)
+        n = len(sampled)
         host, own = staging.room((2, -(-size // _UNIT) * _UNIT), np.int64)
         host[0] = len(self._last_token) - 1
-        host[0, :n], host[1, :n] = plan.r_row, plan.r_output
+        host[0, :n], host[1, :n] = plan.r_row[sampled], plan.r_output[sampled]
         self._numbers[:, : host.shape[1]].copy_(own, non_blocking=True)
-        words, own = staging.room((n, self._masks.shape[1]), np.int32)
+        waiting = np.flatnonzero(plan.r_masked[sampled])
+        words, own = staging.room((len(waiting), self._masks.shape[1]), np.int32)
         none = np.zeros((1, self._masks.shape[1]), np.int32)
-        np.concatenate([masks.get(row, none) for row in range(n)], out=words)
-        self._masks[:n].copy_(own, non_blocking=True)
+        np.concatenate([masks.get(row, none) for row in sampled[waiting].tolist()], out=words)
+        if len(waiting) == n:
+            self._masks[:n].copy_(own, non_blocking=True)
+            return
+        self._masks[:n].fill_(-1)
+        self._masks.index_copy_(0, staging.upload(waiting), staging.send(own))
 
     def drawn(self, logits: torch.Tensor, rows: int) -> Samples:
         """What has been drawn for the first rows, and what else they ask of it."""
@@ -74,7 +83,7 @@ class MaskedDraws:
 
 
 class MaskedDrawing(Drawing):
-    """Draws a step that was captured, in which each row waits for its mask.
+    """Draws a step that was captured, in which some row waits for its mask.
 
     Args:
         plan: the step's.
@@ -105,4 +114,4 @@ class MaskedDrawing(Drawing):
         """See `Drawing.draw_masked`."""
         self._draws.enter(self.plan, len(self.logits), masks, self._staging)
         self._run(self.logits)
-        self.drawn = self._draws.drawn(self.logits, self.plan.rows)
+        self.drawn = self._draws.drawn(self.logits, self.plan.sampling)

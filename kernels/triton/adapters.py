@@ -30,6 +30,9 @@ from tokenpod.kernels.triton.launch import launch_options
 MOST_PLANNED = 128
 #: Ranks that a program multiplies at once: the least that a matrix unit takes.
 RANKS = 16
+#: By row, a part of so many outputs, as a head's, has programs of more of them: a launch of tens of
+#: thousands, most of which have nothing to add, takes longer than what they add.
+WIDE, WIDE_OUTPUTS, WIDE_WARPS = 1 << 15, 512, 2
 #: Rows that it takes at least, however few tokens there are.
 _LEAST_ROWS = 16
 #: Parts of a product, at most: queries, keys and values.
@@ -204,7 +207,10 @@ def expand(
     """
     cut, (splits, tokens, parts, width) = plan.cut, inner.shape
     rows = [*weights.rows, *[0] * (_MOST_PARTS - parts)]
-    columns = sum(triton.cdiv(n, cut.outputs) for n in rows)
+    outputs, warps = cut.outputs, cut.output_warps
+    if cut.by_row and activation is None and max(rows) >= WIDE:
+        outputs, warps = WIDE_OUTPUTS, WIDE_WARPS
+    columns = sum(triton.cdiv(n, outputs) for n in rows)
     if activation is not None:
         assert gated is not None, activation
         assert weights.rows[0] * 2 == sum(weights.rows), weights.rows
@@ -237,9 +243,9 @@ def expand(
         PARTS=parts,
         WIDTH=width,
         SPLITS=splits,
-        OUTPUTS=cut.outputs,
+        OUTPUTS=outputs,
         RANKS=RANKS,
-        num_warps=cut.output_warps,
+        num_warps=warps,
         **more,
         **launch_options(y.device),
     )

@@ -51,7 +51,7 @@ class GroupStartup:
         """What a rank waits for."""
         if reason != self._waiting:
             self._waiting = reason
-            log.info("forming the group", extra={"reason": reason})
+            log.info("group start-up", extra={"reason": reason})
 
     async def try_again(self, reason: str) -> None:
         """An attempt has failed: pause before the next."""

@@ -22,10 +22,7 @@ SERVICE = "generate.v3.TextGenerationService"
 PUBLIC = "tokenpod.v1.GenerationService"
 ADAPTERS = "tokenpod.v1.AdapterService"
 HEALTH = "grpc.health.v1.Health"
-OTHERS = (
-    *("generate.v1.TextGenerationService", "generate.v2.TextGenerationService"),
-    *("fmaas.GenerationService", "vllm.grpc.engine.VllmEngine"),
-)
+SERVED = {SERVICE, PUBLIC, ADAPTERS, HEALTH, V1, V1ALPHA}
 TOOLS = Path(sys.executable).parent
 
 
@@ -33,7 +30,7 @@ TOOLS = Path(sys.executable).parent
 async def server() -> AsyncIterator[Running]:
     async def prepare(server: grpc.aio.Server) -> None:
         await HealthBoard().add_to(server, [SERVICE])
-        rows = [row for row in TABLE if row.service not in OTHERS]
+        rows = [row for row in TABLE if row.service in SERVED]
         enable_reflection(rows, server)
 
     async with serving(

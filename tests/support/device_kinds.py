@@ -138,6 +138,7 @@ ONCE: tuple[Once, ...] = (
     Once("gemma3-varied", {**_WINDOW, "head_dim": 128}),
     Once("glm", {**_WIDE, "head_dim": 128}),
     Once("glm4", {**_WIDE, "head_dim": 128}),
+    Once("helium", {**_WIDE, "head_dim": 64}),
     Once("gpt2", {**_GPT, "n_positions": POSITIONS}),
     Once("gpt-bigcode", {**_GPT, "n_positions": POSITIONS}),
     Once("gptj", {**_GPT, "n_positions": POSITIONS, "rotary_dim": 32}),

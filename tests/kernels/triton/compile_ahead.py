@@ -324,6 +324,11 @@ def adapted() -> None:
                 halves = replace(weights, down=down, rows=(HIDDEN // 2, HIDDEN // 2))
                 own = Added(halves, plan, adapters.adapt)
                 OPERATIONS.adapted.linear(*base, norm, Activation.SILU)(x, own)
+    head = AdapterWeights(
+        draw(4, 1, 16, HIDDEN), draw(4, 16, adapters.WIDE), None, (adapters.WIDE,)
+    )
+    plan = adapters.plan_adapters(torch.ones(64, dtype=torch.int64), ranks)
+    adapters.adapt(draw(64, HIDDEN), draw(64, adapters.WIDE), head, plan)
     weights = AdapterWeights(draw(4, 1, 16, 300), draw(4, 16, HIDDEN), None, (HIDDEN,))
     one = torch.ones(3, dtype=torch.int64)
     OPERATIONS.adapt_rows(draw(3, HIDDEN), weights, one, one, ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted import DEVICE
@@ -71,6 +73,27 @@ def test_it_makes_what_the_reference_makes(case, dtype, by_row):
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
     torch.testing.assert_close(found, expected, **close)
     assert torch.equal(found[t_adapter == 0], y[t_adapter == 0])
+
+
+@pytest.mark.sampled(2, "gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_have_programs_of_more_outputs(dtype, monkeypatch):
+    """A slot of rank 0 leaves the base's product as it is, and one of more ranks adds them."""
+    monkeypatch.setattr(adapters, "WIDE", 600)
+    weights = replace(weights_of((600,), 40, 24, dtype), scale=None)
+    slots, ranks = [0, 1, 2, 3, 1, 1], torch.tensor([24, 0, 5], dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(len(slots), 40, generator=generator).to(DEVICE, dtype)
+    y = torch.randn(len(slots), 600, generator=generator).to(DEVICE, dtype)
+    t_adapter = torch.tensor(slots, device=DEVICE)
+    expected, found = y.clone(), y.clone()
+    reference.adapt(x, expected, weights, reference.plan_adapters(t_adapter, ranks))
+    cut = SMALL._replace(by_row=True)
+    adapt(x, found, weights, plan_adapters(t_adapter, ranks, cut=cut))
+    close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
+    torch.testing.assert_close(found, expected, **close)
+    kept = (t_adapter == 0) | (t_adapter == 2)
+    assert torch.equal(found[kept], y[kept])
 
 
 def test_what_a_plan_says_follows_from_its_tensors_alone():

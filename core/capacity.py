@@ -144,7 +144,9 @@ def capacity(
     slot_bytes = model.slot_bytes(ranks, kv_dtype)
     if draft is not None:
         own_slot = draft.slot_bytes(1, dtype)
-        spare = spare_draft_slots(options.speculate, options.max_batch_size + 1)
+        spare = 0
+        if options.device != "cpu":
+            spare = spare_draft_slots(options.speculate, options.max_batch_size + 1)
         reserve["draft model"] = draft.weight_bytes(1, item_bytes) + spare * own_slot
         slot_bytes += own_slot
     slots = choose_slots(

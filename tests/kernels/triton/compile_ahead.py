@@ -316,9 +316,10 @@ def adapted() -> None:
             draw(4, outputs) if bias else None,
             rows,
             torch.ones(4, outputs),
+            torch.ones(4, dtype=torch.int32),
         )
         for tokens in (1, 64, 400):
-            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks, ranks)
+            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks)
             x = draw(tokens, HIDDEN)
             adapters.adapt(x, draw(tokens, outputs), weights, plan)
             weight, own = draw(outputs, HIDDEN), Added(weights, plan, adapters.adapt)

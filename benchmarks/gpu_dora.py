@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,15 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_decode_step import Stage, config, make_batch, make_stage
-from gpu_lora import (
-    Way,
-    captured_seconds,
-    compare,
-    made,
-    make_store,
-    step_seconds,
-    with_adapters,
-)
+from gpu_lora import captured_seconds, compare, make_store, step_seconds, with_adapters
 
 from tokenpod.kernels.adapter_ops import (
     AdaptedAdd,
@@ -47,7 +39,6 @@ from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.triton import OPERATIONS, adapted, adapters
-from tokenpod.kernels.triton.adapters import Tiles
 from tokenpod.kernels.triton.product import prepare_add_linear, prepare_linear
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.adapters.scales import Factors
@@ -58,29 +49,8 @@ from tokenpod.models.linear import Weights
 #: Rows, context, and different adapters among the rows.
 CASES = ((64, 1024, 32), (64, 1024, 1), (16, 1024, 16), (1, 1024, 1))
 TURNS = 3
-#: What is tried besides those of serving: numbers asked for ahead, and the same without.
-TILES = [
-    Tiles(tokens, 256, 4, 4, outputs, 1, True, ahead)
-    for tokens, outputs, ahead in (
-        (8, 128, False),
-        (8, 128, True),
-        (16, 128, True),
-        (8, 256, True),
-        (4, 128, True),
-    )
-]
 FORMATS = {"int8": Int8Weight, "fp8": Fp8Weight, "int4": Int4Weight}
 PRODUCTS = ("qkv", "output", "up", "down")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a step is made, and of what adapters."""
-
-    decoder: Decoder
-    views: dict[str, AdapterWeights]
-    way: Way | None = None
-    scaled: bool = False
 
 
 def at_once(product: BaseLinear, dense: DenseWeight | None) -> AdaptedAdd:
@@ -101,17 +71,17 @@ def at_once(product: BaseLinear, dense: DenseWeight | None) -> AdaptedAdd:
 
 def weights_of(stage: Stage, quantize: str | None) -> Weights:
     """The stage's, or nearest to them in a format."""
-    found: Weights = dict(stage.weights)
+    made: Weights = dict(stage.weights)
     if quantize is not None:
         for name, weight in stage.weights.items():
             if name.endswith(PRODUCTS):
-                found[name] = LinearWeight((FORMATS[quantize].made_of(weight.float()),))
-    return found
+                made[name] = LinearWeight((FORMATS[quantize].made_of(weight.float()),))
+    return made
 
 
 def bare(weights: dict[str, AdapterWeights]) -> dict[str, AdapterWeights]:
     """Of adapters that can scale nothing."""
-    return {name: replace(each, scale=None) for name, each in weights.items()}
+    return {name: replace(each, scale=None, scaled=None) for name, each in weights.items()}
 
 
 def steps(stage: Stage, store: AdapterStore, quantize: str | None) -> None:
@@ -130,18 +100,18 @@ def steps(stage: Stage, store: AdapterStore, quantize: str | None) -> None:
         own = with_adapters(batch, rows, count)
         base = step_seconds(plain, batch, stage)
         print(f"{rows} x {context}, {count} adapters: {base * 1e3:.3f} ms without", flush=True)
-        kinds = {"LoRA": Kind(ours, views), "DoRA": Kind(ours, views, scaled=True)}
+        kinds: dict[str, tuple[Decoder, bool, dict[str, AdapterWeights]]] = {
+            "LoRA": (ours, False, views),
+            "DoRA": (ours, True, views),
+        }
         if quantize is None and rows > 1:
-            kinds["LoRA, no scales, added at once"] = Kind(old, bare(views))
-            for tiles in TILES:
-                kinds[f"LoRA, {tuple(tiles)}"] = Kind(ours, views, Way(tiles))
-        found: dict[str, list[float]] = {name: [] for name in kinds}
+            kinds["LoRA, no scales, added at once"] = (old, False, bare(views))
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(TURNS):
-            for name, kind in kinds.items():
-                store._weights = kind.views
-                store.scales.scaled.fill_(int(kind.scaled))
-                with made(kind.way or Way()):
-                    found[name].append(step_seconds(kind.decoder, own, stage))
+            for kind, (decoder, scaled, own_views) in kinds.items():
+                store._weights = own_views
+                store.scales.scaled.fill_(int(scaled))
+                found[kind].append(step_seconds(decoder, own, stage))
         store._weights = views
         for kind, times in found.items():
             seconds = statistics.median(times)
@@ -156,7 +126,7 @@ def adds(stage: Stage, store: AdapterStore, count: int) -> None:
     store.scales.scaled.fill_(1)
     for tokens in (16, 64, 128, 512, 2048):
         slots = torch.arange(tokens, device="cuda") % count + 1
-        plan = adapters.plan_adapters(slots, store._ranks, store.scales.scaled)
+        plan = adapters.plan_adapters(slots, store._ranks)
         x = torch.randn(tokens, dense[0].weight.shape[1], device="cuda", dtype=torch.bfloat16)
         stream = torch.zeros(tokens, len(dense[0].weight), device="cuda", dtype=torch.bfloat16)
 
@@ -199,14 +169,14 @@ def making(stage: Stage, store: AdapterStore, rank: int, rest: Callable[[], None
             factors.setdefault(name, {})[part] = Factors(down.bfloat16(), up.bfloat16(), lengths)
     for _ in range(3):
         start = time.perf_counter()
-        made_now = store.scales.made(factors, rest)
+        made = store.scales.made(factors, rest)
         print(f"scales of an adapter of rank {rank}: {(time.perf_counter() - start) * 1e3:.0f} ms")
-    assert made_now is not None
+    assert made is not None
     for name in ("3.qkv", "5.down"):
         each = factors[name]
         delta = torch.cat([f.up.cuda().float() @ f.down.cuda().float() for f in each.values()])
         exact = 1 / (stage.weights[name].double() + delta.double()).norm(dim=1)
-        own = store.scales.row(made_now, name)
+        own = store.scales.row(made, name)
         assert own is not None
         off = (own.cuda() / exact - 1).abs().max()
         print(f"  of {name}: at most {off:.1e} off")

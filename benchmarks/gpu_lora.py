@@ -215,7 +215,7 @@ def alone(store: AdapterStore, rows: int, count: int) -> None:
         for name, searched in (("shrink", SHRINKS), ("expand", EXPANDS)):
             found = []
             for tiles in searched:
-                plan = adapters.plan_adapters(t_adapter, store._ranks, None, tiles)
+                plan = adapters.plan_adapters(t_adapter, store._ranks, tiles)
                 inner = adapters.shrink(x, layers[0], plan)
                 run = partial(_launch_all, name, x, y, layers, plan, inner)
                 found.append((captured_seconds(run, 5) / len(layers) * 1e6, tuple(tiles)))
@@ -340,10 +340,8 @@ def head_planned(store: AdapterStore, tiles: Tiles | None) -> Iterator[None]:
     assert store.vocabulary is not None
     ranks, ops = store.vocabulary.ranks[HEAD], store._ops
 
-    def plan(
-        t_adapter: torch.Tensor, own: torch.Tensor, scaled: torch.Tensor | None = None
-    ) -> adapters.AdapterPlan:
-        return adapters.plan_adapters(t_adapter, own, scaled, tiles if own is ranks else None)
+    def plan(t_adapter: torch.Tensor, own: torch.Tensor) -> adapters.AdapterPlan:
+        return adapters.plan_adapters(t_adapter, own, tiles if own is ranks else None)
 
     store._ops = replace(ops, plan_adapters=plan)
     try:

@@ -19,6 +19,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -53,6 +54,8 @@ from tokenpod.models.decoder import Decoder
 MEMORY_RATE = 4.8e12
 #: (rows, context) of steps.
 STEPS = ((1, 256), (16, 1024), (64, 1024))
+#: Rounds in which the steps of all tables are timed.
+ROUNDS = 3
 
 
 def weights_of(case: Case, count: int | None = None) -> list[Any]:
@@ -93,8 +96,8 @@ class Prepared:
 
         self._products = [partial(product, add) for add in added]
 
-    def choose(self, *which: Any) -> Tile | None:
-        return self._tiles.choose(*which)
+    def choose(self, *which: Any, but: type[Tile] | None) -> Tile | None:
+        return self._tiles.choose(*which, but=but)
 
     def time(self, tiles: Tiles, x: torch.Tensor) -> tuple[torch.Tensor, float]:
         self._tiles = tiles
@@ -167,6 +170,12 @@ def search(case: Case, among: list[int] | None, found: list[dict[str, Any]]) -> 
     found.append({"kind": case.kind, "n": n, "k": k, "tiles": entries})
 
 
+def stays(tile: dict[str, Any], new: dict[int, str]) -> bool:
+    """Beside new entries, by tokens: what is for others, or for weights that one cannot have."""
+    way = new.get(tile["tokens"])
+    return way is None or (way == "token" and tile["way"] == "lanes")
+
+
 def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The table of tiles.json with what was found."""
     path = Path(quantised.__file__).with_name("tiles.json")
@@ -174,9 +183,9 @@ def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
     for entry in found:
         key = {name: entry[name] for name in ("kind", "n", "k")}
         had = [s for s in table["shapes"] if key.items() <= s.items()]
-        new = {tile["tokens"] for tile in entry["tiles"]}
-        kept = [tile for s in had for tile in s["tiles"] if tile["tokens"] not in new]
-        tiles = sorted([*kept, *entry["tiles"]], key=lambda tile: tile["tokens"])
+        new = {tile["tokens"]: tile["way"] for tile in entry["tiles"]}
+        kept = [tile for s in had for tile in s["tiles"] if stays(tile, new)]
+        tiles = sorted([*entry["tiles"], *kept], key=lambda tile: tile["tokens"])
         table["shapes"] = [s for s in table["shapes"] if s not in had]
         table["shapes"].append({**key, "tiles": tiles})
     return table
@@ -194,7 +203,7 @@ class Step:
         return self.made
 
 
-def time_steps(kinds: list[str], tables: dict[str, Tiles]) -> None:
+def time_steps(kinds: list[str], tables: dict[str, Tiles], steps: list[tuple[int, int]]) -> None:
     """Whole steps, head included, sampling left out."""
     stage = gpu_decode_step.make_stage()
     dense = stage.weights
@@ -210,17 +219,20 @@ def time_steps(kinds: list[str], tables: dict[str, Tiles]) -> None:
             module.measured = lambda capability: chosen  # noqa: B023
         decoder = Decoder(gpu_decode_step.config(), dict(weights), OPERATIONS)
         step = Step(decoder, stage.pool)
-        for rows, context in STEPS:
+        own = tables if kind != "bf16" else dict(list(tables.items())[:1])
+        for rows, context in steps:
             batch = gpu_decode_step.make_batch(rows, context)
-            for name, tiles in tables.items():
-                if kind == "bf16" and name != next(iter(tables)):
-                    continue
+            times: dict[str, list[float]] = {name: [] for name in own}
+            for name, tiles in list(own.items()) * ROUNDS:
                 chosen._tiles = tiles
                 taken = gpu_decode_step.time_step(step, batch, {})  # type: ignore[arg-type]
-                steady = "" if taken.steady else "  NOT STEADY"
+                times[name].append(taken.seconds * 1e3)
+                if not taken.steady:
+                    print(f"NOT STEADY {kind} {name} {rows}", flush=True)
+            for name, each in times.items():
                 print(
                     f"step {rows:3d} x {context:5d} {kind:8s} {name:6s} "
-                    f"{taken.seconds * 1e3:7.3f} ms{steady}",
+                    f"{statistics.median(each):7.3f} ms of {', '.join(f'{t:.3f}' for t in each)}",
                     flush=True,
                 )
         del decoder, step
@@ -234,6 +246,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(SEARCHED), choices=NAMES)
     parser.add_argument("--tokens", nargs="*", type=int, help="of those that are searched")
     parser.add_argument("--steps", nargs="*", default=["int4", "fp8", "int8"], choices=NAMES)
+    parser.add_argument("--rows", nargs="*", type=int, help="of the steps that are timed")
     parser.add_argument("--no-search", action="store_true", help="only the steps")
     parser.add_argument("--into", type=Path, help="the table that gets what was found")
     options = parser.parse_args()
@@ -274,7 +287,8 @@ def main() -> None:
         if found:
             tables["found"] = parse(table)
         if options.steps:
-            time_steps(options.steps, tables)
+            steps = [step for step in STEPS if not options.rows or step[0] in options.rows]
+            time_steps(options.steps, tables, steps)
     print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from gpu_quantised import SHAPES
 
-from tokenpod.kernels.triton.quantised.tiles import AddTile, LaneTile, MatrixTile, Tile
+from tokenpod.kernels.triton.quantised.tiles import LaneTile, MatrixTile, Tile, TokenTile
 
 #: By the name that the table has for it.
 NAMES = {
@@ -21,6 +21,8 @@ NAMES = {
     "fp8-blocks": "fp8-blocks",
     "int8-rounded": "int8-rounded",
 }
+#: Whose single tokens have a kernel of their own.
+OF_ONE_TOKEN = ("int4", "fp8", "int8")
 LANED = ("int4", "groups8", "mxfp4", "table4")
 TOKENS = (1, 16, 64)
 #: Numbers of tokens whose tiles are searched, where not all are.
@@ -69,33 +71,35 @@ def _candidates(case: Case, tokens: int) -> Iterator[Tile]:
         yield from _for_many(gated)
     elif tokens > TOKENS[-1]:
         yield from _for_hundreds(gated)
+    elif tokens == 1 and case.kind in OF_ONE_TOKEN:
+        yield from _tokens(k // (2 if case.kind == "int4" else 1))
     elif tokens == 1:
-        if case.kind == "int8":
-            yield from _adds_for_one(k)
-        yield from _lanes_for_one(case, k) if in_lanes else _matrix_for_one()
+        yield from _lanes_for_one(k)
     elif in_lanes:
         yield from _lanes_for_some(case, tokens, gated)
     else:
         yield from _matrix_for_some(case, tokens, gated)
 
 
-def _adds_for_one(k: int) -> Iterator[Tile]:
-    shapes = ((8, 1024, 4), (4, 1024, 4), (16, 1024, 4), (8, 512, 2), (8, 2048, 8), (4, 2048, 8))
-    for (block_n, block_k, warps), ahead in product(shapes, (0, 1024, k)):
-        yield AddTile(block_n, block_k, warps, ahead)
+def _tokens(row: int) -> Iterator[Tile]:
+    """For weights whose rows have so many bytes; more were slower than these."""
+    ahead = 0 if row == 2048 else 2048
+    yield TokenTile(8, 512, 4, ahead)
+    yield TokenTile(8, 512, 4, ahead, rounds=True)
+    if row == 4096:
+        yield TokenTile(8, 1024, 4, rounds=True, programs=396, chunks=1)
+        yield TokenTile(8, 1024, 8, rounds=True, programs=264, chunks=1)
+    elif row == 2048:
+        yield TokenTile(8, 512, 4, rounds=True, programs=528, chunks=1)
+        yield TokenTile(16, 512, 4, rounds=True)
+    else:
+        yield TokenTile(16, 512, 4, rounds=True)
 
 
-def _lanes_for_one(case: Case, k: int) -> Iterator[Tile]:
+def _lanes_for_one(k: int) -> Iterator[Tile]:
     shapes = ((8, 8, 4), (16, 4, 4), (16, 8, 8), (32, 4, 8))
-    for block_n, parts, warps in shapes:
-        for stages, ahead in ((2, 0), (2, k), (4, k)) if case.kind == "int4" else ((3, 0), (3, k)):
-            yield LaneTile(block_n, parts, warps, stages, ahead=ahead)
-
-
-def _matrix_for_one() -> Iterator[Tile]:
-    shapes = ((8, 8, 4, 128), (16, 4, 4, 256))
-    for (block_n, parts, warps, block_k), stages in product(shapes, (3, 5)):
-        yield MatrixTile(block_n, block_k, 64, warps, stages, parts)
+    for (block_n, parts, warps), ahead in product(shapes, (0, k)):
+        yield LaneTile(block_n, parts, warps, ahead=ahead)
 
 
 def _splits_of(rows: int, gated: bool, of_program: int) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ _CPU_PROCESSES = 3 * GIB // 4
 GAPS = 16
 #: Drafts of all sequences together in a step, at most.
 MOST_DRAFTS = 256
+#: Rows for which a device finds drafts before their step is planned: so many at most.
+MOST_AHEAD = 16
 #: A GPU samples with so many bytes for each row and vocabulary entry: counts and candidates.
 _SAMPLER_BYTES = 12
 
@@ -141,8 +143,12 @@ def capacity(
             reserve["states"] = own.taken(rows, options.memory_fraction)
     slot_bytes = model.slot_bytes(ranks, kv_dtype)
     if draft is not None:
-        reserve["draft model"] = draft.weight_bytes(1, item_bytes)
-        slot_bytes += draft.slot_bytes(1, dtype)
+        own_slot = draft.slot_bytes(1, dtype)
+        spare = 0
+        if options.device != "cpu":
+            spare = spare_draft_slots(options.speculate, options.max_batch_size + 1)
+        reserve["draft model"] = draft.weight_bytes(1, item_bytes) + spare * own_slot
+        slot_bytes += own_slot
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,
@@ -183,6 +189,14 @@ def logits_each(options: EngineOptions) -> int:
     """
     made_apart = options.lora_vocabulary and options.device == "cpu"
     return 1 + bool(options.max_adapter_heads) + made_apart
+
+
+def spare_draft_slots(most: int, rows: int) -> int:
+    """Slots that a draft model's pool has more than the served one's: for drafts found early.
+
+    `most`: drafts of one row in a step; `rows`: sequences that can be live at once.
+    """
+    return 1 + most * min(rows, MOST_AHEAD)
 
 
 def most_drafts(options: EngineOptions) -> int:

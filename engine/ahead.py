@@ -23,9 +23,6 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.engine.mailbox import Mark
 from tokenpod.engine.open_drafts import Ints, Unknown
 
-#: Rows for which drafts are found before their step is planned: so many at most.
-MOST_AHEAD = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Before:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, largest_step, logits_each, most_drafts, widened
+from tokenpod.core.capacity import (
+    GAPS,
+    largest_step,
+    logits_each,
+    most_drafts,
+    spare_draft_slots,
+    widened,
+)
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
@@ -173,7 +180,6 @@ def _on_device(
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
-    from tokenpod.engine.device_drafts import spare_slots
     from tokenpod.engine.device_executor import DeviceExecutor
     from tokenpod.engine.device_sampler import MOST_TOKENS, device_sampler
 
@@ -190,7 +196,7 @@ def _on_device(
     adapted = model.adapters is not None and model.adapters.slots > 0
     host = make_host_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, rows + prompt + drafts, device)
-    spare = spare_slots(options.speculate, rows)
+    spare = spare_draft_slots(options.speculate, rows)
     executor = DeviceExecutor(
         model,
         pool,

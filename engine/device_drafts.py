@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
-from tokenpod.engine.ahead import MOST_AHEAD, Ahead, Before
+from tokenpod.engine.ahead import Ahead, Before
 from tokenpod.engine.branch_rows import line_of
 from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_sampler import DeviceSampler
@@ -23,14 +23,6 @@ from tokenpod.engine.open_drafts import Asked, Ints, Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.small_steps import Known, MakeBatch, SmallSteps
-
-
-def spare_slots(most: int, rows: int) -> int:
-    """Slots that a draft model's pool is to have more than the served one's.
-
-    `most`: drafts of one row in a step; `rows`: sequences that can be live at once.
-    """
-    return 1 + most * min(rows, MOST_AHEAD)
 
 
 def make_proposals(

@@ -33,23 +33,21 @@ class AdapterWeights:
     bias: torch.Tensor | None
     #: Outputs of each part; they add up to out.
     rows: tuple[int, ...]
-    #: [S, out] float32 multiplies base and factors together (DoRA), in slots that are `scaled`;
-    #: None: in none.
+    #: [S, out] float32 multiplies base and factors together (DoRA), where a slot is `scaled`, [S]
+    #: int32; None: no slot is.
     scale: torch.Tensor | None = None
+    scaled: torch.Tensor | None = None
 
 
 class PlanAdapters(Protocol):
     """Find, once a step, which tokens have which adapter."""
 
-    def __call__(
-        self, t_adapter: torch.Tensor, ranks: torch.Tensor, scaled: torch.Tensor | None = None
-    ) -> AdapterPlan:
+    def __call__(self, t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
         """What each token has, and how much of it there is.
 
         Args:
             t_adapter: [T] int64, each token's slot, from 1; 0: none.
             ranks: [S] int32, the rank of each slot's adapter.
-            scaled: [S] int32, 1 where outputs have scales, else 0; None: nowhere.
         """
         ...
 

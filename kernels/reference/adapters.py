@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 
-
-class Segment(NamedTuple):
-    """An adapter of a step."""
-
-    #: From 0.
-    slot: int
-    rank: int
-    #: Whether outputs have scales.
-    scaled: bool
-    #: [n] int64: who has it.
-    tokens: torch.Tensor
+#: (slot from 0, its rank, [n] int64 tokens) of each adapter of a step.
+Segments = list[tuple[int, int, torch.Tensor]]
 
 
-def plan_adapters(
-    t_adapter: torch.Tensor, ranks: torch.Tensor, scaled: torch.Tensor | None = None
-) -> AdapterPlan:
-    """`Segment`s; see `PlanAdapters`. On a GPU it waits for the device."""
+def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
+    """`Segments`; see `PlanAdapters`. On a GPU it waits for the device."""
     found, known = [slot for slot in torch.unique(t_adapter).tolist() if slot], ranks.tolist()
-    scales = [0] * len(known) if scaled is None else scaled.tolist()
-    return [
-        Segment(
-            slot - 1,
-            known[slot - 1],
-            bool(scales[slot - 1]),
-            (t_adapter == slot).nonzero().squeeze(1),
-        )
-        for slot in found
+    segments: Segments = [
+        (slot - 1, known[slot - 1], (t_adapter == slot).nonzero().squeeze(1)) for slot in found
     ]
+    return segments
 
 
 def own_linear(
@@ -70,8 +51,8 @@ def adapt_rows(
 
 def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
     """See `Adapt`. On a GPU it waits for the device."""
-    segments: list[Segment] = plan
-    for slot, rank, scaled, tokens in segments:
+    segments: Segments = plan
+    for slot, rank, tokens in segments:
         own, parts, first = x[tokens].float(), [], 0
         for part, rows in enumerate(weights.rows):
             inner = own @ weights.down[slot, part, :rank].float().t()
@@ -79,7 +60,7 @@ def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: Adapt
             parts.append(inner.to(x.dtype).float() @ up)
             first += rows
         made = torch.cat(parts, dim=-1).add_(y[tokens])
-        if scaled and weights.scale is not None:
+        if weights.scale is not None and weights.scaled is not None and weights.scaled[slot]:
             made *= weights.scale[slot]
         if weights.bias is not None:
             made += weights.bias[slot]

@@ -12,16 +12,11 @@ import triton.language as tl
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
 
-#: In a tile's rank: whether its slot's adapter scales outputs.
-SCALED_BIT = tl.constexpr(16)
-SCALED = tl.constexpr(1 << 16)
-
 
 @triton.jit(do_not_specialize=["tokens", "slots", "count"])
 def plan_tiles(
     t_adapter,
     ranks,
-    scaled,
     order,
     tiles,
     tokens,
@@ -47,10 +42,7 @@ def plan_tiles(
     same = (own[None, :] == own[:, None]) & (token[None, :] < token[:, None])
     among = tl.sum(same.to(tl.int32), axis=1)
     tl.store(order + place + among, token.to(tl.int64), mask=token < tokens)
-    is_slot = (kind > 0) & (kind <= slots)
-    rank = tl.load(ranks + kind - 1, mask=is_slot, other=0)
-    if scaled is not None:
-        rank += tl.load(scaled + kind - 1, mask=is_slot, other=0) << SCALED_BIT
+    rank = tl.load(ranks + kind - 1, mask=(kind > 0) & (kind <= slots), other=0)
     for j in range(tl.cdiv(tokens, TOKENS)):
         there = j < number
         tile = tiles + (first + j) * 4
@@ -88,7 +80,7 @@ def shrink_tiles(
     OVERLAP: tl.constexpr,
 ):
     """One tile, 16 ranks of one part, `share` inputs -> its part of inner [T, PARTS, ranks]."""
-    slot, first, length, own, _ = tile_of(tiles, tl.program_id(0))
+    slot, first, length, own = tile_of(tiles, tl.program_id(0))
     part, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     split = tl.program_id(2)
     at = tl.arange(0, TOKENS)
@@ -120,6 +112,7 @@ def expand_tiles(
     up,
     bias,
     scale,
+    scaled,
     t_order,
     tiles,
     y,
@@ -150,7 +143,7 @@ def expand_tiles(
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     part, output, end = outputs_of(tl.program_id(1), rows_0, rows_1, rows_2, GATED, OUTPUTS)
-    slot, first, length, own, scaled = tile_of(tiles, tl.program_id(0))
+    slot, first, length, own = tile_of(tiles, tl.program_id(0))
     at = tl.arange(0, TOKENS)
     there = at < length
     token = tl.load(t_order + first + at, mask=there, other=0).to(tl.int64)
@@ -160,6 +153,11 @@ def expand_tiles(
     b = factors_of(factors, 0, rank_stride, own, output, end, RANKS)
     if GATED:
         other_b = factors_of(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
+    factor, extra = around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
+    if GATED:
+        other_factor, other_extra = around_of(
+            bias, scale, scaled, slot, bias_stride, scale_stride, output + rows_0, end + rows_0
+        )
     await_inputs(OVERLAP)
     if (length > 0) & ((slot > 0) | INTO | GATED):
         seen = inner + token[:, None] * (PARTS * WIDTH)
@@ -171,7 +169,6 @@ def expand_tiles(
             SPLITS, TOKENS, OUTPUTS, RANKS,
         )  # fmt: skip
         total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
-        factor, extra = around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
         total = total * factor[None, :] + extra[None, :]
         at_out = out + token[:, None] * out_stride + output[None, :]
         if GATED:
@@ -180,10 +177,7 @@ def expand_tiles(
                 end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
             )  # fmt: skip
             other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
-            factor, extra = around_of(
-                bias, scale, scaled, slot, bias_stride, scale_stride, output + rows_0, end + rows_0
-            )
-            other = other * factor[None, :] + extra[None, :]
+            other = other * other_factor[None, :] + other_extra[None, :]
             total = gated_unit(total, other, ACTIVATION)
         if INTO:
             total += tl.load(at_out, mask=mask, other=0.0).to(tl.float32)
@@ -197,8 +191,10 @@ def around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
     factor = tl.full(output.shape, 1.0, tl.float32)
     extra = tl.zeros(output.shape, tl.float32)
     if scale is not None:
+        # Where no slot is scaled, nothing is read.
+        flag = tl.load(scaled + place, mask=slot > 0, other=0)
         at = scale + place * scale_stride + output
-        factor = tl.load(at, mask=inside & scaled, other=1.0)
+        factor = tl.load(at, mask=inside & (flag > 0), other=1.0)
     if bias is not None:
         at = bias + place * bias_stride + output
         extra = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -207,14 +203,9 @@ def around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
 
 @triton.jit
 def tile_of(tiles, number):
-    """Its slot, its first token's place in the order, and how many tokens.
-
-    And the rank of the slot's adapter, and whether it scales outputs.
-    """
+    """Its slot, its first token's place in the order, how many tokens, and the slot's rank."""
     tile = tiles + number * 4
-    rank = tl.load(tile + 3)
-    scaled = rank >> SCALED_BIT
-    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), rank & (SCALED - 1), scaled > 0
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ def expand_rows(
     up,
     bias,
     scale,
+    scaled,
     t_order,
     tiles,
     y,
@@ -45,7 +46,6 @@ def expand_rows(
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     RANKS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """As `expand_tiles`, two tokens of a tile after the other two, without the matrix unit.
@@ -55,7 +55,7 @@ def expand_rows(
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     part, output, end = outputs_of(tl.program_id(0), rows_0, rows_1, rows_2, GATED, OUTPUTS)
-    slot, first, length, own, scaled = tile_of(tiles, tl.program_id(1))
+    slot, first, length, own = tile_of(tiles, tl.program_id(1))
     token, next_token = _two_tokens(t_order, first, length)
     place = (slot - 1).to(tl.int64)
     factors = up + place * slot_stride
@@ -63,54 +63,37 @@ def expand_rows(
     b = factors_of(factors, 0, rank_stride, own, output, end, RANKS)
     if GATED:
         other_b = factors_of(factors, 0, rank_stride, own, output + rows_0, end + rows_0, RANKS)
+    factor, extra = around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
+    if GATED:
+        other_factor, other_extra = around_of(
+            bias, scale, scaled, slot, bias_stride, scale_stride, output + rows_0, end + rows_0
+        )
     await_inputs(OVERLAP)
     inside = output < end
     if (slot > 0) | INTO | GATED:
         split = tokens * (PARTS * WIDTH)
-        if PREFETCH:
-            a, base, other_a, other_base, stream = _asked(
-                inner, part, split, own, y, out, token, output, inside & (length > 0), rows_0,
-                y_stride, out_stride, INTO, GATED, PARTS, WIDTH, SPLITS, RANKS,
-            )  # fmt: skip
-            next_a, next_base, next_other_a, next_other_base, next_stream = _asked(
-                inner, part, split, own, y, out, next_token, output, inside & (length > 1), rows_0,
-                y_stride, out_stride, INTO, GATED, PARTS, WIDTH, SPLITS, RANKS,
-            )  # fmt: skip
-        factor, extra = around_of(bias, scale, scaled, slot, bias_stride, scale_stride, output, end)
-        if GATED:
-            other_factor, other_extra = around_of(
-                bias, scale, scaled, slot, bias_stride, scale_stride, output + rows_0, end + rows_0
-            )
         for at in range(0, length, 2):
-            both = inside & (at + 1 < length)
-            if not PREFETCH:
-                # All is asked for before any of it is needed.
-                a, base, other_a, other_base, stream = _asked(
-                    inner, part, split, own, y, out, token, output, inside, rows_0, y_stride,
-                    out_stride, INTO, GATED, PARTS, WIDTH, SPLITS, RANKS,
-                )  # fmt: skip
-                next_a, next_base, next_other_a, next_other_base, next_stream = _asked(
-                    inner, part, split, own, y, out, next_token, output, both, rows_0, y_stride,
-                    out_stride, INTO, GATED, PARTS, WIDTH, SPLITS, RANKS,
-                )  # fmt: skip
+            both = at + 1 < length
             seen = inner + token * (PARTS * WIDTH) + part * WIDTH
             next_seen = inner + next_token * (PARTS * WIDTH) + part * WIDTH
+            at_y = y + token * y_stride + output
+            at_next = y + next_token * y_stride + output
             at_out = out + token * out_stride + output
             at_next_out = out + next_token * out_stride + output
-            token, next_token = _two_tokens(t_order, first + at + 2, length - at - 2)
-            if PREFETCH:
-                later = inside & (at + 2 < length)
-                later_a, later_base, later_other_a, later_other_base, later_stream = _asked(
-                    inner, part, split, own, y, out, token, output, later, rows_0, y_stride,
-                    out_stride, INTO, GATED, PARTS, WIDTH, SPLITS, RANKS,
-                )  # fmt: skip
-                last = inside & (at + 3 < length)
-                last_a, last_base, last_other_a, last_other_base, last_stream = _asked(
-                    inner, part, split, own, y, out, next_token, output, last, rows_0, y_stride,
-                    out_stride, INTO, GATED, PARTS, WIDTH, SPLITS, RANKS,
-                )  # fmt: skip
-            total = base.to(tl.float32) + tl.sum(tl.sum(a, axis=0)[:, None] * b, axis=0)
-            next_total = next_base.to(tl.float32)
+            # All is asked for before any of it is needed.
+            a = _inner_of(seen, 0, split, own, SPLITS, RANKS)
+            next_a = _inner_of(next_seen, 0, split, own, SPLITS, RANKS)
+            total = tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
+            next_total = tl.load(at_next, mask=inside & both, other=0.0).to(tl.float32)
+            if INTO:
+                stream = tl.load(at_out, mask=inside, other=0.0)
+                next_stream = tl.load(at_next_out, mask=inside & both, other=0.0)
+            if GATED:
+                other_a = _inner_of(seen + WIDTH, 0, split, own, SPLITS, RANKS)
+                next_other_a = _inner_of(next_seen + WIDTH, 0, split, own, SPLITS, RANKS)
+                here = tl.load(at_y + rows_0, mask=inside, other=0.0)
+                next_here = tl.load(at_next + rows_0, mask=inside & both, other=0.0)
+            total += tl.sum(tl.sum(a, axis=0)[:, None] * b, axis=0)
             next_total += tl.sum(tl.sum(next_a, axis=0)[:, None] * b, axis=0)
             if WIDTH > RANKS:
                 total, next_total = _more_terms(
@@ -120,7 +103,7 @@ def expand_rows(
             total = total * factor + extra
             next_total = next_total * factor + extra
             if GATED:
-                other, next_other = other_base.to(tl.float32), next_other_base.to(tl.float32)
+                other, next_other = here.to(tl.float32), next_here.to(tl.float32)
                 other += tl.sum(tl.sum(other_a, axis=0)[:, None] * other_b, axis=0)
                 next_other += tl.sum(tl.sum(next_other_a, axis=0)[:, None] * other_b, axis=0)
                 if WIDTH > RANKS:
@@ -136,49 +119,8 @@ def expand_rows(
                 total += stream.to(tl.float32)
                 next_total += next_stream.to(tl.float32)
             tl.store(at_out, total.to(out.dtype.element_ty), mask=inside)
-            tl.store(at_next_out, next_total.to(out.dtype.element_ty), mask=both)
-            if PREFETCH:
-                a, base, other_a, other_base = later_a, later_base, later_other_a, later_other_base
-                next_a, next_base, next_other_a = last_a, last_base, last_other_a
-                next_other_base, stream, next_stream = last_other_base, later_stream, last_stream
-
-
-@triton.jit
-def _asked(
-    inner,
-    part,
-    split_stride,
-    own,
-    y,
-    out,
-    token,
-    output,
-    inside,
-    rows_0,
-    y_stride,
-    out_stride,
-    INTO: tl.constexpr,
-    GATED: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    """One token's numbers: of the first ranks, of the base, both of the gated half, the stream's.
-
-    What there is none of is what comes before it.
-    """
-    seen = inner + token * (PARTS * WIDTH) + part * WIDTH
-    at_y = y + token * y_stride + output
-    a = _inner_of(seen, 0, split_stride, own, SPLITS, RANKS)
-    base = tl.load(at_y, mask=inside, other=0.0)
-    other_a, other_base, stream = a, base, base
-    if GATED:
-        other_a = _inner_of(seen + WIDTH, 0, split_stride, own, SPLITS, RANKS)
-        other_base = tl.load(at_y + rows_0, mask=inside, other=0.0)
-    if INTO:
-        stream = tl.load(out + token * out_stride + output, mask=inside, other=0.0)
-    return a, base, other_a, other_base, stream
+            tl.store(at_next_out, next_total.to(out.dtype.element_ty), mask=inside & both)
+            token, next_token = _two_tokens(t_order, first + at + 2, length - at - 2)
 
 
 @triton.jit

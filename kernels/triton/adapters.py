@@ -22,12 +22,7 @@ import triton
 
 from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
 from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.adapter_kernels import (
-    SCALED_BIT,
-    expand_tiles,
-    plan_tiles,
-    shrink_tiles,
-)
+from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
 from tokenpod.kernels.triton.adapter_rows import expand_rows
 from tokenpod.kernels.triton.launch import launch_options
 
@@ -60,8 +55,6 @@ class Tiles(NamedTuple):
     output_warps: int
     #: Whether these programs take a tile's tokens one after the other, without the matrix unit.
     by_row: bool = False
-    #: Whether they ask for the next two tokens' numbers before they multiply those of two.
-    ahead: bool = False
 
 
 #: For steps of up to so many tokens; beyond, the last.
@@ -80,8 +73,7 @@ class Plan:
     #: [T] int64: tokens in order of their slots; those without an adapter first.
     order: torch.Tensor
     #: [tiles, 4] int32: its slot, from 1, 0 being none, or one of rank 0; the place of its first
-    #: token in `order`; how many tokens it has, perhaps none; the slot's rank, and `SCALED` more if
-    #: it scales outputs.
+    #: token in `order`; how many tokens it has, perhaps none; the slot's rank.
     tiles: torch.Tensor
     #: [S] int32
     ranks: torch.Tensor
@@ -96,16 +88,13 @@ def tiles_for(tokens: int) -> Tiles:
 
 
 def plan_adapters(
-    t_adapter: torch.Tensor,
-    ranks: torch.Tensor,
-    scaled: torch.Tensor | None = None,
-    cut: Tiles | None = None,
+    t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles | None = None
 ) -> AdapterPlan:
     """A `Plan`; see `PlanAdapters`. Nothing waits for the device. `cut`: what to try instead."""
     tokens, slots = len(t_adapter), len(ranks)
     cut = cut or tiles_for(tokens)
     if tokens <= MOST_PLANNED:
-        return _planned(t_adapter, ranks, scaled, cut)
+        return _planned(t_adapter, ranks, cut)
     kinds = torch.arange(slots + 1, device=t_adapter.device)
     counts = (t_adapter[:, None] == kinds).sum(0)
     ends, last = counts.cumsum(0), (-(-counts // cut.tokens)).cumsum(0)
@@ -116,17 +105,14 @@ def plan_adapters(
     first = (ends - counts)[slot] + before * cut.tokens
     length = (ends[slot] - first).clamp_(0, cut.tokens)
     # Nothing is read of an adapter for tiles without tokens.
-    known = ranks if scaled is None else ranks + (scaled << SCALED_BIT.value)
-    rank = torch.where((slot > 0) & (length > 0), known[(slot - 1).clamp_(0)], 0)
+    rank = torch.where((slot > 0) & (length > 0), ranks[(slot - 1).clamp_(0)], 0)
     own = torch.where(rank > 0, slot, 0)
     tiles = torch.stack((own, first, length, rank), dim=1).to(torch.int32)
     order = torch.sort(t_adapter, stable=True).indices
     return Plan(order, tiles, ranks, cut, t_adapter)
 
 
-def _planned(
-    t_adapter: torch.Tensor, ranks: torch.Tensor, scaled: torch.Tensor | None, cut: Tiles
-) -> Plan:
+def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
     """The same of few tokens, in one launch."""
     tokens, slots, device = len(t_adapter), len(ranks), t_adapter.device
     tiles = tokens // cut.tokens + min(slots + 1, tokens)
@@ -140,7 +126,6 @@ def _planned(
     plan_tiles[(1,)](
         t_adapter,
         ranks,
-        scaled,
         plan.order,
         plan.tiles,
         tokens,
@@ -235,13 +220,13 @@ def expand(
     launch = expand_tiles[(len(plan.tiles), columns)]
     more = {"TOKENS": max(cut.tokens, _LEAST_ROWS)}
     if cut.by_row:
-        launch = expand_rows[(columns, len(plan.tiles))]
-        more = {"PREFETCH": cut.ahead, "num_stages": 1}
+        launch, more = expand_rows[(columns, len(plan.tiles))], {"num_stages": 1}
     launch(
         inner,
         weights.up,
         bias,
         scale,
+        weights.scaled,
         plan.order,
         plan.tiles,
         y,

@@ -95,7 +95,7 @@ class AdapterStore:
         self._slots = torch.empty(shape, dtype=base.dtype, device=device).zero_()
         self.scales = Scales(base.products, space.slots, base.dtype, device, group)
         self._weights = {
-            name: replace(weights, scale=self.scales.of(name))
+            name: replace(weights, scale=self.scales.of(name), scaled=self.scales.scaled)
             for name, weights in self._views(self._slots).items()
         }
         #: By the number that requests have.
@@ -251,10 +251,7 @@ class AdapterStore:
         """A step whose products know which tokens have which adapter."""
         if batch.t_adapter is None:
             return batch
-        return replace(
-            batch,
-            adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks, self.scales.scaled),
-        )
+        return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
 
     def meet(self, name: str, product: BaseLinear) -> None:
         """See `models.linear.Meet`."""

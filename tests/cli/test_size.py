@@ -162,8 +162,10 @@ def test_a_draft_model_takes_its_weights_and_a_part_of_each_slot(big: Path):
     drafts = ("--speculate", 4, "--max-total-tokens", 2048)
     ngrams = answer("--model-id", big, "--gpu", "h200", *drafts)
     found = answer("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo")
-    assert found["reserve_bytes"]["draft_model"] == 2 * alone["parameters"]
     of_demo = 8 * 2 * 2 * 64 * 2
+    # And drafts that are found early for 16 rows, and what pads them.
+    own = 2 * alone["parameters"] + (1 + 16 * 4) * of_demo
+    assert found["reserve_bytes"]["draft_model"] == own
     assert found["kv_bytes_per_token"] == plain["kv_bytes_per_token"] + of_demo
     assert found["kv_slots"] < ngrams["kv_slots"]
     assert (

@@ -9,8 +9,9 @@ import pytest
 import torch
 from interpreted import DEVICE
 
+from tokenpod.core.capacity import spare_draft_slots
 from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
-from tokenpod.engine.device_drafts import Proposals, spare_slots
+from tokenpod.engine.device_drafts import Proposals
 from tokenpod.engine.mailbox import Mailbox
 from tokenpod.engine.open_drafts import Unknown
 from tokenpod.kernels.pool import KVPool, alike
@@ -64,7 +65,7 @@ class Device:
     """What an executor has, and steps whose draws are chosen."""
 
     def __init__(self, *, ahead: bool) -> None:
-        self.draft = Sums(spare_slots(MOST, ROWS) if ahead else 0)
+        self.draft = Sums(spare_draft_slots(MOST, ROWS) if ahead else 0)
         self.sampler = Likeliest()
         # Of all that is not written a text must see nothing.
         self.table = torch.full((ROWS + 1, POSITIONS), SLOTS, dtype=torch.int32, device=DEVICE)

@@ -218,7 +218,7 @@ def step_scales(scale, row, step, rows, groups, PLANES: tl.constexpr, PER_GROUP:
 
 @triton.jit
 def _scale(scale, row, group, rows, groups):
-    return tl.load(scale + tl.minimum(group, groups - 1) * rows + row)
+    return tl.load(scale + (tl.minimum(group, groups - 1) * rows + row))
 
 
 @triton.jit

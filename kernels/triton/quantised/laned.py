@@ -14,7 +14,8 @@ from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
 from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, TokenTile, measured
+from tokenpod.kernels.triton.quantised.token_product import multiply_token, token_of
 from tokenpod.kernels.triton.quantised.widen import widen_lanes
 
 
@@ -23,14 +24,34 @@ def prepare_lanes(
 ) -> Product:
     """The product with a weight in lanes."""
     kind = kind_of_lanes(made)
+    # Whole numbers of 4 bits without zeros, and blocks without anything beyond the last input.
+    whole = kind == "int4" and made.zero is None
+    full = made.inputs % (made.planes * made.width) == 0
+    but = None if whole and full else TokenTile
     chosen = tiles or measured(capability(made.numbers.device))
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None if x.itemsize > 2 else chosen.choose(kind, made.rows, made.inputs, len(x))
-        if around.norm is not None:
-            x = rms_norm(x, around.norm.weight, around.norm.epsilon)
+        few = x.itemsize <= 2
+        tile = chosen.choose(kind, made.rows, made.inputs, len(x), but=but) if few else None
+        norm = around.norm
+        # A launch or a program that rounds norms too, where it has inputs in their order.
+        if norm is not None and (made.order is not None or not isinstance(tile, TokenTile)):
+            x, norm = rms_norm(x, norm.weight, norm.epsilon), None
         if made.order is not None:
             x = x.index_select(1, made.order)
+        if isinstance(tile, TokenTile):
+            token = token_of(x, None, norm, tile, made.width)
+            start_from(
+                delta,
+                y,
+                around,
+                lambda out, gate, add: multiply_token(
+                    *(token, norm, kind, made.numbers, made.scale, bias, out, gate, add, tile),
+                    width=made.width,
+                    group=made.group,
+                ),
+            )
+            return
         if isinstance(tile, LaneTile):
             start_from(
                 delta,

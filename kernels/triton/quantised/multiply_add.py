@@ -118,7 +118,12 @@ def _tile(at, inside):
 def _add_word(sums, v0, v1, v2, v3, word, FP8: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Sums plus the products of four inputs with the numbers of a word."""
     if FP8:
-        w0, w1, w2, w3 = _e4m3(word), _e4m3(word >> 8), _e4m3(word >> 16), _e4m3(word >> 24)
+        w0, w1, w2, w3 = (
+            e4m3_byte(word),
+            e4m3_byte(word >> 8),
+            e4m3_byte(word >> 16),
+            e4m3_byte(word >> 24),
+        )
     elif ASSEMBLY:
         w0, w1, w2, w3 = _wide(word)
     else:
@@ -166,7 +171,7 @@ def _wide(word):
 
 
 @triton.jit
-def _e4m3(byte):
+def e4m3_byte(byte):
     """2¹²⁰ times what the bits are as a float32, whose exponent is four bits of that."""
     bits = ((byte & 127) << 20) | ((byte & 128) << 24)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36

@@ -36,7 +36,13 @@ from tokenpod.kernels.triton.quantised.tiles import (
     AddTile,
     MatrixTile,
     Tiles,
+    TokenTile,
     measured,
+)
+from tokenpod.kernels.triton.quantised.token_product import (
+    THREAD_BYTES,
+    multiply_token,
+    token_of,
 )
 from tokenpod.kernels.triton.quantised.widen import widen_bytes
 from tokenpod.kernels.weight import QuantisedWeight
@@ -63,11 +69,23 @@ def prepare_product(
     (n, k), kind = weight.shape, kind_of(weight)
     chosen = tiles or measured(capability(weight.numbers.device))
     plain = _composed(weight, bias, around)
+    but = None if _can_take_token(weight) else TokenTile
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
-        tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))
+        tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), but=but)
         if isinstance(tile, AddTile) and _can_add(weight):
             _multiply_add(x, weight, bias, y, delta, around, tile)
+        elif isinstance(tile, TokenTile):
+            token = token_of(x, weight.rounding, around.norm, tile)
+            start_from(
+                delta,
+                y,
+                around,
+                lambda out, gate, add: multiply_token(
+                    *(token, around.norm, kind, weight.numbers, weight.scale),
+                    *(bias, out, gate, add, tile),
+                ),
+            )
         elif isinstance(tile, MatrixTile) and _can_round(weight):
             rounded = round_inputs(x, weight.rounding, norm=around.norm)
             start_from(
@@ -107,6 +125,12 @@ def _can_round(weight: Format) -> bool:
     if weight.by_output:
         return weight.rounding.group is None
     return weight.rounding.group == weight.columns and weight.columns % 32 == 0
+
+
+def _can_take_token(weight: Format) -> bool:
+    """Whether `token_product` has it: one scale per row, and inputs that it can round."""
+    by_output = weight.by_output if isinstance(weight, Fp8Weight) else weight.rounding is None
+    return by_output and _can_round(weight) and weight.shape[1] % THREAD_BYTES == 0
 
 
 def _composed(weight: QuantisedWeight, bias: torch.Tensor | None, around: Around) -> Product:

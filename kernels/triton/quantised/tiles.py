@@ -23,6 +23,26 @@ class AddTile:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTile:
+    """How one program of `token_product` works, which takes one token."""
+
+    #: Rows of the weight: half of them gates where there are gates.
+    block_n: int
+    #: Of 4 bytes, of each row that it reads at a time: 128 for each warp, or a multiple.
+    words: int
+    warps: int = 4
+    #: Bytes of each row that are asked for before the input is there, beyond the first ones.
+    ahead: int = 0
+    #: Every program norms and rounds the token; else a launch before does.
+    rounds: bool = False
+    #: That walk over blocks of rows, if a row has so many `words`; 0: a program for each block.
+    programs: int = 0
+    #: What is asked for long before the input is there: blocks behind a walking program's first
+    #: one; of others, by each of the first programs, chunks (`token_inputs.CHUNK`) of the weight.
+    chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixTile:
     """How one program of `matrix` works."""
 
@@ -58,11 +78,16 @@ class LaneTile:
     ahead: int = 0
 
 
-Tile = AddTile | MatrixTile | LaneTile
+Tile = AddTile | TokenTile | MatrixTile | LaneTile
 
 
 #: By the name that tiles.json has for them.
-WAYS: dict[str, type[Tile]] = {"add": AddTile, "matrix": MatrixTile, "lanes": LaneTile}
+WAYS: dict[str, type[Tile]] = {
+    "add": AddTile,
+    "token": TokenTile,
+    "matrix": MatrixTile,
+    "lanes": LaneTile,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +98,16 @@ class Tiles:
     #: Where a shape was measured: (kind, n, k).
     by_shape: dict[tuple[str, int, int], list[tuple[int, Tile]]]
 
-    def choose(self, kind: str, n: int, k: int, tokens: int) -> Tile | None:
-        """For a product of so many tokens; None: one operation after the other."""
+    def choose(
+        self, kind: str, n: int, k: int, tokens: int, *, but: type[Tile] | None = None
+    ) -> Tile | None:
+        """For a product of so many tokens; None: one operation after the other.
+
+        `but`: a kernel that cannot have the weight; there is another one's tile behind its own.
+        """
         rows = self.by_shape.get((kind, n, k)) or self.by_kind.get(kind, [])
-        return next((tile for most, tile in rows if tokens <= most), None)
+        fit = (tile for most, tile in rows if tokens <= most)
+        return next((tile for tile in fit if but is None or not isinstance(tile, but)), None)
 
 
 @cache

@@ -47,7 +47,7 @@ from tokenpod.kernels.triton import (
     slots,
     steps,
 )
-from tokenpod.kernels.triton.quantised import lane_products, laned, widen
+from tokenpod.kernels.triton.quantised import lane_products, laned, token_product, widen
 from tokenpod.kernels.triton.quantised import products as quantised_products
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.tiles import Kind, measured
@@ -97,6 +97,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         quantised_products,
         lane_products,
         laned,
+        token_product,
         widen,
     )
     for module in choosing:
@@ -211,6 +212,14 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
+    for kind, words in (("int4", 64), ("int8", 128), ("fp8", 128))[: None if every else 1]:
+        for programs, rounds in ((0, False), (2, True), (0, True))[: None if every else 2]:
+            tile = quantised_tiles.TokenTile(8, words, 1, 0, rounds, programs)
+            tiles = quantised_tiles.Tiles({kind: [(1, tile)]}, {})
+            x = draw(1, HIDDEN)
+            quantised.prepare_norm_linear(weights[kind], bias, norm, Activation.SILU, tiles)(x)
+            if every:
+                quantised.prepare_add_linear(weights[kind], None, tiles)(x, draw(1, 2 * HIDDEN))
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))
@@ -307,9 +316,10 @@ def adapted() -> None:
             draw(4, outputs) if bias else None,
             rows,
             torch.ones(4, outputs),
+            torch.ones(4, dtype=torch.int32),
         )
         for tokens in (1, 64, 400):
-            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks, ranks)
+            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks)
             x = draw(tokens, HIDDEN)
             adapters.adapt(x, draw(tokens, outputs), weights, plan)
             weight, own = draw(outputs, HIDDEN), Added(weights, plan, adapters.adapt)
@@ -347,6 +357,7 @@ def others() -> None:
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
     steps.accept(torch.zeros((1 + 2 * 3, 2), dtype=torch.int64), one, one, one, one)
     steps.branch(torch.zeros((2, 5), dtype=torch.int64), one, table)
+    steps.accept(torch.zeros((5, 1), dtype=torch.int64), one, one, one, one)
     steps.spread(one[:, None].expand(3, 2).clone(), one.repeat(2), one, 50)
     moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
     moved.gather(one, rows)

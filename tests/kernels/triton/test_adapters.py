@@ -19,13 +19,14 @@ from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
 from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
 
 SLOTS = 3
-#: The second has numbers that an adapter before its own has left.
-SCALED = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
 SMALL, LARGE = Tiles(4, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
 
 
 def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
-    """Slots as the store has them: a rank's numbers of all products beside each other."""
+    """Slots as the store has them: a rank's numbers of all products beside each other.
+
+    Two of them scale outputs; the third has numbers that an adapter before it has left.
+    """
     generator = torch.Generator().manual_seed(seed)
     parts, outputs = len(rows), sum(rows)
     numbers = parts * inputs + outputs + 16
@@ -37,6 +38,7 @@ def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
         bias=slots[:, 0, parts * inputs : parts * inputs + outputs] if bias else None,
         rows=rows,
         scale=(torch.rand(SLOTS, outputs + 3, generator=generator) + 0.5).to(DEVICE)[:, :outputs],
+        scaled=torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE),
     )
 
 
@@ -66,9 +68,8 @@ def test_it_makes_what_the_reference_makes(case, dtype, by_row):
     ranks = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
     t_adapter = torch.tensor(adapters, device=DEVICE)
     expected, found = y.clone(), y.clone()
-    reference.adapt(x, expected, weights, reference.plan_adapters(t_adapter, ranks, SCALED))
-    cut = cut._replace(by_row=by_row, ahead=len(rows) > 1)
-    adapt(x, found, weights, plan_adapters(t_adapter, ranks, SCALED, cut))
+    reference.adapt(x, expected, weights, reference.plan_adapters(t_adapter, ranks))
+    adapt(x, found, weights, plan_adapters(t_adapter, ranks, cut._replace(by_row=by_row)))
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
     torch.testing.assert_close(found, expected, **close)
     assert torch.equal(found[t_adapter == 0], y[t_adapter == 0])
@@ -102,7 +103,7 @@ def test_what_a_plan_says_follows_from_its_tensors_alone():
     ranks = torch.tensor([16, 16, 16], device=DEVICE)
     shapes = set()
     for slots in ([0] * 6, [1, 2, 3, 1, 2, 3], [2] * 6):
-        plan = plan_adapters(torch.tensor(slots, device=DEVICE), ranks, SCALED, SMALL)
+        plan = plan_adapters(torch.tensor(slots, device=DEVICE), ranks, SMALL)
         assert plan.tiles[:, 2].sum() == 6
         shapes.add((plan.order.shape, plan.tiles.shape))
         adapt(x, torch.zeros(6, 24, device=DEVICE), weights, plan)
@@ -114,7 +115,7 @@ def test_each_token_is_in_one_tile_of_its_adapter(tokens):
     generator = torch.Generator().manual_seed(2)
     t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=generator).to(DEVICE)
     ranks = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
-    plan = plan_adapters(t_adapter, ranks, None, SMALL)
+    plan = plan_adapters(t_adapter, ranks, SMALL)
     seen = []
     for slot, first, length, rank in plan.tiles.tolist():
         own = plan.order[first : first + length].tolist()
@@ -131,9 +132,9 @@ def test_few_tokens_are_planned_as_many_are(tokens, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=generator).to(DEVICE)
     ranks = torch.tensor([20, 0, 16], dtype=torch.int32, device=DEVICE)
-    found = plan_adapters(t_adapter, ranks, SCALED, SMALL)
+    found = plan_adapters(t_adapter, ranks, SMALL)
     monkeypatch.setattr(adapters, "MOST_PLANNED", 0)
-    expected = plan_adapters(t_adapter, ranks, SCALED, SMALL)
+    expected = plan_adapters(t_adapter, ranks, SMALL)
     assert torch.equal(found.order, expected.order)
     used = expected.tiles[:, 2] > 0
     assert torch.equal(found.tiles[found.tiles[:, 2] > 0], expected.tiles[used])
@@ -169,9 +170,9 @@ def test_products_end_in_what_adapters_make_of_them(case, dtype, by_row):
     weight, bias, norm = draw(80, inputs), draw(80), RowNorm(draw(inputs), 1e-5)
     ranks = torch.tensor([rank, 5, 17], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor(t_adapter, device=DEVICE)
-    cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row, ahead=by_row)
-    plan = plan_adapters(slots, ranks, SCALED, cut)
-    seen = plain.plan_adapters(slots, ranks, SCALED)
+    cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row)
+    plan = plan_adapters(slots, ranks, cut)
+    seen = plain.plan_adapters(slots, ranks)
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}
 
     def added(rows, *, bias=False):

@@ -66,18 +66,15 @@ class QuantisedWeight(ABC):
         """X [T, in] as a product multiplies it: the same, or rounded; of any float type."""
         return x
 
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, delta: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """X [T, in] · weightᵀ + bias + delta [T, out], summed in float32 and rounded once.
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """X [T, in] · weightᵀ + bias, summed in float32 and rounded once.
 
         Every path makes products so until it has a kernel for the format.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         y = functional.linear(self.rounded_inputs(x).to(exact), self.dequantised(exact))
-        for added in (bias, delta):
-            if added is not None:
-                y += added
+        if bias is not None:
+            y += bias
         return y.to(x.dtype)
 
 

@@ -36,10 +36,8 @@ def prepare_add_linear(
     """See `ops.PrepareAddLinear`."""
     product = prepare_product(weight, bias, Around(add=True), tiles)
 
-    def add_product(
-        x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
-    ) -> None:
-        product(x, residual, delta)
+    def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+        product(x, residual)
 
     return add_product
 
@@ -50,9 +48,9 @@ def _linear(
     product = prepare_product(weight, bias, around, tiles)
     n = weight.shape[0] // 2 if around.gated else weight.shape[0]
 
-    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor) -> torch.Tensor:
         y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
-        product(x, y, delta)
+        product(x, y)
         return y
 
     return linear

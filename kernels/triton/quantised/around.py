@@ -25,23 +25,8 @@ class Around:
         return self.activation is not None
 
 
-#: (x [T, in], y [T, out], delta [T, outputs of the weight] or None), y written or added to.
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-
-#: (y [T, n], activation of its gates or None, whether it is added to): a launch of the product.
-Launch = Callable[[torch.Tensor, Activation | None, bool], None]
-
-
-def start_from(delta: torch.Tensor | None, y: torch.Tensor, around: Around, launch: Launch) -> None:
-    """A product whose kernel takes no delta: it is added to a copy of that, or that to y first."""
-    if delta is not None and not around.add:
-        made = delta.clone()
-        launch(made, None, True)
-        y.copy_(made if around.activation is None else act_mul(made, around.activation))
-        return
-    if delta is not None:
-        y += delta
-    launch(y, around.activation, around.add)
+#: (x [T, in], y [T, out]), y written or added to.
+Product = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def put(made: torch.Tensor, y: torch.Tensor, around: Around) -> None:

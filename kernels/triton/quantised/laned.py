@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tokenpod.kernels.triton.launch import capability
 from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
+from tokenpod.kernels.triton.quantised.around import Around, Product, put
 from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes
 from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, TokenTile, measured
@@ -30,7 +30,7 @@ def prepare_lanes(
     but = None if whole and full else TokenTile
     chosen = tiles or measured(capability(made.numbers.device))
 
-    def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
+    def product(x: torch.Tensor, y: torch.Tensor) -> None:
         few = x.itemsize <= 2
         tile = chosen.choose(kind, made.rows, made.inputs, len(x), but=but) if few else None
         norm = around.norm
@@ -41,29 +41,16 @@ def prepare_lanes(
             x = x.index_select(1, made.order)
         if isinstance(tile, TokenTile):
             token = token_of(x, None, norm, tile, made.width)
-            start_from(
-                delta,
-                y,
-                around,
-                lambda out, gate, add: multiply_token(
-                    *(token, norm, kind, made.numbers, made.scale, bias, out, gate, add, tile),
-                    width=made.width,
-                    group=made.group,
-                ),
+            multiply_token(
+                *(token, norm, kind, made.numbers, made.scale),
+                *(bias, y, around.activation, around.add, tile),
+                width=made.width,
+                group=made.group,
             )
-            return
-        if isinstance(tile, LaneTile):
-            start_from(
-                delta,
-                y,
-                around,
-                lambda out, gate, add: multiply_lanes(x, made, bias, out, gate, add, tile),
-            )
-            return
-        out = functional.linear(x, widen_lanes(made, x.dtype), bias)
-        if delta is not None:
-            out += delta
-        put(out, y, around)
+        elif isinstance(tile, LaneTile):
+            multiply_lanes(x, made, bias, y, around.activation, around.add, tile)
+        else:
+            put(functional.linear(x, widen_lanes(made, x.dtype), bias), y, around)
 
     return product
 

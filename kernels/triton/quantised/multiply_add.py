@@ -21,11 +21,9 @@ def multiply_add_bytes(
     weight,
     scale,
     bias,
-    delta,
     norm_weight,
     y,
     x_stride,
-    delta_stride,
     y_stride,
     tokens,
     n,
@@ -103,9 +101,7 @@ def multiply_add_bytes(
         factor = tl.rsqrt(tl.sum(squares, axis=2) / k + epsilon)
         out *= factor
         up_out *= factor
-    _finish(
-        out, up_out, bias, delta, y, delta_stride, y_stride, tokens, n, row, token, ACTIVATION, ADD
-    )
+    _finish(out, up_out, bias, y, y_stride, tokens, n, row, token, ACTIVATION, ADD)
 
 
 @triton.jit
@@ -182,9 +178,7 @@ def _finish(
     out,
     up_out,
     bias,
-    delta,
     y,
-    delta_stride,
     y_stride,
     tokens,
     n,
@@ -193,17 +187,12 @@ def _finish(
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Bias, delta, gate, residual; rounded once, and once more where it is added."""
+    """Bias, gate, residual; rounded once, and once more where it is added."""
     inside = (token[:, None] < tokens) & (row[None, :] < n)
     if bias is not None:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION != "none":
             up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
-    if delta is not None:
-        at_delta = delta + token[:, None] * delta_stride + row[None, :]
-        out += tl.load(at_delta, mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATION != "none":
-            up_out += tl.load(at_delta + n, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION != "none":
         out = gated_unit(out, up_out, ACTIVATION)
     at_y = y + token[:, None] * y_stride + row[None, :]

@@ -25,7 +25,7 @@ from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.product import add_up, asks_rows
-from tokenpod.kernels.triton.quantised.around import Around, Product, put, start_from
+from tokenpod.kernels.triton.quantised.around import Around, Product, put
 from tokenpod.kernels.triton.quantised.laned import prepare_lanes
 from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
@@ -71,31 +71,21 @@ def prepare_product(
     plain = _composed(weight, bias, around)
     but = None if _can_take_token(weight) else TokenTile
 
-    def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
+    def product(x: torch.Tensor, y: torch.Tensor) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), but=but)
         if isinstance(tile, AddTile) and _can_add(weight):
-            _multiply_add(x, weight, bias, y, delta, around, tile)
+            _multiply_add(x, weight, bias, y, around, tile)
         elif isinstance(tile, TokenTile):
             token = token_of(x, weight.rounding, around.norm, tile)
-            start_from(
-                delta,
-                y,
-                around,
-                lambda out, gate, add: multiply_token(
-                    *(token, around.norm, kind, weight.numbers, weight.scale),
-                    *(bias, out, gate, add, tile),
-                ),
+            multiply_token(
+                *(token, around.norm, kind, weight.numbers, weight.scale),
+                *(bias, y, around.activation, around.add, tile),
             )
         elif isinstance(tile, MatrixTile) and _can_round(weight):
             rounded = round_inputs(x, weight.rounding, norm=around.norm)
-            start_from(
-                delta,
-                y,
-                around,
-                lambda out, gate, add: multiply(rounded, weight, bias, out, gate, add, tile),
-            )
+            multiply(rounded, weight, bias, y, around.activation, around.add, tile)
         else:
-            plain(x, y, delta)
+            plain(x, y)
 
     return product
 
@@ -136,15 +126,13 @@ def _can_take_token(weight: Format) -> bool:
 def _composed(weight: QuantisedWeight, bias: torch.Tensor | None, around: Around) -> Product:
     """One operation after the other."""
 
-    def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
+    def product(x: torch.Tensor, y: torch.Tensor) -> None:
         if isinstance(weight, Fp8Weight) and _library_scales(weight, x):
             made = _scaled_by_rows(x, weight, bias, around.norm)
-            if delta is not None:
-                made += delta
         else:
             if around.norm is not None:
                 x = rms_norm(x, around.norm.weight, around.norm.epsilon)
-            made = _many(x, weight, bias, delta)
+            made = _many(x, weight, bias)
         put(made, y, around)
 
     return product
@@ -166,18 +154,14 @@ def _scaled_by_rows(
     )
 
 
-def _many(
-    x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, delta: torch.Tensor | None
-) -> torch.Tensor:
-    """X · weightᵀ + bias + delta by the library, for as many tokens as there may be."""
+def _many(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """X · weightᵀ + bias by the library, for as many tokens as there may be."""
     if isinstance(weight, Fp8Weight) and x.itemsize == 2:
         rounded_x = weight.rounded_inputs(x).to(x.dtype)
-        y = functional.linear(rounded_x, weight.dequantised(x.dtype), bias)
-    elif isinstance(weight, Int8Weight) and weight.rounding is None and x.itemsize == 2:
-        y = functional.linear(x, widen_bytes(weight, x.dtype), bias)
-    else:
-        return weight.multiply(x, bias, delta)
-    return y if delta is None else y.add_(delta)
+        return functional.linear(rounded_x, weight.dequantised(x.dtype), bias)
+    if isinstance(weight, Int8Weight) and weight.rounding is None and x.itemsize == 2:
+        return functional.linear(x, widen_bytes(weight, x.dtype), bias)
+    return weight.multiply(x, bias)
 
 
 def _library_scales(weight: Fp8Weight, x: torch.Tensor) -> bool:
@@ -199,7 +183,6 @@ def _multiply_add(
     weight: Format,
     bias: torch.Tensor | None,
     y: torch.Tensor,
-    delta: torch.Tensor | None,
     around: Around,
     tile: AddTile,
 ) -> None:
@@ -207,7 +190,7 @@ def _multiply_add(
     k = weight.shape[1]
     norm = around.norm
     block_n = max(1, tile.block_n // 2 if around.gated else tile.block_n)
-    strides = (x.stride(0), 0 if delta is None else delta.stride(0), y.stride(0), tokens, n, k)
+    strides = (x.stride(0), y.stride(0), tokens, n, k)
     norm_weight, epsilon = (None, 0.0) if norm is None else norm
     multiply_add_bytes[(triton.cdiv(n, block_n),)](
         *(
@@ -215,7 +198,6 @@ def _multiply_add(
             weight.numbers.view(torch.int8).view(torch.int32),
             weight.scale,
             bias,
-            delta,
             norm_weight,
             y,
         ),

@@ -23,7 +23,7 @@ DEMO = Path(str(files("tokenpod.models.demo")))
 IN_VAIN = 25
 #: Those who find each other, and wait for one of them to be put right: all of it, but long enough
 #: to find each other where many start at once.
-IN_TIME = 90
+IN_TIME = 60
 SLACK = 60
 
 

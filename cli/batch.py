@@ -73,7 +73,7 @@ def _line(found: Any, given: Mapping[str, Any]) -> Line:
     prompt, name = options.pop(prompts[0]), options.pop("id", None)
     if not isinstance(prompt, str if prompts[0] == "prompt" else list):
         raise ValueError(f"{prompts[0]} is {str(prompt)[:80]!r}")
-    generate_request(prompt, **options)  # what it complains of is told before anything is sent
+    generate_request(prompt, **options)  # a line that can't be sent is found before anything is
     return Line(prompt, options, name)
 
 

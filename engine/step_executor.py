@@ -159,7 +159,7 @@ class StepExecutor(ABC, Generic[S]):
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         """Find the drafts that a plan leaves open: small step after small step, see `Asked`.
 
-        The mailbox is told when they are there.
+        It marks in the mailbox when they are there.
         """
 
     @abstractmethod

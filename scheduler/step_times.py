@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-#: Sizes that are told apart, rising; a larger step counts as the last.
+#: Sizes with times of their own, rising; a larger step counts as the last.
 _RANGES = (range(1, 9), range(10, 17, 2), range(20, 33, 4), range(40, 65, 8), range(80, 129, 16))
 _SIZES = np.concatenate([*_RANGES, range(160, 257, 32), (320, 384)])
 #: What one more step of a size changes its time by, and by how much it may be out of the ordinary.

@@ -328,6 +328,28 @@ def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
 
 
 @triton.jit
+def ask_each(at, count, step, size):
+    """Ask for `size` bytes every `step` bytes, so many times: a thread asks for each."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred own;
+        .reg .u32 thread;
+        .reg .u64 at;
+        mov.u32 thread, %tid.x;
+        setp.lt.s32 own, thread, $2;
+        mad.wide.u32 at, thread, $3, $1;
+        @own cp.async.bulk.prefetch.L2.global [at], $4;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r",
+        [at, count, step, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def ask_rows(weight, row, rows, first, k, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
     """Prefetch AHEAD bytes, from element `first`, of BLOCK_N rows into the L2 cache, row by row.
 
@@ -338,20 +360,4 @@ def ask_rows(weight, row, rows, first, k, BLOCK_N: tl.constexpr, AHEAD: tl.const
         BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         size = tl.minimum(AHEAD, (k - first) * BYTES)
         asked = tl.where(size > 0, tl.minimum(BLOCK_N, rows - row), 0)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred own;
-            .reg .u32 thread;
-            .reg .u64 at;
-            mov.u32 thread, %tid.x;
-            setp.lt.s32 own, thread, $2;
-            mad.wide.u32 at, thread, $3, $1;
-            @own cp.async.bulk.prefetch.L2.global [at], $4;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r,r,r",
-            [weight + row.to(tl.int64) * k + first, asked, k * BYTES, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ask_each(weight + row.to(tl.int64) * k + first, asked, k * BYTES, size)

@@ -1,4 +1,4 @@
-"""Formats of strings that are told exactly by a pattern, where the library's own lets more through.
+"""Formats of strings for which a pattern is exact, where the library's own lets more through.
 
 The library allows 29 February in any year, a 61st second at any time, and host names whose encoded
 labels encode nothing. These patterns allow no leap second, no year 0, and no encoded label.

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.triton.launch import ask_lines
+from tokenpod.kernels.triton.product_kernels import ask_each
 from tokenpod.kernels.triton.quantised.rounding import DIGITS_MOST, FP8_MOST
 
 #: Bytes that are asked for at a time, and programs that ask for them: about one per processor.
@@ -191,7 +192,7 @@ def ask_first(weight, words, chunks):
     asked = tl.where(tl.program_id(0) < FIRST_PROGRAMS, chunks, 0)
     asked = tl.minimum(asked, words // WORDS - first)
     size = tl.full((), CHUNK, tl.int32)
-    _ask_each(weight + first.to(tl.int64) * WORDS, asked, size, size)
+    ask_each(weight + first.to(tl.int64) * WORDS, asked, size, size)
 
 
 @triton.jit
@@ -203,29 +204,7 @@ def ask_blocks(weight, n, count, ROW_WORDS: tl.constexpr, BLOCK_N: tl.constexpr)
     left = tl.cdiv(tl.maximum(n // BLOCK_N - first, 0), programs)
     size = tl.full((), SIZE, tl.int32)
     at = weight + first.to(tl.int64) * (SIZE // 4)
-    _ask_each(at, tl.minimum(count, left), programs * SIZE, size)
-
-
-@triton.jit
-def _ask_each(at, count, step, size):
-    """Ask for `size` bytes every `step` bytes, so many times: a thread asks for each."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred own;
-        .reg .u32 thread;
-        .reg .u64 at;
-        mov.u32 thread, %tid.x;
-        setp.lt.s32 own, thread, $2;
-        mad.wide.u32 at, thread, $3, $1;
-        @own cp.async.bulk.prefetch.L2.global [at], $4;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r,r,r",
-        [at, count, step, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    ask_each(at, tl.minimum(count, left), programs * SIZE, size)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ class ResponseWriter:
         self._name = tokenizer.backend.id_to_token
         self._opened = False
         self._ended = False
-        #: What is told of the prompt's tokens, once `prepare` has made it.
+        #: What is reported of the prompt's tokens, once `prepare` has made it.
         self._prompt: list[pb.TokenInfo] = []
         #: Tokens that have come and were not told, each with where its text begins; and that text.
         self._tokens: deque[tuple[pb.TokenInfo, int]] = deque()

@@ -54,7 +54,7 @@ async def generate_call(
 
     Args:
         caller: who asks.
-        stream: tokens are told as they come.
+        stream: tokens are sent as they come.
         defaults: fields of its sampling that it leaves open.
 
     Raises:

@@ -272,10 +272,9 @@ class Scheduler:
             drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
         """
-        settled = Settled()
-        if self.kv.table.constrained:
-            # Ends by constraints are published no later than the answer to a router's step.
-            settled, self._events = self._events, settled
+        # What has ended without a token is told no later than a router's step that names it is
+        # answered: its next step would name a sequence that is gone.
+        settled, self._events = self._events, Settled()
         took = self._clock.settled(step.planned_at, now)
         self._pace.note(step.prompt_tokens, took)
         self.forced.settled(step, took)

@@ -307,3 +307,24 @@ async def test_a_routers_requests_conform_and_others_of_the_batch_go_on(
     finally:
         await shard.clear_cache()
         await shard.close()
+
+
+@pytest.mark.parametrize(("grammar", "ignored"), [("(", False), ("ab", True)])
+async def test_the_batchs_only_constrained_request_ends_alone(
+    server: ServerProcess, grammar: str, ignored: bool
+) -> None:
+    """Its end and the answer to the step that it ends in leave the engine together."""
+    shard = ShardClient(server.uds, V3())
+    try:
+        await shard.clear_cache()
+        alone = await tell(shard, shard_ask(0, max_new_tokens=6))
+        sampling = Sampling(grammar=grammar, grammar_type=GrammarType.REGEX)
+        for batch in range(1, 11):
+            one = shard_ask(1, "x = ", sampling=sampling, ignore_eos_token=ignored)
+            reply = await shard.prefill(batch_of(batch, shard_ask(0, max_new_tokens=6), one))
+            stories = await finish(shard, reply)
+            assert stories[0].ids == alone.ids
+            assert stories[1].end.text == ("ab" if ignored else "")
+    finally:
+        await shard.clear_cache()
+        await shard.close()

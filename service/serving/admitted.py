@@ -190,13 +190,15 @@ class AdmittedCall:
         """
         if self._generation is not None:
             self._generation.cancel()
-            if (seconds := self._generation.ran_seconds) is not None:
-                self._admission.turnover.note(seconds)
-            self._report(self._generation, recorded)
         if self._lease is not None:
             self._lease.release()
         if self._name is not None:
             self._named.give_back(self._name)
+        # Last: what a report raises must not keep memory or a name from other calls.
+        if self._generation is not None:
+            if (seconds := self._generation.ran_seconds) is not None:
+                self._admission.turnover.note(seconds)
+            self._report(self._generation, recorded)
 
     def _stop(self) -> None:
         """End the call; what has come so far is its answer."""

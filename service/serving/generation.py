@@ -15,6 +15,7 @@ from typing import Protocol
 from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
 from tokenpod.core.requests import Request
 from tokenpod.service.rpc.errors import (
+    Internal,
     InvalidArgument,
     ResourceExhausted,
     ServiceError,
@@ -208,6 +209,13 @@ class Generation:
                 return
         self.failure = error
 
+    def on_fault(self, sequence_id: int, fault: Internal) -> None:
+        """The code that reads a sample's text has raised: the whole call ends with `fault`."""
+        del sequence_id
+        self.failure = fault
+        self.cancel()
+        self._notify()
+
     def wake(self) -> None:
         """All of a message of the engine has been handed over: wake the reader."""
         # The reader has not yet taken what came before: only then can much be unread.
@@ -216,6 +224,9 @@ class Generation:
         self._wakes += 1
         if self._fresh or self._wakes % _COUNT_EVERY == 0:
             self._on_size(sum(sample.kept_bytes for sample in self.samples))
+        self._notify()
+
+    def _notify(self) -> None:
         self._fresh = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import string
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -29,6 +32,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS |= {word: word for word in ("true", "false", "null")}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
 _CODES = {"x": 2, "u": 4, "U": 8}
+_HEX = frozenset(string.hexdigits)
 
 
 class Pythonic(CallFormat):
@@ -139,9 +143,15 @@ def _value(source: Source, depth: int) -> Reading:
     if word in _CONSTANTS:
         return _CONSTANTS[word]
     try:
-        return _json(json.loads(word, parse_constant=_no_number))
+        json.loads(word, parse_constant=_no_number)
     except ValueError as error:
         raise Unexpected from error
+    # JSON's grammar allows 1e999, but many clients can't read it: decoders of Go and Rust refuse
+    # it, those of JavaScript and Python make an infinity of it, which has no JSON.
+    if not math.isfinite(float(word)):
+        raise Unexpected
+    # As the model wrote it: a float might have rounded it.
+    return word
 
 
 def _several(source: Source, end: str, depth: int) -> Reading:
@@ -192,12 +202,12 @@ def _unescaped(text: str) -> str:
 
 
 def _coded(kind: str, digits: str) -> str:
-    try:
-        if len(digits) < _CODES[kind]:
-            raise Unexpected
-        return chr(int(digits, 16))
-    except ValueError as error:
-        raise Unexpected from error
+    if len(digits) < _CODES[kind] or not _HEX.issuperset(digits):
+        raise Unexpected
+    code = int(digits, 16)
+    if code > sys.maxunicode:
+        raise Unexpected
+    return chr(code)
 
 
 def _no_number(word: str) -> NoReturn:
@@ -205,15 +215,7 @@ def _no_number(word: str) -> NoReturn:
     raise ValueError(word)
 
 
-def _json(value: Any) -> str:
-    """JSON text. Halves of characters stay escaped: no message could hold them."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if _is_whole(text) else json.dumps(value)
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _json(text: str) -> str:
+    """A JSON string. Halves of characters become U+FFFD: no message could hold them."""
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return json.dumps(whole, ensure_ascii=False)

@@ -121,13 +121,15 @@ class AdmittedCall:
             deadline_at = time.monotonic_ns() + int(remaining * 1e9)
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
-        tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
+        tokenised = await serving.encoder.encode(
+            call.prompt, keep=min(call.truncate or most, most), calls=serving.called_by(call)
+        )
         prompt = tokenised.ids
         before = serving.adapters.find(call.adapter)
         new_tokens = self._new_tokens(call, tokenised.count, len(prompt), before)
         validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
-        constraint = await serving.conforming(call, tokenised.rendered_end)
+        constraint = await serving.conforming(call, tokenised)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
         # Found again at the last moment: what has been replaced meanwhile is not asked for.

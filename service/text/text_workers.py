@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.rpc.errors import Internal, InvalidArgument, ServiceError, Unavailable
 from tokenpod.service.text.text_messages import (
     EncodeChat,
     Encoded,
@@ -250,6 +250,11 @@ class TextWorkers:
     def _refusal(self, job: Job, field: str, refused: Refused) -> ServiceError:
         if refused.reason is Refusal.MEMORY:
             return self._too_much_memory(job, field)
+        if refused.reason is Refusal.FAULT:
+            fault = Internal()
+            extra = {"error_id": fault.error_id, "reason": refused.message}
+            log.error("internal error in a text worker", extra=extra)
+            return fault
         if refused.reason is Refusal.TOKENIZER:
             log.error("the tokenizer has panicked", extra={"reason": refused.message})
             return InvalidArgument(field, "makes the model's tokenizer fail")

@@ -14,11 +14,11 @@ import pytest
 
 from tokenpod.core.constraints import Constraint, Reasoned, Tagged
 from tokenpod.engine.constraints.guidance import Guidance
-from tokenpod.service.constraints.tools import calls_constraint
 from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool
 from tokenpod.service.text.parsers.calls import CallParser
 from tokenpod.service.text.parsers.parts import Part
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
+from tokenpod.service.text.tool_constraints import calls_constraint
 
 SCHEMA = {
     "type": "object",
@@ -91,10 +91,10 @@ def chat(**more: Any) -> ChatPrompt:
 
 
 @pytest.mark.parametrize(("name", "template"), FAMILIES)
-async def test_calls_that_must_be_made_are_calls_with_valid_arguments(
+def test_calls_that_must_be_made_are_calls_with_valid_arguments(
     library: Guidance, name: str, template: str
 ) -> None:
-    constraint = await calls_constraint(chat(), FORMATS[name], template)
+    constraint = calls_constraint(chat(), FORMATS[name], template)
     several = 0
     for seed in range(12):
         parts = parts_of(name, written(library, constraint, seed))
@@ -109,20 +109,18 @@ async def test_calls_that_must_be_made_are_calls_with_valid_arguments(
 
 
 @pytest.mark.parametrize(("name", "template"), FAMILIES)
-async def test_a_tool_that_is_named_is_called_once(
-    library: Guidance, name: str, template: str
-) -> None:
-    constraint = await calls_constraint(chat(only="now"), FORMATS[name], template)
+def test_a_tool_that_is_named_is_called_once(library: Guidance, name: str, template: str) -> None:
+    constraint = calls_constraint(chat(only="now"), FORMATS[name], template)
     for seed in range(3):
         assert calls_in(parts_of(name, written(library, constraint, seed))) == [("now", {})]
 
 
 @pytest.mark.parametrize(("name", "template"), FAMILIES)
-async def test_in_auto_there_is_text_and_marks_begin_valid_calls(
+def test_in_auto_there_is_text_and_marks_begin_valid_calls(
     library: Guidance, name: str, template: str
 ) -> None:
     asked = ChatPrompt([ChatMessage("user", "x")], tools=TOOLS[:2])
-    constraint = await calls_constraint(asked, FORMATS[name], template)
+    constraint = calls_constraint(asked, FORMATS[name], template)
     assert written(library, constraint, 1) is not None
     (mark,) = FORMATS[name].marks
     special = mark.encode() in SPECIAL
@@ -139,12 +137,12 @@ async def test_in_auto_there_is_text_and_marks_begin_valid_calls(
             matcher.take(at)
 
 
-async def test_a_schema_that_is_not_supported_means_any_object(library: Guidance) -> None:
+def test_a_schema_that_is_not_supported_means_any_object(library: Guidance) -> None:
     overlapping = '{"oneOf": [{"type": "object"}, {"type": "object", "maxProperties": 9}]}'
     tools = [TOOLS[2], Tool("too", "", overlapping)]
     for tool in tools:
         asked = ChatPrompt([], tools=[tool], must_call=True, only=tool.name)
-        constraint = await calls_constraint(asked, FORMATS["hermes"], "")
+        constraint = calls_constraint(asked, FORMATS["hermes"], "")
         assert isinstance(constraint, Tagged)
         call = json.dumps({"name": tool.name, "arguments": {"a": [1, None]}})
         text = f"<tool_call>\n{call}\n</tool_call>"
@@ -154,8 +152,8 @@ async def test_a_schema_that_is_not_supported_means_any_object(library: Guidance
         assert matcher.whole
 
 
-async def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> None:
-    calls = await calls_constraint(chat(only="now"), FORMATS["hermes"], "")
+def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> None:
+    calls = calls_constraint(chat(only="now"), FORMATS["hermes"], "")
     assert isinstance(calls, Tagged)
     text = "hm, </x>\n</think>\n\n" + '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for is_open, begin in ((True, ""), (False, "<think>")):

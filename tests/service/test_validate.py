@@ -175,9 +175,9 @@ def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
 
 
 def test_a_text_to_count_may_be_empty_but_a_chat_may_not() -> None:
-    validate.check_tokens(TokensCall(""))
+    validate.check_tokens(TokensCall(""), LIMITS)
     with pytest.raises(InvalidArgument, match=r"chat\.messages"):
-        validate.check_tokens(TokensCall(turns()))
+        validate.check_tokens(TokensCall(turns()), LIMITS)
 
 
 # -- prompt and output together ----------------------------------------------------------------

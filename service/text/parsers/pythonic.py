@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tokenpod.core.constraints import Arguments, Tag, Tagged
-from tokenpod.service.text.parsers.calls import CallFormat, Calls, ToolCallShape
+from tokenpod.service.text.parsers.calls import (
+    MOST_WRITTEN,
+    TOO_LONG,
+    CallFormat,
+    Calls,
+    ToolCallShape,
+    ToolsError,
+)
 from tokenpod.service.text.parsers.grammar import (
     Grammar,
     Reading,
@@ -82,14 +89,17 @@ class Pythonic(CallFormat):
 def _named(schema: Mapping[str, Any]) -> Arguments:
     """An object's properties as named arguments: what they refer to goes with each."""
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    needed = schema.get("required", [])
-    return Arguments(
-        tuple(
-            (name, json.dumps(each | shared if isinstance(each, dict) else shared), name in needed)
-            for name, each in schema.get("properties", {}).items()
-            if _ARGUMENT.fullmatch(name)
-        )
-    )
+    needed = {name for name in schema.get("required", []) if isinstance(name, str)}
+    found, size = list[tuple[str, str, bool]](), 0
+    for name, each in schema.get("properties", {}).items():
+        if _ARGUMENT.fullmatch(name):
+            text = json.dumps(each | shared if isinstance(each, dict) else shared)
+            # Each has the definitions: together they may be as long as the schema's square.
+            size += len(text)
+            if size > MOST_WRITTEN:
+                raise ToolsError(TOO_LONG)
+            found.append((name, text, name in needed))
+    return Arguments(tuple(found))
 
 
 def _word(source: Source) -> Reading:

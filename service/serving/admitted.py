@@ -141,8 +141,9 @@ class AdmittedCall:
         if constraint is not None and call.beam is not None:
             field = call.constraint.field if call.constraint else "chat.tool_choice"
             raise Unimplemented(field, "is not supported beside sampling.beam")
+        constrained = ""
         if constraint is not None:
-            request = structs.replace(request, constraint=constraint)
+            constrained = call.constraint.field if call.constraint else "constraint"
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -152,9 +153,10 @@ class AdmittedCall:
             abort=serving.client.abort,
             on_begin=self._place.leave_queue,
             on_size=_counted(lease),
-            constraint_field=call.constraint.field if call.constraint else "constraint",
+            constraint_field=constrained,
         )
-        serving.client.submit(request, generation)
+        # The engine alone keeps the constraint, which may be megabytes of patterns.
+        serving.client.submit(structs.replace(request, constraint=constraint), generation)
         self._generation, self._request_id = generation, request_id
         self._labels, self._adapter = call.labels, call.adapter
         if self._unwanted:

@@ -41,7 +41,7 @@ class Generation:
     """All samples of one request, as the engine brings them.
 
     Args:
-        request: what the engine was asked.
+        request: what the engine was asked, without the constraint.
         samples: one per sequence id of the request, in order.
         streamed: the reader is to keep up, or loses its stream.
         failures_last: a sample that fails ends the call after the other samples.
@@ -49,7 +49,8 @@ class Generation:
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
         on_size: called now and then with the bytes of the answer that are kept.
-        constraint_field: where the client put the constraint, for what the engine says of it.
+        constraint_field: where the client put the constraint, for what the engine says of it; "":
+            there is none.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Generation:
         abort: Abort,
         on_begin: Callable[[], None],
         on_size: Callable[[int], None] = lambda size: None,
-        constraint_field: str = "constraint",
+        constraint_field: str = "",
     ) -> None:
         self.request = request
         self.samples = samples
@@ -199,7 +200,7 @@ class Generation:
         Where the call is to go on with the others, it does unless none of them is left.
         """
         error = engine_failure(failure)
-        if self.request.constraint is not None and isinstance(error, InvalidArgument):
+        if self._constraint_field and isinstance(error, InvalidArgument):
             problem = failure.message.removeprefix("constraint: ")
             error = InvalidArgument(self._constraint_field, problem)
         if self._failures_last and failure.code is FailureCode.DATA_LOSS:

@@ -93,7 +93,6 @@ def test_in_a_routers_batch_that_request_alone_ends(server: ServerProcess) -> No
     text = ended.generated_text
     assert (text.text, text.generated_tokens) == ("", 2)
     assert text.finish_reason == pb.FINISH_REASON_EOS_TOKEN
-    assert list(step.batch.request_ids) == [1, 3]
     # Routers drop what has ended, and go on with the others to their end.
     kept = pb.FilterBatchRequest(batch_id=1, request_ids=[1, 3])
     left = stub.FilterBatch(kept, timeout=SECONDS).batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -14,9 +15,12 @@ import pytest
 from chats import turns
 from harness import children_of
 from hostile import TEMPLATE
+from msgspec import structs
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
+from tokenpod.service.serving.chats import Tool
+from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.text_messages import (
     EncodeChat,
     EncodeTexts,
@@ -27,6 +31,7 @@ from tokenpod.service.text.text_messages import (
 )
 from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.tool_constraints import calls_constraint
 
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
@@ -54,6 +59,21 @@ async def test_a_worker_encodes_as_the_front_end_does() -> None:
     plain = DEMO.encode(text, add_special_tokens=False)
     assert [unpacked(ids) for ids in encoded.ids] == [DEMO.encode(text), plain[-3:]]
     assert encoded.counts == [len(plain) + 1, len(plain)]
+
+
+async def test_a_chat_comes_with_the_constraint_of_its_tools() -> None:
+    schema = '{"type": "object", "properties": {"at": {"format": "date-time"}}}'
+    chat = structs.replace(turns(("user", "hello")), tools=[Tool("f", "", schema)])
+    (hermes,) = (each for each in CALL_FORMATS if each.name == "hermes")
+    async with pool() as workers:
+        plain = await workers.run(EncodeChat(chat, 9), field="chat", size=1)
+        asked = await workers.run(EncodeChat(chat, 9, "hermes"), field="chat", size=1)
+        assert (asked.ids, plain.calls) == (plain.ids, None)
+        assert asked.calls == calls_constraint(chat, hermes, TEMPLATE)
+        many = json.dumps({"anyOf": [{}] * 9000})
+        chat = structs.replace(chat, tools=[Tool("f", "", many)])
+        with pytest.raises(InvalidArgument, match=r"^chat.tools have more than 8192 schemas"):
+            await workers.run(EncodeChat(chat, 9, "hermes"), field="chat", size=1)
 
 
 async def test_the_smallest_is_next_and_now_and_then_the_oldest() -> None:

@@ -11,11 +11,13 @@ import constrained
 import jsonschema
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tokenpod.core.constraints import Constraint, Reasoned, Tagged
 from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.service.constraints.json_schema import MOST_SCHEMAS
 from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool
-from tokenpod.service.text.parsers.calls import CallParser
+from tokenpod.service.text.parsers.calls import CallParser, ToolsError
 from tokenpod.service.text.parsers.parts import Part
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.tool_constraints import calls_constraint
@@ -161,3 +163,23 @@ def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> None:
         for byte in (begin + text).encode():
             matcher.take(TOKENS.index(bytes([byte])))
         assert matcher.whole
+
+
+@pytest.mark.parametrize(("name", "template"), FAMILIES)
+def test_tools_with_too_many_schemas_are_refused_together(name: str, template: str) -> None:
+    half = {"properties": {f"p{at}": {"format": "date-time"} for at in range(MOST_SCHEMAS // 2)}}
+    tools = [Tool("a", "", json.dumps(half)), Tool("b", "", json.dumps(half))]
+    asked = ChatPrompt([], tools=tools[:1], must_call=True)
+    assert len(calls_constraint(asked, FORMATS[name], template).tags) == 1
+    with pytest.raises(ToolsError, match=f"more than {MOST_SCHEMAS} schemas"):
+        calls_constraint(structs.replace(asked, tools=tools), FORMATS[name], template)
+
+
+def test_definitions_that_each_argument_repeats_are_limited() -> None:
+    words = {f"d{at}": {"enum": ["x" * 50]} for at in range(2000)}
+    uses = {f"p{at}": {"$ref": f"#/$defs/d{at}"} for at in range(2000)}
+    schema = json.dumps({"type": "object", "$defs": words, "properties": uses})
+    asked = ChatPrompt([], tools=[Tool("f", "", schema)], must_call=True)
+    with pytest.raises(ToolsError, match="more than 8388608 bytes"):
+        calls_constraint(asked, FORMATS["pythonic"], "")
+    assert calls_constraint(asked, FORMATS["hermes"], "").tags

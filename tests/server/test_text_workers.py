@@ -148,11 +148,14 @@ def test_a_rendering_ends_when_its_caller_leaves(server: ServerProcess, stub: An
 def test_a_call_that_has_lost_two_workers_is_refused_and_they_are_replaced(
     server: ServerProcess, stub: Any
 ) -> None:
-    future, before = stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS), 0
-    for _ in range(2):
-        wait_for(lambda lost=before: bool({*busy(server)} - {lost}))
-        (before,) = busy(server)
-        os.kill(before, signal.SIGKILL)
+    both = {*server.text_worker_pids()}
+    future = stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS)
+    wait_for(lambda: bool(busy(server)))
+    (first,) = both.intersection(busy(server))
+    os.kill(first, signal.SIGKILL)
+    (second,) = both - {first}
+    wait_for(lambda: second in busy(server))
+    os.kill(second, signal.SIGKILL)
     assert future.code() is grpc.StatusCode.UNAVAILABLE
     assert "grpc-retry-pushback-ms" in dict(future.trailing_metadata())
 

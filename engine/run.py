@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from tokenpod.core.capacity import MOST_DRAFTS, step_limits
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
 from tokenpod.engine.adapter_reading import fused_folder, read_given, space_of
@@ -208,6 +209,8 @@ def load(
         host_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
         forced=MOST_AHEAD if device.type == "cpu" else options.speculate,
+        # On a CPU no buffer is of a fixed size.
+        drafts=MOST_DRAFTS if device.type == "cpu" else step_limits(options).drafts,
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),

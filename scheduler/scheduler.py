@@ -89,7 +89,7 @@ class Scheduler:
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters
         )
         #: Tokens that constraints force.
-        self.forced = Forced(self._rows, limits.forced, forced_costs)
+        self.forced = Forced(limits.forced, forced_costs)
         self._drafting = drafting(self.kv) if drafting else None
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
@@ -228,7 +228,7 @@ class Scheduler:
         self._late.drop(now, self._events)
         self._ends.end_constrained(self._events)
         self._planners.admit()
-        builder = StepBuilder(self.kv, now)
+        builder = StepBuilder(self.kv, now, self.limits.step, self._rows.free)
         host = self.kv.host
         if host is not None:
             host.step = self._steps + 1

@@ -22,7 +22,7 @@ from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.constraints.text import MOST_AHEAD
-from tokenpod.engine.device_check import check_attention, check_device
+from tokenpod.engine.device_check import check_attention, check_device, check_step
 from tokenpod.engine.draft import load_draft
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
@@ -145,6 +145,7 @@ def load(
     check_device(device)
     check_host_memory(options)
     if device.type == "cuda":
+        check_step(step_limits(options))
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
         folder = Path(options.model_folder)

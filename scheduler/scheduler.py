@@ -215,13 +215,13 @@ class Scheduler:
         """The next masks of these sequences are there; see `Constrained.masked`."""
         self._constrained.masked(sequence_ids, most)
 
-    def end_constrained(self, sequence_id: int, problem: str = "") -> None:
-        """End a sequence: its constraint allows nothing more; or with a problem, refuse it.
+    def end_constrained(self, sequence_id: int, failure: Failure | None = None) -> None:
+        """End a sequence: its constraint allows nothing more, or has failed.
 
         A router's ends once the router asks for it, so that it hears of it.
         """
         if sequence := self._sequences.get(sequence_id):
-            self._constrained.over[sequence_id] = sequence, problem
+            self._constrained.over[sequence_id] = sequence, failure
 
     # -- steps ---------------------------------------------------------------------------------
 

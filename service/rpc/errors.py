@@ -199,13 +199,17 @@ class Unauthenticated(ServiceError):
 
 
 class Internal(ServiceError):
-    """A fault of ours. The client gets an id and nothing else; the log has the rest under it."""
+    """A fault of ours. The client gets an id and nothing else; the log has the rest under it.
+
+    Args:
+        error_id: of the engine, which has logged it; empty: a new one, under which the caller logs.
+    """
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
 
-    def __init__(self) -> None:
-        self.error_id = secrets.token_hex(6)
+    def __init__(self, error_id: str = "") -> None:
+        self.error_id = error_id or secrets.token_hex(6)
         super().__init__(f"internal error {self.error_id}; the server's log has the details")
 
 
@@ -225,3 +229,5 @@ def engine_failure(failure: Failure) -> ServiceError:
             return DeadlineExceeded(failure.message)
         case FailureCode.DATA_LOSS:
             return DataLoss(failure.message)
+        case FailureCode.INTERNAL:
+            return Internal(failure.message)

@@ -16,7 +16,7 @@ from scheduler_driver import request
 
 from tokenpod.core.constraints import Regex
 from tokenpod.core.messages import Advance
-from tokenpod.core.outputs import FailureCode, FinishCode
+from tokenpod.core.outputs import Failure, FailureCode, FinishCode
 from tokenpod.core.plan import UNSAMPLED
 from tokenpod.core.requests import Request
 from tokenpod.core.sampling import SamplingParams
@@ -32,14 +32,15 @@ def test_the_only_constrained_sequence_ends_before_its_step_is_answered(problem:
     scheduler = Scheduler(LIMITS)
     both = [request(1, [1] * 3), request(2, [2] * 3, constraint=CONSTRAINT)]
     assert scheduler.advance(Advance(1, both, [0, 0], [], waits=False)) is None
-    scheduler.end_constrained(2, problem)
+    refused = Failure(2, FailureCode.INVALID_ARGUMENT, problem) if problem else None
+    scheduler.end_constrained(2, refused)
     step = scheduler.plan(0)
     assert step is not None
     assert [sequence.id for sequence in step.sequences] == [1]
     settled = scheduler.settle(step, [7], 0)
     assert [advanced.op for advanced in settled.advanced] == [1]
-    if problem:
-        assert [(each.sequence_id, each.message) for each in settled.failures] == [(2, problem)]
+    if refused:
+        assert settled.failures == [refused]
     else:
         ends = dict(zip(settled.sequence_ids, settled.finishes, strict=True))
         assert ends == {1: FinishCode.RUNNING, 2: FinishCode.CONSTRAINT}
@@ -92,7 +93,8 @@ class Batch:
         for sequence_id in waiting:
             match chance.randrange(4):
                 case 0:
-                    scheduler.end_constrained(sequence_id, chance.choice(["", "not a regex"]))
+                    refused = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, "no regex")
+                    scheduler.end_constrained(sequence_id, chance.choice([None, refused]))
                 case 1 | 2:
                     scheduler.masked([sequence_id])
         step = scheduler.plan(0)

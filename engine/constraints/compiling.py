@@ -236,5 +236,6 @@ class Compiler:
 def log_fault(error: Exception) -> str:
     """Log an exception that nobody foresaw; returns the id by which its client can name it."""
     error_id = secrets.token_hex(6)
-    log.error("internal error", exc_info=error, extra={"error_id": error_id})
+    # In the text: this process's log has no formatter that would show more.
+    log.error("internal error %s", error_id, exc_info=error)
     return error_id

@@ -1,10 +1,11 @@
 """Counts the memory of calls in the front ends: messages, prompts, answers not yet sent.
 
-    reserve(limit)      before the message is read: it may be as large as its method allows
-    resize(size)        once it has arrived, and as texts and answers grow or are sent
+    check()             before the message is read: is there any memory left?
+    reserve(size)       once it has arrived; while it is late, see late_messages.py
+    resize(size)        as texts and answers grow or are sent
     release()           the call is over
 
-Only `reserve` refuses. What a call needs later is counted at once and may pass the limit by what
+Only the first two refuse. What a call needs later is counted at once and may pass the limit by what
 its own bounds allow (a prompt's tokens, a reader that lags); the next call is refused for it.
 """
 
@@ -14,7 +15,7 @@ from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted
 
 #: Seconds after which a refused client should try again.
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 
 
 class MemoryBudget:
@@ -34,6 +35,16 @@ class MemoryBudget:
         """Bytes that are counted now."""
         return self._counters.call_bytes
 
+    @property
+    def part(self) -> int:
+        """Bytes that each front end has, if all have the same."""
+        return self.most // self._counters.count
+
+    def check(self) -> None:
+        """Raise ResourceExhausted if all of the memory is taken."""
+        if self.taken >= self.most:
+            raise self._refusal("")
+
     def reserve(self, size: int) -> Lease:
         """Count a call at `size` bytes. Raises ResourceExhausted at once if they are not there.
 
@@ -41,13 +52,16 @@ class MemoryBudget:
         """
         taken = self.taken
         if taken and taken + size > self.most:
-            raise ResourceExhausted(
-                f"calls hold {taken} bytes of memory; with up to {size} of this one they would hold"
-                f" more than {self.most} (--max-front-end-bytes)",
-                limit="max_front_end_bytes",
-                retry_after=_RETRY_SECONDS,
-            )
+            raise self._refusal(f", and this one needs {size}")
         return Lease(self._counters, size)
+
+    def _refusal(self, needs: str) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"calls hold {self.taken} bytes of memory{needs}; this server takes at most"
+            f" {self.most} (--max-front-end-bytes)",
+            limit="max_front_end_bytes",
+            retry_after=RETRY_SECONDS,
+        )
 
 
 class Lease:

@@ -83,8 +83,9 @@ models: setup ## Try every causal model of transformers on a tiny checkpoint, an
 baseline: setup ## Freeze the protos as they are: what is in the baseline can't be broken any more
 	@$(BIN)/buf build --exclude-source-info --output $(BASELINE)
 
-types: setup ## mypy --strict
+types: setup ## mypy --strict, and pyright over what programs import
 	@$(PY) -m mypy
+	@$(BIN)/basedpyright
 
 wheel: setup ## dist/*.whl: the server's wheel, and the client's
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist ./client .

@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test test-gpu chaos lint types docs models format baseline wheel locks image image-needs clean
+.PHONY: help setup stubs demo test test-gpu chaos lint types shape trace docs models format baseline wheel locks image image-needs clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -86,6 +86,12 @@ baseline: setup ## Freeze the protos as they are: what is in the baseline can't 
 types: setup ## mypy --strict, and pyright over what programs import
 	@$(PY) -m mypy
 	@$(BIN)/basedpyright
+
+shape: setup ## Lines of each package, and cycles of imports: fails on one that tools/cycles.txt does not list
+	@$(PY) tools/shape.py $(ARGS)
+
+trace: setup ## The product's files and classes that one plain streaming Generate runs through
+	@$(PY) tools/trace_path.py $(ARGS)
 
 wheel: setup ## dist/*.whl: the server's wheel, and the client's
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist ./client .

@@ -32,8 +32,8 @@ class Trace:
         self._there: dict[int, object] = {}
         self._write(" ".join(sys.orig_argv))
 
-    def start(self, *signal: object) -> None:
-        """Look at the frames of this thread."""
+    def start(self, *_: object) -> None:
+        """Look at the frames of this thread, which got a signal."""
         sys.setprofile(self.see)
 
     def see(self, frame: FrameType, event: str, value: Any) -> None:

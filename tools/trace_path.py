@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))  # `python -P` leaves a script's own folder out
 
 from demo import server  # noqa: E402
+from torch.cuda import is_available  # noqa: E402
 
 from tokenpod_client import Client  # noqa: E402
 
@@ -47,7 +48,8 @@ def traced(device: str) -> list[dict[str, Run]]:
         folder = Path(scratch)
         (folder / "call").write_bytes(bytes(1))
         (folder / "sitecustomize.py").symlink_to(ROOT / "tools" / "trace_hook.py")
-        variables = {"PYTHONPATH": scratch, "TRACE_FOLDER": scratch, "TRACE_SRC": f"{ROOT / 'src'}"}
+        path = os.pathsep.join([scratch, *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"PYTHONPATH": path, "TRACE_FOLDER": scratch, "TRACE_SRC": str(ROOT / "src")}
         with server("--device", device, variables=variables) as address:
             for pid in _processes(folder):
                 with contextlib.suppress(ProcessLookupError):  # a child that is done
@@ -82,8 +84,7 @@ def _runs(notes: list[str], number: int) -> Iterator[tuple[str, Run]]:
             if int(call) == number:
                 {"file": run.files, "class": run.classes}[kind].add(name)
         if run.files:
-            (role,) = [role for words, role in ROLES.items() if words in command]
-            yield role, run
+            yield next((role for words, role in ROLES.items() if words in command), command), run
 
 
 def report(calls: list[dict[str, Run]]) -> Iterator[str]:
@@ -102,8 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"))
     named = parser.parse_args().device
-    there = ("cpu", "cuda") if Path("/dev/nvidiactl").exists() else ("cpu",)
-    for device in (named,) if named else there:
+    for device in (named,) if named else ("cpu", "cuda") if is_available() else ("cpu",):
         print(f"on {device}", *report(traced(device)), sep="\n")
     return 0
 

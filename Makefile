@@ -87,7 +87,7 @@ types: setup ## mypy --strict, and pyright over what programs import
 	@$(PY) -m mypy
 	@$(BIN)/basedpyright
 
-shape: setup ## Lines of each package, and cycles of imports: fails on one that tools/cycles.txt does not list
+shape: setup ## Lines of each package, and cycles of imports: fails on one that tests/import_cycles.txt does not list
 	@$(PY) tools/shape.py $(ARGS)
 
 trace: setup ## The product's files and classes that one plain streaming Generate runs through

@@ -1,12 +1,12 @@
 """Print the size of the product's packages and the cycles of its imports; fail on a new cycle.
 
-python tools/shape.py            exit status 1 if an import closes a cycle that cycles.txt lacks
-python tools/shape.py --shrink   take what is no cycle any more out of cycles.txt
+python tools/shape.py            exit status 1 if there is one that is not listed
+python tools/shape.py --shrink   take what is no cycle any more off the list
 
 Packages (`scheduler`), folders (`scheduler/drafts`) and modules (`scheduler/drafts/tree`) are
 compared separately. An import counts wherever it stands: in a function, or under TYPE_CHECKING. It
-is part of a cycle if what it imports leads back to it. cycles.txt lists the imports of today's
-cycles; it may only get shorter.
+is part of a cycle if what it imports leads back to it. tests/import_cycles.txt lists the imports
+of today's cycles; it may only get shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import networkx
 
 ROOT = Path(__file__).resolve().parent.parent
-KNOWN = Path(__file__).with_name("cycles.txt")
+KNOWN = ROOT / "tests" / "import_cycles.txt"
 LEVELS = ("packages", "folders", "modules")
 #: One thing imports another, both by their paths.
 Edge = tuple[str, str]
@@ -93,20 +93,20 @@ def lines(modules: Mapping[str, Path]) -> Counter[str]:
 
 
 def known(text: str) -> set[tuple[str, Edge]]:
-    """What cycles.txt lists: a level and an import on each line, `modules: a/b -> a/c`."""
+    """The level and the import of each line: `modules: a/b -> a/c`."""
     entries = (line.replace(" -> ", ": ").split(": ") for line in text.splitlines())
     return {(level, (one, other)) for level, one, other in entries}
 
 
 def listed(entries: Iterable[tuple[str, Edge]]) -> str:
-    """The text of cycles.txt."""
+    """The lines of what `known` reads."""
     return "".join(f"{level}: {one} -> {other}\n" for level, (one, other) in sorted(entries))
 
 
 def main() -> int:
     """Exit status 1 if a cycle is new."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shrink", action="store_true", help="take old cycles out of cycles.txt")
+    parser.add_argument("--shrink", action="store_true", help="take old cycles off the list")
     options = parser.parse_args()
     modules = sources(ROOT / "src")
     counts = lines(modules)
@@ -125,7 +125,7 @@ def main() -> int:
     if options.shrink:
         KNOWN.write_text(listed(found & allowed))
     if new := found - allowed:
-        print(f"new cycles, which tools/cycles.txt does not list:\n{listed(new)}", file=sys.stderr)
+        print(f"not in {KNOWN.name}, and so a new cycle:\n{listed(new)}", file=sys.stderr)
     return 1 if new else 0
 
 

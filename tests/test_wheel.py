@@ -24,8 +24,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 #: The folders of the projects, by the packages that they build.
 PROJECTS = {"tokenpod": ".", "tokenpod_client": "client"}
-#: What is made in a checkout and must not be there when a wheel is built.
-MADE = (".*", "*_pb2*", "*.egg-info", "__pycache__", "build", "dist", "node_modules")
+#: What is made in a checkout, and what its packages hold that no wheel has.
+LEFT_OUT = (".*", "*_pb2*", "*.egg-info", "__pycache__", "baseline.binpb")
 
 
 def run(*command: object, cwd: Path, seconds: float = 240) -> subprocess.CompletedProcess[str]:
@@ -46,9 +46,17 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of this checkout, links kept, without stubs or builds of an earlier day."""
+    """What an image is built from: a checkout as .dockerignore leaves it, links kept."""
     checkout = tmp_path_factory.mktemp("check out") / "tokenpod"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*MADE), symlinks=True)
+    checkout.mkdir()
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    left_out = [line.removeprefix("**/") for line in lines if line.startswith("**/")]
+    for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, checkout)
+        else:
+            ignore = shutil.ignore_patterns(*left_out)
+            shutil.copytree(ROOT / name, checkout / name, ignore=ignore, symlinks=True)
     return checkout
 
 
@@ -58,11 +66,10 @@ def files_of(package: str) -> set[str]:
     found = (
         Path(top, name).relative_to(ROOT / "src") for top, _, names in walked for name in names
     )
-    made = (*MADE, "baseline.binpb")
     return {
         str(path)
         for path in found
-        if not any(fnmatch.fnmatch(part, each) for part in path.parts for each in made)
+        if not any(fnmatch.fnmatch(part, each) for part in path.parts for each in LEFT_OUT)
     }
 
 

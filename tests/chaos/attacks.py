@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import constraint_fuzz
 import floods
 import grpc
 import wirefuzz
@@ -173,6 +174,8 @@ def _odd_tools(draw: random.Random) -> v1.GenerateRequest:
             {"anyOf": [{}] * many},
             {"required": [f"p{at}" for at in range(many)], "type": "object"},
             {"$defs": {"a": {"enum": ["x"] * few}}, "properties": {"x": {"$ref": "#/$defs/a"}}},
+            {"properties": {"x": {"format": []}}},
+            {"anyOf": [{"type": "string"}], "$ref": "#/anyOf/²"},
             {"pattern": "(a*)*b" * few},
             {"type": {}, "minItems": 1e300, "enum": [float(few)]},
         ]
@@ -195,6 +198,12 @@ async def _chat(stub: Any, request: v1.GenerateRequest) -> str:
     except grpc.aio.AioRpcError as error:
         return str(error.code().name)
     return _OK
+
+
+def constraints(pod: Pod, draw: random.Random, amount: int) -> str:
+    """Schemas, regexes, grammars and tools that are nearly right, beside innocent requests."""
+    work = constraint_fuzz.fuzz(pod.address, pod.socket, draw.randrange(1 << 30), amount)
+    return _said(pod.attackers.run(work), {*constraint_fuzz.ALLOWED, constraint_fuzz.ROUTED})
 
 
 def flood(pod: Pod, draw: random.Random, amount: int) -> str:
@@ -348,6 +357,7 @@ ATTACKS = (
     Attack("calls at one moment", burst, 800, 300),
     Attack("stalled readers", stalled, 40, 8),
     Attack("odd messages and bytes", fuzz, 1500, 150, plays_router=True),
+    Attack("odd constraints", constraints, 3000, 60, plays_router=True),
     Attack("odd connections", connections, 300, 30),
     Attack("odd tools", tools, 200, 20),
     Attack("kill -9, text workers", kill_text_workers, 5, 1),

@@ -183,3 +183,22 @@ def test_definitions_that_each_argument_repeats_are_limited() -> None:
     with pytest.raises(ToolsError, match="more than 8388608 bytes"):
         calls_constraint(asked, FORMATS["pythonic"], "")
     assert calls_constraint(asked, FORMATS["hermes"], "").tags
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"format": []}',
+        '{"properties": {"a": {}}, "required": 5}',
+        '{"properties": {"a": {"enum": ["\\ud800"]}}}',
+        '{"anyOf": [{"type": "object"}], "$ref": "#/anyOf/²"}',
+    ],
+)
+def test_a_schema_that_makes_no_sense_means_any_object(
+    library: Guidance, name: str, schema: str
+) -> None:
+    asked = ChatPrompt([], tools=[Tool("now", "", schema)], must_call=True, only="now")
+    constraint = calls_constraint(asked, FORMATS[name], "")
+    ((tool, arguments),) = calls_in(parts_of(name, written(library, constraint, 1)))
+    assert (tool, type(arguments)) == ("now", dict)

@@ -84,8 +84,8 @@ def smoke(kind: str, *only: str) -> int:
         if arguments is None:
             continue
         began = time.monotonic()
-        command = [sys.executable, "-P", str(HERE / "run.py"), name, *arguments]
-        print(f"\n=== {name} {' '.join(arguments)}", flush=True)
+        command = [sys.executable, "-P", str(HERE / "run.py"), name, *arguments.split()]
+        print(f"\n=== {name} {arguments}", flush=True)
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         ) as process:

@@ -37,8 +37,8 @@ from tokenpod.models.names import Names, weights_of
 from tokenpod.models.shard import WHOLE
 
 SMOKE = {
-    "cpu": ["--shape", "nano", "--rank", "4", "--slots", "2", "--cases", "2x16x2", "--rounds", "1"],
-    "gpu": ["--shape", "tiny", "--slots", "4", "--cases", "16x64x4", "1x64x1", "--rounds", "1"],
+    "cpu": "--shape nano --rank 4 --slots 2 --cases 2x16x2 --rounds 1",
+    "gpu": "--shape tiny --slots 4 --cases 16x64x4 1x64x1 --rounds 1",
 }
 #: Of log probabilities, by rounding alone, after 32 layers in bfloat16.
 TOLERANCE = 0.15

@@ -44,10 +44,9 @@ from tokenpod.service.text.tokenizer import Tokenizer
 
 GPU = DEVICE.type == "cuda"
 CASES = ("schemas", "arrivals")
-SMALLEST = ["--rows", "2", "--new", "12", "--streams", "2", "--arrivals", "2", "--rounds", "1"]
 SMOKE = {
-    "cpu": [*SMALLEST, "--pairs", "1", "--calm", "4"],
-    "gpu": [*SMALLEST, "--pairs", "1", "--calm", "4", "--shape", "tiny"],
+    "cpu": "--rows 2 --new 12 --streams 2 --arrivals 2 --rounds 1 --pairs 1 --calm 4",
+    "gpu": "--rows 2 --new 12 --streams 2 --arrivals 2 --rounds 1 --pairs 1 --calm 4 --shape tiny",
 }
 
 

@@ -33,10 +33,9 @@ from tokenpod.scheduler.step_times import Costs
 
 GPU = DEVICE.type == "cuda"
 CASES = ("simulated", "model")
-SMALLEST = ["--rounds", "1", "--rows", "1", "--new", "8"]
 SMOKE = {
-    "cpu": ["--served", "nano", "--draft", "nano", *SMALLEST],
-    "gpu": ["--served", "tiny", *SMALLEST],
+    "cpu": "--served nano --draft nano --rounds 1 --rows 1 --new 24",
+    "gpu": "--served tiny --draft nano --rounds 2 --rows 1 4 --new 100",
 }
 SAMPLED = SamplingParams(do_sample=True, temperature=0.8, repetition_penalty=1.1, seed=1)
 

@@ -34,8 +34,8 @@ from tokenpod.kernels.weight import StackedWeight
 
 GPU = DEVICE.type == "cuda"
 SMOKE = {
-    "cpu": ["--layers", "tiny", "--kinds", "bf16", "int8", "--tokens", "1", "4"],
-    "gpu": ["--layers", "tiny", "Qwen3-30B-A3B", "--tokens", "1", "64"],
+    "cpu": "--layers tiny --kinds bf16 int8 --tokens 1 4",
+    "gpu": "--layers tiny Qwen3-30B-A3B --tokens 1 64",
 }
 TOLERANCE = 3e-2
 EPSILON = 1e-6

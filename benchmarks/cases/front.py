@@ -37,8 +37,8 @@ from tokenpod.engine.exchange import face_of
 from tokenpod.service.config import load_settings
 
 SMOKE = {
-    "cpu": ["--steps", "20", "--streams", "8", "--seconds", "1", "--calls", "16"],
-    "gpu": ["--steps", "20", "--streams", "8", "--seconds", "1"],
+    "cpu": "--steps 20 --streams 8 --seconds 1 --calls 16",
+    "gpu": "--steps 20 --streams 8 --seconds 1",
 }
 _RUN = str(Path(__file__).resolve().parents[1] / "run.py")
 _SLOTS = 1 << 24

@@ -135,7 +135,9 @@ def send(channel: grpc.Channel, method: str, streams: bool, data: bytes) -> str:
     return "OK"
 
 
-SMOKE = {"cpu": ["--only", "biases", "--most-ms", "1000"]}
+SMOKE = {
+    "cpu": "--only biases --most-ms 1000",
+}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

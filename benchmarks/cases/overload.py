@@ -42,7 +42,9 @@ NEW_TOKENS = 32
 REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 #: Seconds after a load in which it may recover.
 AFTER = 8.0
-SMOKE = {"cpu": ["--seconds", "2", "--lead", "1", "--loads", "2", "--clients", "16"]}
+SMOKE = {
+    "cpu": "--seconds 2 --lead 1 --loads 2 --clients 16",
+}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,9 @@ from tokenpod.scheduler.simulation.simulator import Simulator
 from tokenpod.scheduler.simulation.skipping import SkippingScheduler
 from tokenpod.scheduler.simulation.trace import Arrival
 
-SMOKE = {"cpu": ["--only", "64k-chat", "--requests", "20", "--loads", "1.0"]}
+SMOKE = {
+    "cpu": "--only 64k-chat --requests 20 --loads 1.0",
+}
 PAIRS = [(admission, turns) for admission in ADMISSIONS for turns in BATCHINGS]
 LOADS = (0.5, 1.0, 1.5, 2.0)
 

@@ -44,31 +44,8 @@ from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.tiles import LIBRARY
 
 SMOKE = {
-    "cpu": [
-        "--shape",
-        "nano",
-        "--kinds",
-        "bf16",
-        "int8",
-        "--products",
-        "output",
-        "--tokens",
-        "1",
-        "5",
-    ],
-    "gpu": [
-        "--tokens",
-        "1",
-        "16",
-        "65",
-        "--products",
-        "qkv",
-        "--kinds",
-        "bf16",
-        "int4",
-        "fp8",
-        "int8",
-    ],
+    "cpu": "--shape nano --kinds bf16 int8 --products output --tokens 1 5",
+    "gpu": "--tokens 1 16 65 --products qkv --kinds bf16 int4 fp8 int8",
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 65, 96, 128, 256, 1024, 8192)
 KINDS = ("bf16", "int4", "int8", "fp8")

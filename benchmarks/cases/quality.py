@@ -41,7 +41,9 @@ from tokenpod.service.pod.model_store import resolve_model
 
 CPU = torch.device("cpu")
 DEMO = resolve_model("demo", None)
-SMOKE = {"cpu": ["--most-bytes", "2500", "--tokens", "256", "--parts", "kv"]}
+SMOKE = {
+    "cpu": "--most-bytes 2500 --tokens 256 --parts kv",
+}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -93,7 +93,9 @@ def full_pod(
     return 1e3 * min(calm), 1e3 * min(moved), 1e3 * sorted(moved)[len(moved) // 2]
 
 
-SMOKE = {"cpu": ["--rows", "4", "--parts", "steps", "turns"]}
+SMOKE = {
+    "cpu": "--rows 4 --parts steps turns full",
+}
 PARTS = ("steps", "turns", "full")
 
 

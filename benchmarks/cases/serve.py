@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -31,10 +32,9 @@ from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, pair_ratios
 
 GPU = DEVICE.type == "cuda"
-SMALLEST = ["--shape", "tiny", "--requests", "8", "--longest", "64", "--processes", "1"]
 SMOKE = {
-    "cpu": [*SMALLEST, "--rates", "inf", "20", "--transformers"],
-    "gpu": [*SMALLEST, "--rates", "inf", "20", "--", "--max-batch-size", "16"],
+    "cpu": "--shape tiny --requests 8 --longest 64 --processes 1 --rates inf 20 --transformers",
+    "gpu": "--shape tiny --requests 8 --longest 64 --processes 1 --rates inf -- --max-batch-size 16",
 }
 
 
@@ -78,6 +78,8 @@ def run(asked: argparse.Namespace, report: Report | None) -> None:
         flags = ["--model-id", model, *asked.flags]
         flags += ["--max-concurrent-requests", "4096", "--max-queue-tokens", "4000000"]
         flags += ["--num-shard", str(asked.ranks)] if asked.ranks > 1 else []
+        # Multicast stays off: a fault there can take all of a host's GPUs out of service.
+        os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
         servers: dict[str, str] = {}
         pods: dict[str, Pod] = {}
         trees = {

@@ -27,8 +27,8 @@ from tokenpod.models.reading import read_weights
 
 PIECE = 16 * 2**20
 SMOKE = {
-    kind: ["--shape", "tiny", "--rounds", "1", "--device", device, "--", "--max-batch-size", "8"]
-    for kind, device in (("cpu", "cpu"), ("gpu", "cuda"))
+    "cpu": "--shape tiny --rounds 1 --device cpu -- --max-batch-size 8",
+    "gpu": "--shape tiny --rounds 1 --device cuda -- --max-batch-size 8",
 }
 
 

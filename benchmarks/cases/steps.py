@@ -24,11 +24,10 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.memory import let_segments_grow
 
 GPU = DEVICE.type == "cuda"
-SMALLEST = ["--shape", "tiny", "--decode", "1x64", "4x64", "--prompts", "64", "--rows", "8"]
-_INT4 = ["--requests", "4", "--longest", "32", "--quantize", "int4"]
 SMOKE = {
-    "cpu": [*SMALLEST, "--mixed", "4+16"],
-    "gpu": [*SMALLEST, "--positions", "2048", "--mixed", "4+32", "--profile", "4", *_INT4],
+    "cpu": "--shape tiny --decode 1x64 4x64 --prompts 64 --rows 8 --mixed 4+16",
+    "gpu": "--shape tiny --decode 1x64 4x64 --prompts 64 --rows 8 --positions 2048 --mixed 4+32 "
+    "--profile 4 --requests 4 --longest 32 --quantize int4",
 }
 SAMPLED = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, presence_penalty=0.5, seed=1)
 

@@ -215,7 +215,8 @@ def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloa
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         save_file(part, folder / file)
         index.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    listed = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
     make_tokenizer(folder, vocabulary)
     told = {"torch_dtype": str(dtype).removeprefix("torch."), "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps({**told, **shape}))

@@ -34,7 +34,7 @@ from benchmarks.support.timing import DEVICE, pair_ratios
 GPU = DEVICE.type == "cuda"
 SMOKE = {
     "cpu": "--shape tiny --requests 8 --longest 64 --processes 1 --rates inf 20 --transformers",
-    "gpu": "--shape tiny --requests 8 --longest 64 --processes 1 --rates inf -- --max-batch-size 16",
+    "gpu": "--shape tiny --requests 8 --longest 64 --processes 1 --rates inf -- --max-batch-size 8",
 }
 
 

@@ -97,7 +97,7 @@ def run(asked: argparse.Namespace, report: Report | None) -> None:
             peer = transformers_peer.Peer(Path(model), asked.threads)
             peers["transformers"] = stack.enter_context(peer)
         servers |= dict.fromkeys(peers, "")
-        for name, load in cases(asked, shape["vocab_size"]).items():
+        for name, load in cases(asked, 1000 if asked.model else shape["vocab_size"]).items():
             for peer in peers.values():  # warm
                 peer.level([([11] * 16, 2)])
             measure(name, load, servers, pods, peers, scratch, asked, report)

@@ -94,7 +94,7 @@ def full_pod(
 
 
 SMOKE = {
-    "cpu": "--rows 4 --parts steps turns full",
+    "cpu": "--rows 64",
 }
 PARTS = ("steps", "turns", "full")
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import fnmatch
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -18,10 +22,10 @@ from harness import ServerProcess, free_port
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Those of the server's wheel.
-FOLDERS = ("commands", "service", "core", "scheduler", "engine", "kernels", "models")
-#: What is made in a checkout and must not be there when a wheel is built.
-MADE = (".*", "*_pb2*", "*.egg-info", "__pycache__", "build", "dist", "node_modules")
+#: The folders of the projects, by the packages that they build.
+PROJECTS = {"tokenpod": ".", "tokenpod_client": "client"}
+#: What is made in a checkout, and what its packages hold that no wheel has.
+LEFT_OUT = (".*", "*_pb2*", "*.egg-info", "__pycache__", "baseline.binpb")
 
 
 def run(*command: object, cwd: Path, seconds: float = 240) -> subprocess.CompletedProcess[str]:
@@ -32,13 +36,53 @@ def run(*command: object, cwd: Path, seconds: float = 240) -> subprocess.Complet
     return done
 
 
+PIP_WHEEL = (
+    *(sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-build-isolation"),
+    *("--no-deps", "--no-index", "--wheel-dir", "dist"),
+)
+#: Builds the project in the working folder, as pip does; the argument says what.
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])('made')"
+
+
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> dict[str, Path]:
-    """The wheels of a checkout without stubs or builds of an earlier day, by project."""
+def checkout(tmp_path_factory) -> Path:
+    """What an image is built from: a checkout as .dockerignore leaves it, links kept."""
     checkout = tmp_path_factory.mktemp("check out") / "tokenpod"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*MADE), symlinks=True)
-    options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", "dist"]
-    run(sys.executable, "-P", "-m", "pip", "wheel", *options, "./client", ".", cwd=checkout)
+    checkout.mkdir()
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    left_out = [line.removeprefix("**/") for line in lines if line.startswith("**/")]
+    for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, checkout)
+        else:
+            ignore = shutil.ignore_patterns(*left_out)
+            shutil.copytree(ROOT / name, checkout / name, ignore=ignore, symlinks=True)
+    return checkout
+
+
+def files_of(package: str) -> set[str]:
+    """The files of a package's source, links followed, by their names in a wheel."""
+    walked = os.walk(ROOT / "src" / package, followlinks=True)
+    found = (
+        Path(top, name).relative_to(ROOT / "src") for top, _, names in walked for name in names
+    )
+    return {
+        str(path)
+        for path in found
+        if not any(fnmatch.fnmatch(part, each) for part in path.parts for each in LEFT_OUT)
+    }
+
+
+def files_in(wheel: Path, package: str) -> set[str]:
+    """The names of a package's files in a wheel, but for the stubs that the build makes."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name for name in names if name.startswith(f"{package}/") and "_pb2" not in name}
+
+
+@pytest.fixture(scope="module")
+def wheels(checkout: Path) -> dict[str, Path]:
+    """The wheels, by package."""
+    run(*PIP_WHEEL, "./client", ".", cwd=checkout)
     return {path.name.partition("-")[0]: path for path in (checkout / "dist").glob("*.whl")}
 
 
@@ -107,6 +151,55 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
     assert not {name for name in names if "/tests/" in name or "/tools/" in name}
 
 
+def test_the_wheels_hold_every_data_file_that_their_code_opens(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    opened = set()
+    for wheel in wheels.values():
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path)
+    for module in tmp_path.rglob("*.py"):
+        for name in beside(module):
+            opened.add(name)
+            assert module.with_name(name).read_bytes(), f"{name}, which {module} opens, is empty"
+    assert {"tiles.json", "models.json"} <= opened
+
+
+def beside(module: Path) -> Iterator[str]:
+    """Names of the files of its own folder that a module opens.
+
+    Modules name them in one of two ways alone: `files(__package__).joinpath("name")` and
+    `Path(__file__).with_name("name")`.
+    """
+    tree, places = ast.parse(module.read_text()), 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                ast.Attribute(
+                    ast.Call(_, [ast.Name("__package__" | "__file__")]), "joinpath" | "with_name"
+                ),
+                [ast.Constant(str(name))],
+            ):
+                yield name
+                places -= 1
+            case ast.Name("__package__" | "__file__"):
+                places += 1
+    assert not places, f"{module} looks for files in a way that this test does not know"
+
+
+def test_the_tables_of_tiles_are_read_from_the_installed_wheel(
+    installed: Path, empty: Path
+) -> None:
+    code = """
+from tokenpod.kernels.triton import tiles
+from tokenpod.kernels.triton.quantised import tiles as quantised
+for table in (tiles, quantised):
+    assert "dependencies" not in table.__file__, table.__file__
+    assert table.measured((9, 0)) and table.measured(None)
+"""
+    run(installed / "python", "-P", "-c", code, cwd=empty)
+
+
 def test_the_clients_wheel_holds_the_stubs_of_every_protocol(wheels: dict[str, Path]) -> None:
     names = set(zipfile.ZipFile(wheels["tokenpod_client"]).namelist())
     assert "tokenpod_client/py.typed" in names
@@ -134,17 +227,46 @@ def test_the_server_wants_the_client_of_its_version(wheels: dict[str, Path]) -> 
     assert f"tokenpod-client[bench]=={version}" in wanted
 
 
-def test_every_package_of_the_checkout_is_in_its_wheel(wheels: dict[str, Path]) -> None:
-    for project, root, folders in (
-        ("tokenpod", ROOT, FOLDERS),
-        ("tokenpod_client", ROOT, ("protos", "cli")),
-        ("tokenpod_client", ROOT / "client" / "tokenpod_client", (".",)),
-    ):
-        names = set(zipfile.ZipFile(wheels[project]).namelist())
-        found = (path for folder in folders for path in (root / folder).rglob("*.py"))
-        ours = {f"{project}/{path.relative_to(root)}" for path in found}
-        assert ours
-        assert ours <= names
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_wheel_has_every_file_of_its_package(wheels: dict[str, Path], package: str) -> None:
+    assert files_in(wheels[package], package) == files_of(package)
+
+
+@pytest.mark.parametrize(("package", "folder"), PROJECTS.items())
+def test_a_source_distribution_builds_the_same_wheel(
+    checkout: Path, wheels: dict[str, Path], package: str, folder: str, tmp_path: Path
+) -> None:
+    (checkout / folder / "made").mkdir(exist_ok=True)
+    run(sys.executable, "-P", "-c", BUILD, "build_sdist", cwd=checkout / folder)
+    (source,) = (checkout / folder / "made").glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        assert not [member.name for member in archive if not (member.isfile() or member.isdir())]
+    run(*PIP_WHEEL, source, cwd=tmp_path)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    built, again = (zipfile.ZipFile(path).namelist() for path in (wheels[package], wheel))
+    assert sorted(again) == sorted(built)
+
+
+def test_editable_installs_are_plain_paths_that_every_editor_follows(
+    checkout: Path, empty: Path
+) -> None:
+    for folder in PROJECTS.values():
+        (checkout / folder / "made").mkdir(exist_ok=True)
+        run(sys.executable, "-P", "-c", BUILD, "build_editable", cwd=checkout / folder)
+    packages = environment(
+        empty / "home", *checkout.glob("made/*.whl"), *checkout.glob("client/made/*.whl")
+    )
+    # Without import hooks, which type checkers and editors do not run.
+    paths = {path.read_text().strip() for path in packages.glob("*.pth")}
+    assert paths == {str(checkout / "src"), str(checkout / "client" / "src")}
+    python = empty / "home" / "bin" / "python"
+    code = """
+from importlib.util import find_spec
+import tokenpod.core.errors, tokenpod_client.protos
+print(tokenpod.core.errors.__file__, find_spec("kernels"), find_spec("core"))
+"""
+    said = run(python, "-P", "-c", code, cwd=checkout).stdout
+    assert said == f"{checkout}/src/tokenpod/core/errors.py None None\n"
 
 
 @pytest.fixture(scope="module")

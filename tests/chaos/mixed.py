@@ -134,9 +134,9 @@ def mixed(
         load, prober = MixedLoad(pod.address, clients, pause, seed), _Prober(pod.health_port)
         try:
             prober.look()
-            end = time.monotonic() + seconds
-            while time.monotonic() < end or not _served(minutes):
-                time.sleep(min(every, max(end - time.monotonic(), 1.0)))
+            every = min(every, seconds)
+            while len(minutes) < round(seconds / every) or not _served(minutes):
+                time.sleep(every)
                 made, (probe, late) = load.look(), prober.look()
                 memory = _memory(pod)
                 minute = Minute(made, canary.look(), router.look(), probe, late, *memory)

@@ -229,7 +229,9 @@ class Settings(BaseSettings):
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""
     max_batch_prefill_tokens: int | None = _memory(
-        derived="512 on a CPU, 4096 on a GPU, max-batch-total-tokens at most", ge=1
+        derived="4096 on a GPU; on a CPU what takes 50 ms, 64 to 512 (512 with batching alternate);"
+        " max-batch-total-tokens at most",
+        ge=1,
     )
     """Prompt tokens of one step; a longer prompt takes several."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)

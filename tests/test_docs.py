@@ -27,7 +27,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 #: Flags of other programs, and those of TGI that do not exist here.
 FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
-    "--disable-grammar-support",
+    *("--disable-grammar-support", "--prometheus-port", "--usage-stats"),
     *("--http2-prior-knowledge", "--protocol"),
     # Of docker and pip.
     *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),

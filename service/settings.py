@@ -182,9 +182,9 @@ class Settings(BaseSettings):
     max_front_end_bytes: int | None = _limit(
         derived="max-concurrent-requests times max-message-bytes, 1073741824 at least", ge=1024**2
     )
-    """Memory that calls may hold in all front ends together: messages, which count at
-    max-message-bytes until they are there, prompts, answers not yet sent; a call beyond is
-    refused."""
+    """Memory that calls may hold in all front ends together: messages, prompts, answers not yet
+    sent; a call beyond is refused. A message that has not arrived after half a second counts at
+    max-message-bytes; such ones may take half of this memory, those of one connection an eighth."""
     text_workers: int = _limit(2, ge=1, le=64)
     """Processes of each front end that tokenise long texts and render chats."""
     text_timeout: float = _limit(30.0, gt=0, le=3600)
@@ -209,7 +209,8 @@ class Settings(BaseSettings):
     """Entries of logit_bias and of stop_token_ids, and of allowed_token_ids and tokens of bad_words
     together."""
     max_constraint_bytes: int = _limit(256 * 1024, ge=1, le=16 * 1024**2)
-    """Bytes of a constraint: a JSON schema, a regular expression, a grammar, a choice or tags."""
+    """Bytes of a constraint: a JSON schema, a regular expression, a grammar, a choice or tags; and
+    of the schemas of a chat's tools together."""
     constraint_compile_timeout: float = _limit(5.0, gt=0, le=600)
     """Seconds in which a constraint must be compiled and have its first mask; else its request is
     refused."""
@@ -305,11 +306,12 @@ class Settings(BaseSettings):
     tls_client_ca: FilePath | None = _security()
     """Require client certificates signed by these authorities (PEM)."""
     auth_token_file: FilePath | None = _security()
-    """Accept only calls with one of these bearer tokens, one per line; read again on change."""
+    """Accept only calls with one of these bearer tokens, one per line; read again on change. While
+    the file is empty or can't be read, the last tokens count for 60 s."""
 
     adapter_token_file: FilePath | None = _security()
     """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
-    line; read again on change. Tokens of auth-token-file do not count there."""
+    line; read again on change, as auth-token-file. Tokens of auth-token-file do not count there."""
 
     otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
     """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
@@ -46,6 +47,10 @@ _FORMATS = frozenset(
 _DRAFTS = ("draft-04/", "draft-06/", "draft-07/", "draft/2019-09/", "draft/2020-12/")
 #: Levels of JSON, as the library reads them.
 MOST_DEPTH = 100
+#: Schemas within one, itself included.
+MOST_SCHEMAS = 8192
+#: How JSON writes half of a character; two of them in a row may be one.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 #: Schemas that are looked at before others get their turn.
 _SLICE = 256
 
@@ -57,14 +62,28 @@ class SchemaError(Exception):
         super().__init__(f"{problem}, at {place}")
 
 
-def read_schema(text: str) -> dict[str, Any]:
-    """The schema of a text. Raises SchemaError."""
+class TooManySchemas(SchemaError):
+    """A schema holds more schemas than it may."""
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Raises SchemaError, also for halves of characters (`\\ud800`)."""
     try:
-        schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise SchemaError("#", f"it has more than {MOST_DEPTH} levels") from None
+    except UnicodeEncodeError:
+        raise SchemaError("#", "it has half of a character, which no text can hold") from None
     except ValueError as error:
         raise SchemaError("#", f"it is no JSON text: {str(error)[:100]}") from None
+    return value
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The schema of a text. Raises SchemaError."""
+    schema = read_json(text)
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -72,10 +91,12 @@ def read_schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def check_schema(schema: dict[str, Any]) -> Generator[None]:
-    """Raise SchemaError for what is not served; yields now and then.
+def check_schema(schema: dict[str, Any], most: int = MOST_SCHEMAS) -> Generator[None, None, int]:
+    """Raise SchemaError for what is not served, TooManySchemas for more than `most`.
 
     Keywords with neutral values are taken out, and some formats become patterns.
+
+    Yields now and then; returns how many schemas there are.
     """
     draft = schema.get("$schema")
     if draft is not None and not (isinstance(draft, str) and any(d in draft for d in _DRAFTS)):
@@ -85,6 +106,8 @@ def check_schema(schema: dict[str, Any]) -> Generator[None]:
     while waiting:
         each, place, depth = waiting.pop()
         looked += 1
+        if looked > most:
+            raise TooManySchemas("#", f"it has more than {most} schemas")
         if looked % _SLICE == 0:
             yield
         if depth > MOST_DEPTH:
@@ -95,12 +118,14 @@ def check_schema(schema: dict[str, Any]) -> Generator[None]:
             raise SchemaError(place, f"a schema is an object, not {_kind(each)}")
         for keyword in [name for name, neutral in _NEUTRAL.items() if each.get(name) is neutral]:
             del each[keyword]
-        spell_format(each)
         refers = refers or "$ref" in each
         for keyword, value in each.items():
             waiting += _below(keyword, value, f"{place}/{_escaped(keyword)}", depth)
+        # Behind the check: patterns of ours need none, and are long.
+        spell_format(each)
     if refers and (place := (yield from endless_part(schema))):
         raise SchemaError(place, "no text has an end: each needs another one within")
+    return looked
 
 
 def _below(keyword: str, value: Any, place: str, depth: int) -> Iterator[tuple[Any, str, int]]:
@@ -132,7 +157,10 @@ def _check_value(keyword: str, value: Any, place: str) -> None:
         problem = problem_of(value) if isinstance(value, str) else "a pattern is a string"
         if problem:
             raise SchemaError(place, problem)
-    elif keyword == "format" and value not in _FORMATS:
+    elif keyword == "required":
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise SchemaError(place, "it is a list of names")
+    elif keyword == "format" and not (isinstance(value, str) and value in _FORMATS):
         raise SchemaError(place, f"the format {value!r:.100} is not supported")
 
 

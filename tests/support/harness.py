@@ -130,13 +130,19 @@ def _arguments(pid: int) -> list[str]:
 
 @contextlib.contextmanager
 def serve(
-    *flags: str, wait: bool = True, env: dict[str, str] | None = None
+    *flags: str,
+    wait: bool = True,
+    env: dict[str, str] | None = None,
+    program: Sequence[str] = (sys.executable, "-P", "-m", "tokenpod"),
 ) -> Iterator[ServerProcess]:
-    """A server on free ports and a unix socket; killed in the end if it still runs."""
+    """A server on free ports and a unix socket; killed in the end if it still runs.
+
+    `program`: what takes the place of `tokenpod`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         port, health_port = free_port(), free_port()
         log = Path(scratch) / "log"
-        command = [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
+        command = [*program, "serve", "--hostname", "127.0.0.1"]
         command += ["--port", str(port), "--health-port", str(health_port)]
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0"]
         # Several threads spin while they wait for each other, on cores that other tests need.

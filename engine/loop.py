@@ -90,7 +90,7 @@ class EngineLoop:
     #: An `Ask` waits for its answer.
     _asked: bool = False
     _flying: _InFlight | None = None
-    _counts: StepCounts = StepCounts()
+    _counts: StepCounts = field(default_factory=StepCounts)
     #: When the last step settled: steps overlap, and their common time counts once.
     _settled_at: int = 0
     _ops: dict[int, _OpTimes] = field(default_factory=dict)

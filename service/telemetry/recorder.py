@@ -1,15 +1,17 @@
-"""Spans and metrics over OTLP; nothing at all unless an endpoint is set.
+"""Spans and metrics over OTLP, and metrics to pull; nothing unless an endpoint or a port is set.
 
-This module is the switch. With no endpoint it is all there is: no interceptor is installed, no call
-is recorded, and neither OpenTelemetry's SDK nor its exporters are imported. With one, `start`
-returns the `OtlpTelemetry` of otlp.py. Either way nothing is done per token.
+This module is the switch. With neither it is all there is: no interceptor is installed, no call is
+recorded, and neither OpenTelemetry's SDK nor its exporters are imported. With one of them, `start`
+returns the `RecordingTelemetry` of recording.py. Either way nothing is done per token.
 
 Prompts and generated texts never leave through here.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -22,18 +24,33 @@ if TYPE_CHECKING:
     from tokenpod.service.telemetry.tracing import ServerCall
 
 
+@dataclass(frozen=True, slots=True)
+class PodReadings:
+    """What the first front end knows of the pod, besides the engine's load.
+
+    `certificate_expires`: Unix time; None: there is no TLS, or the file can't be read.
+    """
+
+    ready: bool
+    stalled: bool
+    admitted: int
+    call_bytes: int
+    most_call_bytes: int
+    certificate_expires: float | None
+
+
 class Telemetry:
     """Records calls; this class records nothing. Make it with `start`."""
 
     @classmethod
     def start(cls, settings: ServerSettings) -> Telemetry:
         """Connect to the endpoint, if there is one; the server starts without its collector."""
-        if settings.otlp_endpoint is None:
+        if settings.otlp_endpoint is None and not settings.metrics_port:
             return cls()
         # Imported late: what is off costs no start-up time and no memory.
-        from tokenpod.service.telemetry.otlp import OtlpTelemetry
+        from tokenpod.service.telemetry.recording import RecordingTelemetry
 
-        return OtlpTelemetry(settings)
+        return RecordingTelemetry(settings)
 
     def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
         """The interceptors that record rpcs; outermost, so that they see what the others do.
@@ -50,5 +67,27 @@ class Telemetry:
     def watch(self, load: Callable[[], Load]) -> None:
         """Report the engine's load; `load` is called from another thread, now and then."""
 
+    def watch_pod(self, read: Callable[[], PodReadings]) -> None:
+        """Report what the first front end knows; `read` is called from another thread."""
+
+    def watch_loop(self) -> Callable[[], None]:
+        """Record how late this event loop is, from now on; call the result to stop."""
+        return _nothing
+
+    def listen(self) -> Callable[[], None]:
+        """Open the metrics port, if it is set; call the result to close it. Raises OSError."""
+        return _nothing
+
+    def front_end_socket(self) -> socket.socket | None:
+        """The end that a new front end inherits, to answer scrapes; None: nobody scrapes."""
+        return None
+
+    def answer_scrapes(self, descriptor: int) -> None:
+        """Answer the first front end's scrapes, from a thread of its own."""
+
     def shutdown(self) -> None:
         """Send what is left; returns within 5 seconds even if the collector is gone."""
+
+
+def _nothing() -> None:
+    """There is nothing to end."""

@@ -337,7 +337,9 @@ def test_steps_are_counted_with_their_rows_tokens_and_busy_time(overlap):
 
     pod.executor.launch = launch_for_ten_nanoseconds
     pod.now = 1000
-    request = Request([0], [7] * 6, SamplingParams(), StoppingParams(max_new_tokens=3), arrived_at=0)
+    request = Request(
+        [0], [7] * 6, SamplingParams(), StoppingParams(max_new_tokens=3), arrived_at=0
+    )
     pod.send(request)
     outputs = pod.turn(12)
     counts = outputs[-1].load.steps

@@ -21,6 +21,7 @@ import functools
 import gc
 import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,8 @@ from tokenpod.service.serving.overview import overview, summary
 from tokenpod.service.serving.serving import check_limits, request_limits
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.logs import configure_logging, print_error
-from tokenpod.service.telemetry.recorder import PodReadings, Telemetry
+from tokenpod.service.telemetry.readings import PodReadings
+from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import TokenizerError
@@ -151,14 +153,16 @@ class Server:
             telemetry=telemetry,
         )
         telemetry.watch(state.load)
-        telemetry.watch_pod(lambda: self._readings(state))
+        started_at = time.time()
+        telemetry.watch_pod(lambda: self._readings(state, started_at))
         stack.callback(telemetry.watch_loop())
         return state
 
-    def _readings(self, state: PodState) -> PodReadings:
+    def _readings(self, state: PodState, started_at: float) -> PodReadings:
         """What metrics say of the pod; called from other threads, and only if telemetry is on."""
         cert = self.settings.tls_cert
         return PodReadings(
+            started_at=started_at,
             ready=state.board.is_serving() and state.admission.closed is None,
             stalled=state.counters.stalled,
             admitted=state.counters.requests,

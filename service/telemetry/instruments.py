@@ -12,7 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from tokenpod.core.outputs import Load, MaskCounts, StepCounts
 from tokenpod.service.serving.generation import Generation
-from tokenpod.service.telemetry.recorder import PodReadings
+from tokenpod.service.telemetry.readings import PodReadings
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]
 _FIRST_TOKEN_BUCKETS = [
@@ -275,6 +275,7 @@ _STEPS: Sequence[tuple[str, str, str, Callable[[StepCounts], float]]] = (
 
 #: Of the pod: name, unit, meaning, value.
 _POD: Sequence[tuple[str, str, str, Callable[[PodReadings], float | None]]] = (
+    ("tokenpod.start.time", "s", "Unix time of the pod's start", lambda now: now.started_at),
     ("tokenpod.ready", "{pod}", "1 if the model serves, else 0", lambda now: int(now.ready)),
     (
         "tokenpod.engine.stalled",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -21,22 +20,8 @@ from tokenpod.service.config import ServerSettings
 
 if TYPE_CHECKING:
     # Not imported while telemetry is off.
+    from tokenpod.service.telemetry.readings import PodReadings
     from tokenpod.service.telemetry.tracing import ServerCall
-
-
-@dataclass(frozen=True, slots=True)
-class PodReadings:
-    """What the first front end knows of the pod, besides the engine's load.
-
-    `certificate_expires`: Unix time; None: there is no TLS, or the file can't be read.
-    """
-
-    ready: bool
-    stalled: bool
-    admitted: int
-    call_bytes: int
-    most_call_bytes: int
-    certificate_expires: float | None
 
 
 class Telemetry:

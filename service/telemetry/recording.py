@@ -23,7 +23,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRat
 from tokenpod.core.outputs import Load
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
-from tokenpod.service.telemetry.recorder import PodReadings, Telemetry
+from tokenpod.service.telemetry.readings import PodReadings
+from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.telemetry.tracing import ServerCall, TracingInterceptor, current_call
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from tokenpod.service.rpc.certificates import expiry
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.metrics_port import MetricsPort
 from tokenpod.service.telemetry.page import Page
-from tokenpod.service.telemetry.recorder import PodReadings
+from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.snapshots import (
     FrontEndSnapshots,
     answer_scrapes,
@@ -42,7 +42,7 @@ LOAD = Load(
     ended=Ended(stopped=5, length=4, aborted=2, ignored=1),
     steps=StepCounts(steps=10, busy_ns=2_000_000_000, rows=40, tokens=70),
 )
-READINGS = PodReadings(True, False, 8, 1024, 4096, 1e9)
+READINGS = PodReadings(2.0, True, False, 8, 1024, 4096, 1e9)
 
 
 class Process:

@@ -39,7 +39,8 @@ from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.sample import Ending, Sample
-from tokenpod.service.telemetry.recorder import PodReadings, Telemetry
+from tokenpod.service.telemetry.readings import PodReadings
+from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 GENERATE = "generate.v3.TextGenerationService/Generate"
@@ -83,7 +84,7 @@ def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
     code = (
         "import sys\n"
         "from tokenpod.service.config import ServerSettings\n"
-        "from tokenpod.service.telemetry.recorder import PodReadings, Telemetry\n"
+        "from tokenpod.service.telemetry.recorder import Telemetry\n"
         "telemetry = Telemetry.start(ServerSettings())\n"
         "assert telemetry.interceptors() == [] and telemetry.current_call() is None\n"
         "telemetry.watch(lambda: 1 / 0)\n"
@@ -642,7 +643,7 @@ async def test_the_page_names_every_metric_and_no_other(
     telemetry: Telemetry, collector: Collector
 ) -> None:
     telemetry.watch(lambda: Load(0, 0, 0, 1, 1, 0, drafted_at=[1], accepted_at=[1]))
-    telemetry.watch_pod(lambda: PodReadings(True, False, 0, 0, 0, 1.0))
+    telemetry.watch_pod(lambda: PodReadings(2.0, True, False, 0, 0, 0, 1.0))
     now = time.monotonic_ns()
     made = generation(now, [sample(0, 5, now + 2, now + 9, None)], now + 1)
     stop = telemetry.watch_loop()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+import prefork
 import pytest
 import torch
 from faults import kill, stop
@@ -34,6 +35,8 @@ def start(
     for flag, value in zip(network[::2], network[1::2], strict=True):
         if flag not in named:
             flags = (*flags, flag, value)
+    if preexec is None:
+        return prefork.run(["serve", *flags], timeout=SECONDS, cwd=str(cwd) if cwd else None)
     command = [sys.executable, "-P", "-m", "tokenpod", "serve", *flags]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd, preexec_fn=preexec

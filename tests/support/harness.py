@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import prefork
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+from prefork import PreforkedProcess
+from prefork_server import SPARE
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
@@ -46,7 +49,7 @@ def free_port() -> int:
 class ServerProcess:
     """A `tokenpod serve` process."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | PreforkedProcess
     port: int
     health_port: int
     uds: str
@@ -116,8 +119,8 @@ class ServerProcess:
 
 def children_of(pid: int) -> list[int]:
     """Process ids of a process's children, as far as its first thread has started them."""
-    listed = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in listed.read_text().split()]
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [child for child in map(int, listed.split()) if SPARE not in _arguments(child)]
 
 
 def _arguments(pid: int) -> list[str]:
@@ -130,26 +133,47 @@ def _arguments(pid: int) -> list[str]:
 
 @contextlib.contextmanager
 def serve(
-    *flags: str, wait: bool = True, env: dict[str, str] | None = None
+    *flags: str,
+    wait: bool = True,
+    env: dict[str, str] | None = None,
+    own_imports: bool = False,
 ) -> Iterator[ServerProcess]:
-    """A server on free ports and a unix socket; killed in the end if it still runs."""
+    """A server on free ports and a unix socket; killed in the end if it still runs.
+
+    Args:
+        flags: of `tokenpod serve`.
+        wait: until it serves.
+        env: added to this process's environment.
+        own_imports: start it by its command line, as users do, at 2.5 seconds of a core; otherwise
+            it is forked from a process that has imported its modules (prefork.py).
+    """
     with tempfile.TemporaryDirectory() as scratch:
         port, health_port = free_port(), free_port()
         log = Path(scratch) / "log"
-        command = [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
+        command = ["serve", "--hostname", "127.0.0.1"]
         command += ["--port", str(port), "--health-port", str(health_port)]
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0"]
         # Several threads spin while they wait for each other, on cores that other tests need.
         command += [*(() if "--threads" in flags else ("--threads", "1")), *flags]
+        process: subprocess.Popen[str] | PreforkedProcess
         with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                text=True,
-                cwd=scratch,
-                env={**os.environ, **(env or {})},
-            )
+            if own_imports or not prefork.can_fork(env):
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "tokenpod", *command],
+                    stdout=output,
+                    stderr=output,
+                    text=True,
+                    cwd=scratch,
+                    env={**os.environ, **(env or {})},
+                )
+            else:
+                process = prefork.start(
+                    command,
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                    cwd=scratch,
+                    env={**os.environ, **(env or {})},
+                )
         server = ServerProcess(process, port, health_port, f"{scratch}/shard-0", log)
         try:
             if wait:

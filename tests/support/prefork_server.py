@@ -32,6 +32,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
+from tokenpod.core.parent import die_with_parent
+
 #: Not the modules that are run themselves: they start with empty globals.
 _IMPORTED = (
     "tokenpod.commands.serve",
@@ -150,6 +152,7 @@ def _become(start: Start, descriptors: list[int]) -> NoReturn:
             for _, other in _Popen.spares:
                 other.close()
             _Popen.spares.clear()
+            die_with_parent()
             later, descriptors = _receive(theirs)
             theirs.close()
             if later is None:
@@ -174,6 +177,9 @@ def _become(start: Start, descriptors: list[int]) -> NoReturn:
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
+    for pid, link in _Popen.spares:
+        link.close()
+        os.waitpid(pid, 0)
     # An interpreter that frees all that is imported copies most pages of the process that forks.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

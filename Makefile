@@ -22,7 +22,7 @@ help: ## This list
 
 setup: $(STAMP) $(STUBS) ## The virtual environment in .venv with everything locked in requirements/dev.txt
 
-$(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml setup.py client/pyproject.toml client/setup.py
+$(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml client/pyproject.toml client/setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -35,8 +35,8 @@ $(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml setup.py cli
 	@PYTHONPATH=tools $(PY) -m torch_build weigh
 	@touch $(STAMP) $(STUBS)
 
-$(STUBS): $(PROTOS) tools/stubs.py | $(STAMP)
-	@$(PY) tools/stubs.py
+$(STUBS): $(PROTOS) client/stubs.py | $(STAMP)
+	@$(PY) client/stubs.py
 	@touch $(STUBS)
 
 stubs: ## Make the protobuf stubs again
@@ -59,7 +59,7 @@ chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3
 lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(PY) tools/stubs.py --check
+	@$(PY) client/stubs.py --check
 	@$(PY) tools/settings_docs.py --check
 	@$(PY) tools/chart_schema.py --check
 	@$(PY) tools/models_page.py --check
@@ -84,7 +84,7 @@ baseline: setup ## Freeze the protos as they are: what is in the baseline can't 
 	@$(BIN)/buf build --exclude-source-info --output $(BASELINE)
 
 types: setup ## mypy --strict
-	@$(PY) tools/typecheck.py
+	@$(PY) -m mypy
 
 wheel: setup ## dist/*.whl: the server's wheel, and the client's
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist ./client .
@@ -99,5 +99,5 @@ image: image-needs setup ## Build an image for real, as root on Debian, and gene
 	@PYTHONPATH=tools $(PY) -m image --variant $(VARIANT)
 
 clean: ## Remove what the build made
-	@rm -rf $(VENV) build client/build dist *.egg-info client/*.egg-info $(STUBS) .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf $(VENV) build client/build dist src/*.egg-info client/src/*.egg-info $(STUBS) .mypy_cache .ruff_cache .pytest_cache
 	@find protos -name '*_pb2*' -delete

@@ -125,12 +125,14 @@ def test_only_one_variant_has_cuda() -> None:
     assert not [name for name in cpu if name.startswith(("nvidia-", "cuda-", "triton"))]
 
 
-def test_the_build_context_has_every_folder_of_the_wheel() -> None:
+def test_the_build_context_has_every_folder_of_the_wheels() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    folders = set(PROJECT["tool"]["setuptools"]["package-dir"].values())
-    needed = folders | {"pyproject.toml", "setup.py", "README.md", "LICENSE", "tools/stubs.py"}
+    linked = {path.resolve() for path in (ROOT / "src").glob("*/*") if path.is_symlink()}
+    folders = {str(path.relative_to(ROOT)) for path in linked}
+    assert {"service", "models", "protos"} <= folders
+    needed = folders | {"src", "client", "pyproject.toml", "README.md", "LICENSE", "requirements"}
     assert "*" in lines
-    assert {f"!{name}" for name in needed} <= set(lines)
+    assert {line[1:] for line in lines if line.startswith("!")} == needed
 
 
 def test_stubs_of_a_checkout_stay_out_of_the_build_context() -> None:

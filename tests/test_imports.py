@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src"
 #: Each folder, and what it may import besides itself.
 MAY_IMPORT = {
     "protos": set[str](),
@@ -19,24 +22,24 @@ MAY_IMPORT = {
     "engine": {"protos", "core", "scheduler", "kernels", "models"},
     # It starts the engine as a process, and never imports it.
     "service": {"protos", "core"},
-    # The client's package: nothing of the server's.
-    "client": {"protos"},
-    "cli": {"protos", "client"},
+    # The client's own modules: nothing of the server's.
+    "tokenpod_client": {"protos"},
+    "cli": {"protos", "tokenpod_client"},
     "commands": {"core", "scheduler", "service", "cli"},
     # The command's entry.
     "tokenpod": {"cli"},
 }
-#: Our packages, and the folder of what is in none of the others.
-OWN = {"tokenpod": "tokenpod", "tokenpod_client": "client"}
+#: Our packages: folders with modules of their own, and links to other folders.
+OWN = ("tokenpod", "tokenpod_client")
 #: What a process without a GPU's libraries must be able to import.
-WITHOUT_TORCH = ("core", "scheduler", "service", "client", "cli", "commands", "tokenpod")
+WITHOUT_TORCH = ("core", "scheduler", "service", "tokenpod_client", "cli", "commands", "tokenpod")
 WITHOUT_PROTOBUF = ("core", "scheduler", "kernels", "models")
 
 
 def modules(folder: str) -> Iterator[Path]:
-    # `make wheel` leaves a copy of the client in client/build.
-    found = ((path, path.relative_to(ROOT).parts) for path in (ROOT / folder).rglob("*.py"))
-    return (path for path, parts in found if "_pb2" not in path.name and "build" not in parts[:-1])
+    # Links are not followed: each module is found in its own folder.
+    start = SRC / folder if folder in OWN else ROOT / folder
+    return (path for path in start.rglob("*.py") if "_pb2" not in path.name)
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -56,7 +59,7 @@ def folder_of(module: str) -> str | None:
     if package not in OWN or not rest:
         return None
     first = rest.partition(".")[0]
-    return first if first in MAY_IMPORT else OWN[package]
+    return first if first in MAY_IMPORT else package
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
@@ -86,5 +89,16 @@ def test_a_folder_does_without_a_library(folder: str, library: str) -> None:
 
 
 def test_every_folder_of_the_product_has_its_place() -> None:
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"client"}
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | set(OWN)
     assert packages - {"tests", "tools", "benchmarks"} == MAY_IMPORT.keys()
+
+
+def test_every_folder_of_the_product_is_linked_once_and_no_module_has_two_names() -> None:
+    links = [path.resolve() for package in OWN for path in (SRC / package).iterdir()]
+    folders = [path for path in links if path.is_dir() and path.name != "__pycache__"]
+    assert sorted(folders) == sorted(ROOT / name for name in MAY_IMPORT if name not in OWN)
+    walked = [os.walk(SRC / package, followlinks=True) for package in OWN]
+    found = (Path(top, name) for tree in walked for top, _, names in tree for name in names)
+    count = Counter(path.resolve() for path in found if path.suffix == ".py")
+    assert len(count) > 600
+    assert [path for path, names in count.items() if names > 1] == []

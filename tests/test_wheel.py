@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -18,8 +21,8 @@ from harness import ServerProcess, free_port
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Those of the server's wheel.
-FOLDERS = ("commands", "service", "core", "scheduler", "engine", "kernels", "models")
+#: The folders of the projects, by the packages that they build.
+PROJECTS = {"tokenpod": ".", "tokenpod_client": "client"}
 #: What is made in a checkout and must not be there when a wheel is built.
 MADE = (".*", "*_pb2*", "*.egg-info", "__pycache__", "build", "dist", "node_modules")
 
@@ -32,13 +35,46 @@ def run(*command: object, cwd: Path, seconds: float = 240) -> subprocess.Complet
     return done
 
 
+PIP_WHEEL = (
+    *(sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-build-isolation"),
+    *("--no-deps", "--no-index", "--wheel-dir", "dist"),
+)
+#: Builds the project in the working folder, as pip does; the argument says what.
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])('made')"
+
+
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> dict[str, Path]:
-    """The wheels of a checkout without stubs or builds of an earlier day, by project."""
+def checkout(tmp_path_factory) -> Path:
+    """A copy of this checkout, links kept, without stubs or builds of an earlier day."""
     checkout = tmp_path_factory.mktemp("check out") / "tokenpod"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*MADE), symlinks=True)
-    options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", "dist"]
-    run(sys.executable, "-P", "-m", "pip", "wheel", *options, "./client", ".", cwd=checkout)
+    return checkout
+
+
+def files_of(package: str) -> set[str]:
+    """The files of a package's source, links followed, by their names in a wheel."""
+    walked = os.walk(ROOT / "src" / package, followlinks=True)
+    found = (
+        Path(top, name).relative_to(ROOT / "src") for top, _, names in walked for name in names
+    )
+    made = (*MADE, "baseline.binpb")
+    return {
+        str(path)
+        for path in found
+        if not any(fnmatch.fnmatch(part, each) for part in path.parts for each in made)
+    }
+
+
+def files_in(wheel: Path, package: str) -> set[str]:
+    """The names of a package's files in a wheel, but for the stubs that the build makes."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name for name in names if name.startswith(f"{package}/") and "_pb2" not in name}
+
+
+@pytest.fixture(scope="module")
+def wheels(checkout: Path) -> dict[str, Path]:
+    """The wheels, by package."""
+    run(*PIP_WHEEL, "./client", ".", cwd=checkout)
     return {path.name.partition("-")[0]: path for path in (checkout / "dist").glob("*.whl")}
 
 
@@ -134,17 +170,46 @@ def test_the_server_wants_the_client_of_its_version(wheels: dict[str, Path]) -> 
     assert f"tokenpod-client[bench]=={version}" in wanted
 
 
-def test_every_package_of_the_checkout_is_in_its_wheel(wheels: dict[str, Path]) -> None:
-    for project, root, folders in (
-        ("tokenpod", ROOT, FOLDERS),
-        ("tokenpod_client", ROOT, ("protos", "cli")),
-        ("tokenpod_client", ROOT / "client" / "tokenpod_client", (".",)),
-    ):
-        names = set(zipfile.ZipFile(wheels[project]).namelist())
-        found = (path for folder in folders for path in (root / folder).rglob("*.py"))
-        ours = {f"{project}/{path.relative_to(root)}" for path in found}
-        assert ours
-        assert ours <= names
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_wheel_has_every_file_of_its_package(wheels: dict[str, Path], package: str) -> None:
+    assert files_in(wheels[package], package) == files_of(package)
+
+
+@pytest.mark.parametrize(("package", "folder"), PROJECTS.items())
+def test_a_source_distribution_builds_the_same_wheel(
+    checkout: Path, wheels: dict[str, Path], package: str, folder: str, tmp_path: Path
+) -> None:
+    (checkout / folder / "made").mkdir(exist_ok=True)
+    run(sys.executable, "-P", "-c", BUILD, "build_sdist", cwd=checkout / folder)
+    (source,) = (checkout / folder / "made").glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        assert not [member.name for member in archive if not (member.isfile() or member.isdir())]
+    run(*PIP_WHEEL, source, cwd=tmp_path)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    built, again = (zipfile.ZipFile(path).namelist() for path in (wheels[package], wheel))
+    assert sorted(again) == sorted(built)
+
+
+def test_editable_installs_are_plain_paths_that_every_editor_follows(
+    checkout: Path, empty: Path
+) -> None:
+    for folder in PROJECTS.values():
+        (checkout / folder / "made").mkdir(exist_ok=True)
+        run(sys.executable, "-P", "-c", BUILD, "build_editable", cwd=checkout / folder)
+    packages = environment(
+        empty / "home", *checkout.glob("made/*.whl"), *checkout.glob("client/made/*.whl")
+    )
+    # Without import hooks, which type checkers and editors do not run.
+    paths = {path.read_text().strip() for path in packages.glob("*.pth")}
+    assert paths == {str(checkout / "src"), str(checkout / "client" / "src")}
+    python = empty / "home" / "bin" / "python"
+    code = """
+from importlib.util import find_spec
+import tokenpod.core.errors, tokenpod_client.protos
+print(tokenpod.core.errors.__file__, find_spec("kernels"), find_spec("core"))
+"""
+    said = run(python, "-P", "-c", code, cwd=checkout).stdout
+    assert said == f"{checkout}/src/tokenpod/core/errors.py None None\n"
 
 
 @pytest.fixture(scope="module")

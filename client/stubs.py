@@ -1,7 +1,7 @@
 """Make the Python stubs, with types, of every .proto file. Nobody edits what it writes.
 
-python tools/stubs.py           write protos/**/*_pb2*.py(i)
-python tools/stubs.py --check   fail if what is there is not what the .proto files give
+python client/stubs.py           write protos/**/*_pb2*.py(i)
+python client/stubs.py --check   fail if what is there is not what the .proto files give
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PROTOS = ROOT / "protos"
+#: In a checkout these are links to protos/; in a source distribution they are the files.
+PROTOS = Path(__file__).resolve().parent / "src" / "tokenpod_client" / "protos"
 #: Where the stubs are installed: protoc's own imports name files from the root of protos/.
 NAMESPACE = "tokenpod_client.protos"
 #: `import a.b_pb2`, `from a.b import c_pb2`, with or without `as`.
@@ -85,6 +85,7 @@ def stale() -> list[Path]:
 
 
 def main() -> int:
+    """Write the stubs, or check them; exit status 1 if they are stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether the stubs are stale")
     if not parser.parse_args().check:

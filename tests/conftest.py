@@ -14,7 +14,11 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from gpu_lock import gpu_lock
 from harness import ServerProcess, serve
+from hypothesis import settings
+
+from examples import examples
 
 # Without an NVIDIA GPU, or with torch's build for CPUs, Triton interprets kernels. It reads this
 # when it is imported first, which other libraries may do before any test of ours.
@@ -38,6 +42,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 FOLDER = Path(__file__).parent
+#: Folders and fixtures whose tests talk to servers.
+POD_FOLDERS = ("chaos", "deploy", "examples", "server")
+POD_FIXTURES = frozenset({"server", "stub"})
+#: Audit events of a process that starts another; the last one is our own (prefork.py).
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "prefork.start")
 #: Folders whose tests keep a processor busy.
 COMPUTING = ("engine", "kernels", "models")
 #: And those whose files take a second or two.
@@ -62,12 +71,69 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give markers to sampled tests, keep those of a shard, and order files for processes."""
+    """Mark tests with their tier, keep those of a shard, and order files for processes."""
     mark_sampled(items)
+    mark_tiers(items)
     if hasattr(config, "workerinput"):  # pytest-xdist's
         items[:] = interleaved(items)
+    # First, while nothing else has the GPU: the others would wait for it in the middle of theirs.
+    items.sort(key=lambda item: item.get_closest_marker("fills_gpu") is None)  # stable
     if shard := config.getoption("--shard"):
         items[:] = [item for item in items if in_shard(item.nodeid, shard)]
+
+
+def mark_tiers(items: list[pytest.Item]) -> None:
+    """`unit` is what is in no other tier; `pod`, what uses a server, besides what says so."""
+    for item in items:
+        folder = item.path.relative_to(FOLDER).parts[0]
+        fixtures = frozenset(getattr(item, "fixturenames", ()))
+        if folder in POD_FOLDERS or fixtures & POD_FIXTURES:
+            item.add_marker("pod")
+        if not any(item.get_closest_marker(tier) for tier in ("pod", "slow", "gpu")):
+            item.add_marker("unit")
+
+
+def asks_the_system(arguments: tuple[object, ...]) -> bool:
+    """Whether a process is one that libraries start when they are imported, such as `ldconfig`."""
+    return Path(str(arguments[0])).name in ("ldconfig", "uname", "gcc") if arguments else False
+
+
+class NoProcesses:
+    """While a unit test runs, an attempt to start a process fails it."""
+
+    def __init__(self) -> None:
+        self.test: str | None = None
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in STARTS and self.test is not None and not asks_the_system(arguments):
+            name, self.test = self.test, None
+            pytest.fail(f"{name} is a unit test, and starts a process: mark it pod ({arguments})")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Remember which unit test runs."""
+        self.test = item.nodeid if item.get_closest_marker("unit") else None
+        try:
+            return (yield)
+        finally:
+            self.test = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests that use the GPU wait while one fills it."""
+    if not item.get_closest_marker("gpu"):
+        return (yield)
+    with gpu_lock(fills=item.get_closest_marker("fills_gpu") is not None):
+        return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Audit hooks stay for the life of a process: there is one of ours."""
+    config.pluginmanager.register(NoProcesses())
+    settings.register_profile("tokenpod", max_examples=examples(100), deadline=None)
+    settings.load_profile("tokenpod")
 
 
 def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -119,6 +185,18 @@ def server() -> Iterator[ServerProcess]:
     with serve("--kv-cache-events") as running:
         yield running
         assert running.stop() == 0
+
+
+@pytest.fixture(autouse=True)
+def _idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of the common server leaves no call, sequence or batch behind."""
+    if "server" not in request.fixturenames:
+        yield
+        return
+    shared: ServerProcess = request.getfixturevalue("server")
+    yield
+    if isinstance(shared, ServerProcess):  # files may have fixtures of that name
+        shared.wait_until_idle()
 
 
 @pytest.fixture(scope="session")

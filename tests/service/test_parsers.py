@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.service.settings import Settings
 from tokenpod.service.text.parsers.parts import Kind, Part, Parts
 from tokenpod.service.text.parsers.turn import (
@@ -253,7 +254,7 @@ def cut(text: str, sizes: Sequence[int]) -> list[str]:
 @example(
     text="<think>" + " " * 200 + "</think>" + " " * 200 + "<tool_call>", sizes=[3], opened=False
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_pieces_make_no_difference_and_no_text_fails(
     name: str, text: str, sizes: list[int], opened: bool
 ) -> None:

@@ -22,14 +22,24 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from prefork import PreforkedProcess
-from prefork_server import SPARE
+from prefork_server import FORKER
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadRequest
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 START_SECONDS = 120.0
+#: What GetLoad counts of calls that have not ended.
+_OF_CALLS = (
+    "request_count",
+    "running_sequence_count",
+    "waiting_sequence_count",
+    "swapped_sequence_count",
+    "used_token_count",
+)
 #: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
 #: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
 _PORTS = range(10_000, 32_000)
@@ -55,6 +65,7 @@ class ServerProcess:
     uds: str
     log: Path
     channels: list[grpc.Channel] = field(default_factory=list)
+    _load: Any = None
 
     @property
     def address(self) -> str:
@@ -88,6 +99,19 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError(f"not SERVING within {seconds} s:\n{self.log.read_text()}")
 
+    def wait_until_idle(self, seconds: float = 20.0) -> None:
+        """Nothing runs or waits, and no sequence holds memory."""
+        if self._load is None:
+            self._load = GenerationServiceStub(self.channel()).GetLoad
+        deadline = time.monotonic() + seconds
+        while True:
+            load = self._load(GetLoadRequest(), timeout=30)
+            left = {name: getattr(load, name) for name in _OF_CALLS if getattr(load, name)}
+            if not left:
+                return
+            assert time.monotonic() < deadline, f"the test has left something behind: {left}"
+            time.sleep(0.02)
+
     def children(self) -> list[int]:
         """Process ids of the server's children."""
         return children_of(self.process.pid)
@@ -120,7 +144,7 @@ class ServerProcess:
 def children_of(pid: int) -> list[int]:
     """Process ids of a process's children, as far as its first thread has started them."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [child for child in map(int, listed.split()) if SPARE not in _arguments(child)]
+    return [child for child in map(int, listed.split()) if FORKER not in _arguments(child)]
 
 
 def _arguments(pid: int) -> list[str]:

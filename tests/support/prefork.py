@@ -94,6 +94,7 @@ def start(
         "env": dict(os.environ if env is None else env),
         "session": session,
     }
+    sys.audit("prefork.start", asked["argv"])
     ours, theirs = socket.socketpair()
     with theirs, open(os.devnull) as nothing:
         first = nothing.fileno() if stdin is None else stdin

@@ -1,18 +1,17 @@
 """A process that has imported what pods run, and forks pods: `prefork_server.py FD PADDING`.
 
     test process --- a Start and descriptors ---> this process --fork--> a pod's front end
-                                                                            |--fork--> spares
+                                                                            |--fork--> forker
 
 A front end starts its engine, its text workers and further front ends by `subprocess.Popen`. Those
-must be its children, and must not be forked once gRPC has threads. So a front end forks spare
-processes before it does anything else, and its Popen hands command lines of ours to them. Signals,
-statuses and deaths of parents are those of processes that were started by their command line, and
-/proc shows that line; only the imports are older.
+must be its children, and a process in which gRPC has threads must not fork. So a front end forks a
+forker before it does anything else, and its Popen asks that one, which forks children of its own
+parent (CLONE_PARENT). Signals, statuses and deaths of parents are those of processes that were
+started by their command line, and /proc shows that line; only the imports are older.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import ctypes
@@ -21,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import platform
 import runpy
 import selectors
 import signal
@@ -37,18 +37,24 @@ from tokenpod.core.parent import die_with_parent
 #: Not the modules that are run themselves: they start with empty globals.
 _IMPORTED = (
     "tokenpod.commands.serve",
+    "tokenpod.engine.constraints.trials",
     "tokenpod.engine.run",
     "tokenpod.engine.shards.member",
     "tokenpod.kernels.cpu.compiled",
     "tokenpod.service.server",
     "tokenpod.service.text.chat_template",
 )
-#: What /proc shows as the command line of a spare process.
-SPARE = "spare"
+#: What /proc shows as the command line of a process that forks for its parent.
+FORKER = "forker"
 _ENGINE = "tokenpod.engine.process"
 _FRONT_END = "tokenpod.service.pod.front_end"
 _TEXT_WORKER = "tokenpod.service.text.text_worker"
-_OURS = (_ENGINE, _FRONT_END, _TEXT_WORKER)
+_TRIAL = "tokenpod.engine.constraints.trial"
+#: Modules that are forked, and those that start them.
+_CHILDREN = (_ENGINE, _FRONT_END, _TEXT_WORKER, _TRIAL)
+_PARENTS = ("tokenpod", _ENGINE, _FRONT_END)
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE_PARENT = 0x8000
 _BYTES = 1 << 18
 _DESCRIPTORS = 64
 #: Received descriptors are moved here, out of the way of the numbers that they get.
@@ -130,7 +136,7 @@ def _receive(link: socket.socket) -> tuple[Start | None, list[int]]:
 
 
 def _become(start: Start, descriptors: list[int]) -> NoReturn:
-    """Run a module as `python -P -m` does; before that, fork the spares that it will need."""
+    """Run a module as `python -P -m` does, with a forker if it starts processes of ours."""
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -144,22 +150,9 @@ def _become(start: Start, descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(start["env"])
     module, argv = start["module"], start["argv"]
-    _show([SPARE])
-    for _ in range(_spares_of(module, argv)):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if not (pid := os.fork()):
-            ours.close()
-            for _, other in _Popen.spares:
-                other.close()
-            _Popen.spares.clear()
-            die_with_parent()
-            later, descriptors = _receive(theirs)
-            theirs.close()
-            if later is None:
-                os._exit(0)
-            _become(later, descriptors)
-        theirs.close()
-        _Popen.spares.append((pid, ours))
+    if module in _PARENTS and (module != "tokenpod" or "serve" in argv[:1]):
+        _show([FORKER])
+        _Popen.forker = _new_forker()
     _show([sys.executable, "-P", "-m", module, *argv])
     # As an interpreter opens them, with the encoding of any UTF-8 locale.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -177,7 +170,8 @@ def _become(start: Start, descriptors: list[int]) -> NoReturn:
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    for pid, link in _Popen.spares:
+    if _Popen.forker is not None:
+        pid, link = _Popen.forker
         link.close()
         os.waitpid(pid, 0)
     # An interpreter that frees all that is imported copies most pages of the process that forks.
@@ -188,26 +182,50 @@ def _become(start: Start, descriptors: list[int]) -> NoReturn:
     os._exit(status)
 
 
-def _spares_of(module: str, argv: list[str]) -> int:
-    """How many processes of ours it will start, as long as none of them ends."""
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    flags.add_argument("--num-shard", type=int, default=1)
-    flags.add_argument("--front-ends", type=int, default=1)
-    flags.add_argument("--text-workers", type=int, default=2)
-    found, _ = flags.parse_known_args(argv)
-    if module == "tokenpod":
-        return found.num_shard + max(found.front_ends - 1, 0) + found.text_workers
-    return 2 if module == _FRONT_END else 0
+def _new_forker() -> tuple[int, socket.socket]:
+    """A child that forks more children of this process: its process id, and how to ask it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if pid := os.fork():
+        theirs.close()
+        return pid, ours
+    ours.close()
+    die_with_parent()
+    while True:
+        start, descriptors = _receive(theirs)
+        if start is None:
+            os._exit(0)
+        if not (pid := _fork_sibling()):
+            theirs.close()
+            _become(start, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        theirs.send(str(pid).encode())
+
+
+def _fork_sibling() -> int:
+    """As os.fork, but the new process's parent is this one's parent."""
+    # Keeps the interpreter's lock, as a fork must.
+    library = ctypes.PyDLL(None, use_errno=True)
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = library.syscall(_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "clone")
+    return int(pid)
 
 
 class _Popen(subprocess.Popen[Any]):
-    """Hands command lines of ours to spares, as long as there are any."""
+    """Has command lines of ours forked."""
 
-    #: Process ids, and sockets by which they wait.
-    spares: list[tuple[int, socket.socket]] = []  # noqa: RUF012
+    #: Its process id, and how to ask it.
+    forker: tuple[int, socket.socket] | None = None
 
     def _execute_child(self, args: Any, *more: Any) -> None:
-        if not self.spares or args[:3] != [sys.executable, "-P", "-m"] or args[3] not in _OURS:
+        ours = [*args[:3]] == [sys.executable, "-P", "-m"] and args[3] in _CHILDREN
+        if self.forker is None or not ours:
             super()._execute_child(args, *more)  # type: ignore[misc]
             return
         _, _, _, inherited, cwd, env, _, _, _, *pipes = more[:15]
@@ -223,9 +241,9 @@ class _Popen(subprocess.Popen[Any]):
             "env": dict(os.environ if env is None else env),
             "session": False,
         }
-        self.pid, spare = self.spares.pop(0)
-        with spare:
-            socket.send_fds(spare, [json.dumps(start).encode()], [*sent.values()])
+        _, forker = self.forker
+        socket.send_fds(forker, [json.dumps(start).encode()], [*sent.values()])
+        self.pid = int(forker.recv(64))
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 

@@ -43,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 FOLDER = Path(__file__).parent
 #: Folders and fixtures whose tests talk to servers.
-POD_FOLDERS = ("chaos", "deploy", "examples", "server")
+POD_FOLDERS = ("chaos", "deploy", "examples", "server", "tools")
 POD_FIXTURES = frozenset({"server", "stub"})
 #: Audit events of a process that starts another; the last one is our own (prefork.py).
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "prefork.start")

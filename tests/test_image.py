@@ -167,6 +167,7 @@ def test_the_health_check_is_a_command_of_ours() -> None:
     assert words[-1] == f"127.0.0.1:${{TOKENPOD_HEALTH_PORT:-{port}}}"
 
 
+@pytest.mark.pod
 def test_no_compiler_is_installed_but_for_cuda() -> None:
     stage, stages = "", {}
     for name, arguments in instructions():

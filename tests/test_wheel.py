@@ -20,6 +20,8 @@ import pytest
 from harness import ServerProcess, free_port
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.pod
+
 ROOT = Path(__file__).resolve().parent.parent
 #: The folders of the projects, by the packages that they build.
 PROJECTS = {"tokenpod": ".", "tokenpod_client": "client"}

@@ -38,6 +38,8 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 
+pytestmark = pytest.mark.pod
+
 SECONDS = 60
 
 

@@ -409,6 +409,7 @@ def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(
     assert done.stderr.startswith("error: config.json: architecture BertLMHeadModel is not")
 
 
+@pytest.mark.pod
 def test_the_command_itself_does_not_import_torch(big: Path):
     code = (
         "import sys; from tokenpod_client.cli.app import main;"

@@ -122,6 +122,7 @@ def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, wanted):
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*rank_cases()], indirect=["ranks"])
+@pytest.mark.pod
 def test_two_ranks_come_to_the_tokens_of_one(name, ranks, wanted):
     leader, follower = ranks
     check(name, leader[name], wanted[name])

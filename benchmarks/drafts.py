@@ -33,7 +33,7 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.service.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 POSITIONS = 2048
 #: Tokens of what is copied, of its beginning that is repeated, and of the answer.
@@ -169,7 +169,7 @@ def prompt_of(case: str, text: list[int]) -> list[int]:
 
 def held_out(folder: Path) -> list[list[int]]:
     """Tokens of held-out modules, each cut into parts."""
-    from demo_model.corpus import split, standard_library
+    from support.corpus import split, standard_library
 
     _, modules = split(standard_library())
     tokenizer = Tokenizer.load(folder)

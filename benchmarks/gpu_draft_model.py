@@ -14,8 +14,8 @@ says (publishers have 3 to 5), with products over the vocabulary of their own, r
 model's head is; `medusa-shared` go through the served model's, and are overruled.
 
 With `--tree` drafts may be trees: of the tokens that the draft model is wrong about some are its
-second or third choice, as often as those of `benchmarks/draft_pair.py` are. `always` is without the
-choice of what pays.
+second or third choice, as often as those of a trained pair are (docs/drafts.md). `always`
+is without the choice of what pays.
 
 Each case runs on two engines by turns, one of which has no draft model; ratios are of the medians
 of tokens per second from the first token on. `small step`, `forward` and `drawing` are medians of

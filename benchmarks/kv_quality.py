@@ -21,9 +21,9 @@ import torch
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))  # `python -P` leaves it out
+sys.path.insert(0, str(ROOT / "benchmarks"))  # `python -P` leaves it out
 
-from demo_model.corpus import split, standard_library  # noqa: E402
+from support.corpus import split, standard_library  # noqa: E402
 
 import tokenpod.models.demo  # noqa: E402
 from tokenpod.engine.kv_scales import (  # noqa: E402

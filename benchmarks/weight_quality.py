@@ -25,12 +25,12 @@ from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 # `python -P` leaves them out
-sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tools", "tests/support")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tests/support")]
 
-from demo_model.corpus import split, standard_library  # noqa: E402
 from kv_quality import CPU, DEMO, bits, make_pool  # noqa: E402
 from packers import Tensors, awq_tensors, gptq_tensors  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from support.corpus import split, standard_library  # noqa: E402
 
 from tokenpod.kernels import reference  # noqa: E402
 from tokenpod.kernels.formats.fp8 import MOST, Fp8Weight  # noqa: E402

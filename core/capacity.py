@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
+from tokenpod.core.step_limits import StepLimits
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -199,10 +200,14 @@ def spare_draft_slots(most: int, rows: int) -> int:
     return 1 + most * min(rows, MOST_AHEAD)
 
 
-def most_drafts(options: EngineOptions) -> int:
-    """Drafts for which executors have room in a step."""
+def step_limits(options: EngineOptions) -> StepLimits:
+    """What executors have room for in a step: a row and a prompt of a liveness probe besides."""
     chains, trees = options.speculate * options.max_batch_size, MOST_BRANCHES
-    return min(MOST_DRAFTS, chains + (trees if options.draft_tree else 0))
+    return StepLimits(
+        rows=options.max_batch_size + 1,
+        prompt=options.max_batch_prefill_tokens + PROBE_TOKENS,
+        drafts=min(MOST_DRAFTS, chains + (trees if options.draft_tree else 0)),
+    )
 
 
 def largest_step(
@@ -243,8 +248,7 @@ def widened(kv_dtype: str, kv_widest: int, positions: int, item_bytes: int) -> i
 def _reserve(
     model: Footprint, options: EngineOptions, item_bytes: int, ranks: int
 ) -> dict[str, int]:
-    # A row and a prompt more: a liveness probe's.
-    rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
+    limits = step_limits(options)
     portion, positions = model.portions[ranks], positions_of(model, options)
     if portion.expansion is not None:
         expanded = portion.expansion.numbers(positions, options.device)
@@ -252,8 +256,8 @@ def _reserve(
         expanded = widened(options.kv_cache_dtype, portion.kv_widest, positions, item_bytes)
     # What decodes with a state of its own is counted with that.
     step = largest_step(
-        1 if model.states else rows + most_drafts(options),
-        prompt,
+        1 if model.states else limits.samples,
+        limits.prompt,
         hidden=model.hidden_size,
         inner=model.intermediate_size // ranks,
         vocabulary=model.vocab_size * logits_each(options),
@@ -284,6 +288,6 @@ def _reserve(
         "gaps between tensors": step // GAPS,
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
-        "sampler": rows * model.vocab_size * _SAMPLER_BYTES,
-        "row table": (rows + 1) * positions * ITEM_BYTES["float32"],
+        "sampler": limits.rows * model.vocab_size * _SAMPLER_BYTES,
+        "row table": (limits.rows + 1) * positions * ITEM_BYTES["float32"],
     }

@@ -19,6 +19,8 @@ class FailureCode(IntEnum):
     UNAVAILABLE = 4
     INVALID_ARGUMENT = 5
     NOT_FOUND = 6
+    #: An exception that nobody foresaw. The message is the id under which the log has the rest.
+    INTERNAL = 7
 
 
 class FinishCode(IntEnum):

@@ -11,8 +11,8 @@ from tokenpod.core.capacity import (
     GAPS,
     largest_step,
     logits_each,
-    most_drafts,
     spare_draft_slots,
+    step_limits,
     widened,
 )
 from tokenpod.core.errors import EngineError
@@ -132,7 +132,7 @@ def _on_host(
     executor = HostExecutor(
         model,
         pool,
-        rows=options.max_batch_size + 1,
+        rows=step_limits(options).rows,
         vocab_size=model.config.vocab_size,
         group=group,
         adapters=model.adapters,
@@ -158,9 +158,10 @@ def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, r
     else:
         widest = max((layout.numbers for layout in config.kv_layouts), default=0)
         expanded = widened(options.kv_cache_dtype, widest, positions, item_bytes)
+    limits = step_limits(options)
     step = largest_step(
-        options.max_batch_size + 1 + most_drafts(options),
-        options.max_batch_prefill_tokens + PROBE_TOKENS,
+        limits.samples,
+        limits.prompt,
         hidden=config.hidden_size,
         inner=config.widest // ranks,
         vocabulary=config.vocab_size * logits_each(options),
@@ -189,13 +190,11 @@ def _on_device(
         raise EngineError(
             f"the vocabulary has {vocab_size} tokens; sampling on a GPU handles {MOST_TOKENS}"
         )
-    # A row and a prompt more: a liveness probe's.
-    rows = options.max_batch_size + 1
-    prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
-    drafts = most_drafts(options)
+    limits = step_limits(options)
+    rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts
     adapted = model.adapters is not None and model.adapters.slots > 0
     host = make_host_pool(model, options, dtype, device, group, draft)
-    pool = make_pool(model, rows + prompt + drafts, device)
+    pool = make_pool(model, limits.tokens, device)
     spare = spare_draft_slots(options.speculate, rows)
     executor = DeviceExecutor(
         model,
@@ -209,7 +208,7 @@ def _on_device(
         ),
         rows=rows,
         max_positions=positions,
-        max_tokens=rows + prompt + drafts,
+        max_tokens=limits.tokens,
         device=device,
         adapted=adapted,
         adapters=model.adapters,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from tokenpod.core.capability import problem_of
+from tokenpod.core.step_limits import StepLimits
 from tokenpod.engine.assemble import EngineError
 from tokenpod.models.facts import ModelFacts
+
+#: Programs that CUDA takes along y of a grid.
+MOST_IN_Y = 65_535
 
 
 def check_device(device: torch.device) -> None:
@@ -26,6 +30,19 @@ def check_device(device: torch.device) -> None:
     problem = problem_of(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
     if problem is not None:
         raise EngineError(problem)
+
+
+def check_step(limits: StepLimits) -> None:
+    """Raise EngineError, in one line, if a step may be too large for a GPU.
+
+    Kernels have a program for each row or tile of tokens in y, where a grid has fewer than in x.
+    """
+    if limits.tokens > MOST_IN_Y:
+        raise EngineError(
+            f"a step may have {limits.tokens:,} tokens: {limits.prompt:,} of prompts "
+            f"(--max-batch-prefill-tokens), {limits.rows:,} rows (--max-batch-size) and "
+            f"{limits.drafts:,} drafts; on a GPU it has at most {MOST_IN_Y:,}"
+        )
 
 
 def check_attention(facts: ModelFacts) -> None:

@@ -37,6 +37,7 @@ from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
+from tokenpod.engine.idle_check import IdleCheck
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
@@ -91,9 +92,16 @@ class EngineLoop:
     _ops: dict[int, _OpTimes] = field(default_factory=dict)
     #: Scores of prompts under way, by sequence id.
     _scored: dict[int, PromptScores] = field(default_factory=dict)
+    _check: IdleCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._check = IdleCheck(self.scheduler, self.clock)
 
     def run(self) -> None:
-        """Turn until the other side closes the link (raises LinkClosed)."""
+        """Turn until the other side closes the link (raises LinkClosed).
+
+        Raises EngineError if the scheduler's state is inconsistent.
+        """
         while True:
             self.turn()
 
@@ -112,6 +120,8 @@ class EngineLoop:
         patience = self._patience()
         with self.pace if patience != 0.0 else nullcontext():
             messages = self.link.receive(patience)
+        if not messages and self._idle:
+            self._check.run(self._settled)
         for message in messages:
             self._take(message)
         if self.adapters is not None:
@@ -138,8 +148,13 @@ class EngineLoop:
         if self.masked is not None and self.scheduler.waiting_for_masks:
             return _MASK_SECONDS
         # What is queued and cannot run waits for a router to let go, or for its own deadline.
+        return self._check.patience(self._settled) if self._idle else _NAP_SECONDS
+
+    @property
+    def _idle(self) -> bool:
+        """Whether there is nothing to do until a message comes."""
         reading = self.adapters is not None and self.adapters.busy
-        return _NAP_SECONDS if self.scheduler.busy or reading else None
+        return self._flying is None and not self.scheduler.busy and not reading
 
     # -- in ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from tokenpod.core.capacity import MOST_DRAFTS, step_limits
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
 from tokenpod.engine.adapter_reading import fused_folder, read_given, space_of
@@ -21,7 +22,7 @@ from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.constraints.text import MOST_AHEAD
-from tokenpod.engine.device_check import check_attention, check_device
+from tokenpod.engine.device_check import check_attention, check_device, check_step
 from tokenpod.engine.draft import load_draft
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
@@ -144,6 +145,7 @@ def load(
     check_device(device)
     check_host_memory(options)
     if device.type == "cuda":
+        check_step(step_limits(options))
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
         folder = Path(options.model_folder)
@@ -208,6 +210,8 @@ def load(
         host_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
         forced=MOST_AHEAD if device.type == "cpu" else options.speculate,
+        # On a CPU no buffer is of a fixed size.
+        drafts=MOST_DRAFTS if device.type == "cpu" else step_limits(options).drafts,
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),

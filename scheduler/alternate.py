@@ -53,10 +53,13 @@ class Alternate:
             left -= tokens
         return Joining(max(least, 1), most if most >= least else 0)
 
-    def portion(self, *, decoding: bool, prompts: bool, prompt_tokens: int) -> Portion:
+    def portion(self, *, prompts: bool, prompt_tokens: int) -> Portion:
         """See `Batching`: running streams wait while prompts are computed."""
         if prompts:
             self._waiting = 1
             return Portion(decode=False, prompt_tokens=max(prompt_tokens, self.quantum))
-        self._waiting += decoding
         return Portion(decode=True, prompt_tokens=0)
+
+    def decoded(self) -> None:
+        """See `Batching`: TGI counts steps that decode, not turns."""
+        self._waiting += 1

@@ -141,23 +141,23 @@ class Batcher:
             prompt_tokens: left of the step's budget.
             slots: that may be taken. Too few are never left under exact admission.
         """
-        decoding = len(self._decoding) + self._beams.running > 0
-        portion = self._batching.portion(
-            decoding=decoding, prompts=self.has_prompts, prompt_tokens=prompt_tokens
-        )
+        portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
         beams = self._beams.wanted if portion.decode else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
         if len(sequences) + beams + self.has_prompts > slots:
             slots = self._make_room(slots, decode=portion.decode)
             sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
-        if beams:
-            # Before the others: these can be preempted.
-            slots -= self._beams.plan(step, slots)
+        # Before the others: these can be preempted.
+        searched = self._beams.plan(step, slots) if beams else 0
+        slots -= searched
         if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
         ahead = self._may_run_ahead(slots)
-        slots -= self._decoding.add_to(step, sequences, places, ahead=ahead)
+        decoded = self._decoding.add_to(step, sequences, places, ahead=ahead)
+        slots -= decoded
+        if searched or decoded:
+            self._batching.decoded()
         if self._kv.host is not None:
             slots = self._fetch(step, slots, self._kv.host)
         self._compute(step, portion.prompt_tokens, slots)

@@ -45,14 +45,16 @@ class Batching(Protocol):
                 of the queue.
         """
 
-    def portion(self, *, decoding: bool, prompts: bool, prompt_tokens: int) -> Portion:
-        """What the next step holds; called once per step that is planned.
+    def portion(self, *, prompts: bool, prompt_tokens: int) -> Portion:
+        """What the next step may hold; called once per step that is planned.
 
         Args:
-            decoding: whether sequences decode.
             prompts: whether there are prompt tokens to compute.
             prompt_tokens: what routers have left of the step's budget of prompt tokens.
         """
+
+    def decoded(self) -> None:
+        """Some of the batcher's sequences have their next tokens in the step that is planned."""
 
 
 class Mixed:
@@ -71,7 +73,10 @@ class Mixed:
         del running, waiting
         return Joining()
 
-    def portion(self, *, decoding: bool, prompts: bool, prompt_tokens: int) -> Portion:
+    def portion(self, *, prompts: bool, prompt_tokens: int) -> Portion:
         """See `Batching`: running streams never wait for prompts."""
-        del decoding, prompts
+        del prompts
         return Portion(decode=True, prompt_tokens=max(prompt_tokens, self.quantum))
+
+    def decoded(self) -> None:
+        """See `Batching`: steps are not counted."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from tokenpod.core.outputs import Failure
 from tokenpod.scheduler.sequence import Sequence
 
 
@@ -30,8 +31,8 @@ class Constrained:
         #: Those of them whose masks are there.
         self._masked: set[int] = set()
         self._paused: dict[int, Sequence] = {}
-        #: Sequences that end, by id, and why they are refused; empty: they are not.
-        self.over: dict[int, tuple[Sequence, str]] = {}
+        #: Sequences that end, by id, and how they fail; None: nothing more is allowed.
+        self.over: dict[int, tuple[Sequence, Failure | None]] = {}
 
     @property
     def waiting(self) -> list[Sequence]:

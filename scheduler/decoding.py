@@ -12,7 +12,6 @@ from itertools import compress
 
 import numpy as np
 
-from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
@@ -129,18 +128,36 @@ class Decoding:
             places: [n] int64, theirs.
             ahead: whether they may have several positions each, and the slots for these.
         """
-        taken = 0
         if ahead:
-            sequences, places, taken = self._forced.add_to(step, sequences, places)
-            if self._drafting:
-                split = self._drafting.split(sequences, places, room=MOST_DRAFTS - taken)
-                sequences, places = split.sequences, split.places
-                for sequence, drafts, shape in split.drafts:
-                    step.draft(sequence, drafts, shape=shape)
-                    taken += 1 + len(drafts)
+            return add_ahead(step, sequences, places, self._forced, self._drafting)
         if sequences:
             step.decode(sequences, places)
-        return taken + len(sequences)
+        return len(sequences)
+
+
+def add_ahead(
+    step: StepBuilder,
+    sequences: list[Sequence],
+    places: Ints,
+    forced: Forced,
+    drafting: Drafting | None,
+) -> int:
+    """Add the next tokens of one planner's sequences, and what may follow; the slots taken.
+
+    Args:
+        step: is added to.
+        sequences: could decode.
+        places: [n] int64, theirs.
+        forced: which tokens are forced.
+        drafting: decides who has drafts; None: nobody.
+    """
+    sequences, places, taken = forced.add_to(step, sequences, places)
+    if drafting is not None:
+        sequences, places, drafted = drafting.add_to(step, sequences, places)
+        taken += drafted
+    if sequences:
+        step.decode(sequences, places)
+    return taken + len(sequences)
 
 
 def _places(sequences: list[Sequence]) -> Ints:

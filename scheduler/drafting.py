@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from tokenpod.core.branches import MOST_BRANCHES
-from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.plan import LAST, UNSAMPLED
 from tokenpod.scheduler.draft_choice import Choice, Choosing, gain_of
 from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.step import Step
+from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Ints
 from tokenpod.scheduler.tree_shapes import (
@@ -98,13 +96,13 @@ class ModelDrafts:
 
 
 @dataclass(slots=True)
-class Split:
-    """What a planner adds to a step of those that decode; the others wait for their last step."""
+class _Planner:
+    """What is known of one planner's sequences: they are chosen for drafts among themselves."""
 
-    sequences: list[Sequence]
-    #: [n] their places.
-    places: Ints
-    drafts: list[Guess] = field(default_factory=list)
+    choosing: Choosing
+    #: Rows with drafts in steps that have not settled.
+    flying: int = 0
+    watching: bool = False
 
 
 @dataclass(slots=True)
@@ -160,62 +158,60 @@ class Drafting:
         self._most = most
         self._kv = kv
         self._costs = costs
-        #: Rows with drafts in steps that have not settled.
-        self._flying = 0
-        self._watching = False
-        self._choosing = Choosing(most, tree, costs, watched=source.watched)
+        #: By the planner of sequences. Choices of one hold for its own rows alone; and those of
+        #: routers, which may draft in every step, must not keep the batcher's from theirs.
+        self._planners = {
+            owner: _Planner(Choosing(most, tree, costs, watched=source.watched)) for owner in Owner
+        }
         #: By sequence id: a guess that is compared with what comes, and how much of it was right.
         self._watched: dict[int, tuple[list[int], int]] = {}
 
-    def split(
-        self,
-        sequences: list[Sequence],
-        places: Ints,
-        *,
-        wait: bool = True,
-        room: int = MOST_DRAFTS,
-    ) -> Split:
-        """Who of these decodes in the next step, with which drafts.
+    def add_to(
+        self, step: StepBuilder, sequences: list[Sequence], places: Ints
+    ) -> tuple[list[Sequence], Ints, int]:
+        """Add those of these to a step that have drafts; others that decode, places, tokens added.
+
+        Of the batcher's, some may be in neither: they wait for the step that they are in. A
+        router's have none in flight.
 
         Args:
-            sequences: could decode; none of them has drafts in flight.
+            step: may have some drafts already.
+            sequences: could decode; all of one planner's, none with drafts in flight.
             places: [n] int64, theirs.
-            wait: whether some may be in none of the parts; else none has a step in flight.
-            room: drafts of all of them, at most.
         """
-        table = self._kv.table
+        if not sequences:
+            return sequences, places, 0
+        table, owner = self._kv.table, sequences[0].owner
+        planner = self._planners[owner]
         may = table.drafts[places] > 0
         if not self._source.watched:  # masks behind drafts need to know these
             may &= table.masked[places] == 0
         few = self._costs is None or len(places) <= MOST_ROWS
-        self._watching = self._costs is not None and few and self._source.watched
+        planner.watching = self._costs is not None and few and self._source.watched
         if not (few and may.any()):
-            return Split(sequences, places)
+            return sequences, places, 0
         flying = table.in_flight[places] > 0
-        self._choosing.overlaps |= bool(flying.any())
-        choice = self._choosing.choose(places, may)
+        planner.choosing.overlaps |= bool(flying.any())
+        choice = planner.choosing.choose(places, may)
         if not choice.draws.any():
-            return Split(sequences, places)
-        plain = ~choice.draws
-        split = Split([], places)
+            return sequences, places, 0
+        plain, taken = ~choice.draws, 0
         ready = choice.draws & ~flying
-        each = np.minimum(table.bound[places] - table.computed[places] - 1, max(room, 0))
-        left, branches = max(room, 0), MOST_BRANCHES
-        if wait and self._flying:
+        each = table.bound[places] - table.computed[places] - 1
+        if owner is Owner.BATCHER and planner.flying:
             ready[:] = False
         for at in np.flatnonzero(ready).tolist():
-            guess = self._guess(sequences[at], choice, min(int(each[at]), left), branches)
+            most = min(int(each[at]), step.drafts_left)
+            guess = self._guess(sequences[at], choice, most, step.branches_left)
             self._watched.pop(sequences[at].id, None)
             if guess.tokens:
-                split.drafts.append(guess)
-                left -= len(guess.tokens)
-                branches -= len(guess.shape)
+                step.draft(guess.sequence, guess.tokens, shape=guess.shape)
+                taken += 1 + len(guess.tokens)
+                planner.flying += 1
             else:
                 plain[at] = True
-        self._flying += len(split.drafts)
-        split.places = places[plain]
-        split.sequences = [sequences[at] for at in np.flatnonzero(plain).tolist()]
-        return split
+        others = [sequences[at] for at in np.flatnonzero(plain).tolist()]
+        return others, places[plain], taken
 
     def _guess(self, sequence: Sequence, choice: Choice, most: int, branches: int) -> Guess:
         """Up to `most` drafts, and in a tree up to so many; none: there is no guess."""
@@ -250,8 +246,8 @@ class Drafting:
                 most = max(depth_of(step.shape_of(row)) for row, _ in step.drafting)
                 self._costs.note_finding(-(-n // most), most, drafting_ns)
         for row, first in step.drafting:
-            self._flying -= 1
             sequence = step.sequences[row]
+            self._planners[sequence.owner].flying -= 1
             drafted = sequence.drafted
             sequence.drafted = 0
             if sequence.dead:
@@ -263,7 +259,7 @@ class Drafting:
             if landed.wrong:
                 self._kv.take_back(sequence, landed.wrong)
                 sequence.launched -= landed.wrong
-            self._note(sequence.place, step.shape_of(row), way)
+            self._note(sequence, step.shape_of(row), way)
             found[sequence.id] = landed
         return found
 
@@ -280,38 +276,41 @@ class Drafting:
                 self._kv.pool.move(slots[number], slots[at])
         return way
 
-    def _note(self, place: int, shape: Shape, way: list[int]) -> None:
+    def _note(self, sequence: Sequence, shape: Shape, way: list[int]) -> None:
         """Note how many of a row's drafts were right, of a tree's also how many of its trunk."""
+        choosing, place = self._planners[sequence.owner].choosing, sequence.place
         right, depth = len(way), depth_of(shape)
         if not is_chain(shape):
-            odds = self._choosing.odds.of(np.array([place]), cautious=False)
-            self._choosing.trees.checked(float(gain_of(shape, odds)[0]), right)
+            odds = choosing.odds.of(np.array([place]), cautious=False)
+            choosing.trees.checked(float(gain_of(shape, odds)[0]), right)
             right = sum(number == at for at, number in enumerate(way, 1))
-        self._choosing.odds.checked(place, depth, right)
+        choosing.odds.checked(place, depth, right)
 
     def watch(self, sequence: Sequence, token: int) -> None:
         """A token has been drawn without drafts, and is not among the sequence's yet."""
+        planner = self._planners[sequence.owner]
         if (
-            not self._watching
+            not planner.watching
             or sequence.dead
             or not (sequence.request.drafts and sequence.outputs)
         ):
             return
+        odds = planner.choosing.odds
         guessed, right = self._watched.pop(sequence.id, ([], 0))
         guessed = guessed or self._source.propose(sequence, self._most)
         if not guessed:
-            self._choosing.odds.none(sequence.place)
+            odds.none(sequence.place)
         elif guessed[right] != token:
-            self._choosing.odds.checked(sequence.place, len(guessed), right)
+            odds.checked(sequence.place, len(guessed), right)
         elif right + 1 == len(guessed):
-            self._choosing.odds.checked(sequence.place, len(guessed), right + 1)
+            odds.checked(sequence.place, len(guessed), right + 1)
         else:
             self._watched[sequence.id] = guessed, right + 1
 
     def began(self, sequences: Iterable[Sequence]) -> None:
         """Sequences exist: nothing is known of them."""
         for sequence in sequences:
-            self._choosing.odds.reset(sequence.place)
+            self._planners[sequence.owner].choosing.odds.reset(sequence.place)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence is over."""

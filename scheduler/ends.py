@@ -61,17 +61,17 @@ class Ends:
             self._end_one(each, state)
 
     def end_constrained(self, events: Settled) -> None:
-        """End sequences whose constraints allow nothing more, or were refused."""
-        for sequence_id, (sequence, problem) in [*self._constrained.over.items()]:
+        """End sequences whose constraints allow nothing more, or have failed."""
+        for sequence_id, (sequence, failure) in [*self._constrained.over.items()]:
             if sequence.owner is Owner.ROUTER and not self._planners.routed.names(sequence):
                 continue
-            if problem:
-                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
-                events.failures.append(failure)
-            else:
+            if failure is None:
                 finish(events, sequence_id, FinishCode.CONSTRAINT)
-            state = END_STATES[FinishCode.CONSTRAINT]
-            self.end(sequence, EndState.IGNORED if problem else state)
+                self.end(sequence, END_STATES[FinishCode.CONSTRAINT])
+            else:
+                events.failures.append(failure)
+                refused = failure.code is FailureCode.INVALID_ARGUMENT
+                self.end(sequence, EndState.IGNORED if refused else EndState.ABORTED)
 
     def free(self, sequence: Sequence) -> None:
         """A sequence has ended and has no step in flight: what it had is free."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenpod.core.capacity import MOST_DRAFTS
-from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.step_times import Costs
@@ -24,17 +22,14 @@ class Forced:
     """Which rows have forced tokens in the next step.
 
     Args:
-        rows: a forced token is sampled in the place of a row that nobody has, so that steps take no
-            more memory than they would with all rows.
         most: of one row in a step.
         costs: what steps under constraints take, learned from them; None: take all that are forced.
     """
 
-    def __init__(self, rows: Rows, most: int, costs: Costs | None = None) -> None:
+    def __init__(self, most: int, costs: Costs | None = None) -> None:
         #: By sequence id: an output's number, and what it and those behind it will be.
         self.known: Mapping[int, tuple[int, list[int]]] = {}
         self.most = most
-        self._rows = rows
         self._costs = costs
 
     def add_to(
@@ -49,7 +44,7 @@ class Forced:
         if not (self.known and self.most):
             return sequences, places, 0
         found: dict[int, list[int]] = {}
-        left = min(self._rows.free, MOST_DRAFTS)
+        left = step.forced_left
         for at, sequence in enumerate(sequences):
             if (known := self.known.get(sequence.id)) is None:
                 continue

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.messages import Advance
 from tokenpod.core.outputs import Advanced
 from tokenpod.scheduler.admission import Ledger
+from tokenpod.scheduler.decoding import add_ahead
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.rows import Rows
@@ -111,11 +111,16 @@ class Routed:
     def plan(self, step: StepBuilder, prefill_tokens: int) -> None:
         """Add to a step what routers have asked for, at most `prefill_tokens` of prompts."""
         taken: set[int] = set()
+        decoding: list[Sequence] = []
         for op in self.ops:
             if taken.isdisjoint(op.members):
-                prefill_tokens -= self._plan_op(op, prefill_tokens, step)
+                prefill_tokens -= self._plan_op(op, prefill_tokens, step, decoding)
             if not op.done:
                 taken |= op.members.keys()
+        if decoding:
+            # Together: who has drafts is decided among all of a step.
+            places = np.array([sequence.place for sequence in decoding], np.int64)
+            self.reserved -= add_ahead(step, decoding, places, self._forced, self._drafting)
 
     def settle(self, step: Step | None) -> list[Advanced]:
         """Answers to the `Advance`s that are complete, after a step or (None) without one."""
@@ -161,14 +166,16 @@ class Routed:
                     # All came too late: the answer waits for the first of their masks.
                     op.begun = False
 
-    def _plan_op(self, op: _Op, budget: int, step: StepBuilder) -> int:
-        """Add the tokens that an `Advance` has open; how many of them are of prompts."""
+    def _plan_op(self, op: _Op, budget: int, step: StepBuilder, decoding: list[Sequence]) -> int:
+        """Add the tokens of prompts that an `Advance` has open; how many they are.
+
+        `decoding`: is extended by those of its sequences that decode.
+        """
         if op.begun and op.single:
             return 0
         if not op.begun:
             self._fetch(op, step)
             self._begin(op)
-        decoding: list[Sequence] = []
         planned: dict[int, Sequence] = {}
         left = budget
         for sequence in op.open.values():
@@ -186,8 +193,6 @@ class Routed:
                 continue
             planned[sequence.id] = sequence
             op.owed[sequence.id] -= n
-        if decoding:
-            self._decode(decoding, step)
         self.reserved -= budget - left
         # Nothing but what waits for copies: these take milliseconds.
         copied = any(sequence.hosted.late for sequence in op.members.values())
@@ -195,21 +200,6 @@ class Routed:
         if op.single and op.begun:
             self._end_after(op, planned)
         return budget - left
-
-    def _decode(self, decoding: list[Sequence], step: StepBuilder) -> None:
-        """Add the next token of these, and drafts within their bounds, which are reserved."""
-        places = np.array([sequence.place for sequence in decoding], np.int64)
-        decoding, places, taken = self._forced.add_to(step, decoding, places)
-        self.reserved -= taken
-        if self._drafting is not None:
-            split = self._drafting.split(decoding, places, wait=False, room=MOST_DRAFTS - taken)
-            decoding, places = split.sequences, split.places
-            for sequence, drafts, shape in split.drafts:
-                step.draft(sequence, drafts, shape=shape)
-                self.reserved -= 1 + len(drafts)
-        if decoding:
-            step.decode(decoding, places)
-            self.reserved -= len(decoding)
 
     def _fetch(self, op: _Op, step: StepBuilder) -> None:
         """Have copied what the host's memory has of members with a row."""

@@ -89,7 +89,7 @@ class Scheduler:
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters
         )
         #: Tokens that constraints force.
-        self.forced = Forced(self._rows, limits.forced, forced_costs)
+        self.forced = Forced(limits.forced, forced_costs)
         self._drafting = drafting(self.kv) if drafting else None
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
@@ -151,6 +151,8 @@ class Scheduler:
         )
         self._steps = 0
         self._clock = StepClock()
+        #: What has happened since the last message. Whoever ends a sequence notes it here, once,
+        #: before anything of it is freed.
         self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
@@ -213,13 +215,13 @@ class Scheduler:
         """The next masks of these sequences are there; see `Constrained.masked`."""
         self._constrained.masked(sequence_ids, most)
 
-    def end_constrained(self, sequence_id: int, problem: str = "") -> None:
-        """End a sequence: its constraint allows nothing more; or with a problem, refuse it.
+    def end_constrained(self, sequence_id: int, failure: Failure | None = None) -> None:
+        """End a sequence: its constraint allows nothing more, or has failed.
 
         A router's ends once the router asks for it, so that it hears of it.
         """
         if sequence := self._sequences.get(sequence_id):
-            self._constrained.over[sequence_id] = sequence, problem
+            self._constrained.over[sequence_id] = sequence, failure
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Scheduler:
         self._late.drop(now, self._events)
         self._ends.end_constrained(self._events)
         self._planners.admit()
-        builder = StepBuilder(self.kv, now)
+        builder = StepBuilder(self.kv, now, self.limits.step, self._rows.free)
         host = self.kv.host
         if host is not None:
             host.step = self._steps + 1
@@ -272,30 +274,35 @@ class Scheduler:
             drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
         """
-        # What has ended without a token is told no later than a router's step that names it is
-        # answered: its next step would name a sequence that is gone.
-        settled, self._events = self._events, Settled()
         took = self._clock.settled(step.planned_at, now)
         self._pace.note(step.prompt_tokens, took)
         self.forced.settled(step, took)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
         drafted = self._outcomes.check_drafts(step, tokens, took, drafting_ns)
-        self._outcomes.take_each(step, tokens, tops, drafted, now, settled)
-        settled.drafted = [self._outcomes.counted(draft) for draft in drafted.values()]
+        self._outcomes.take_each(step, tokens, tops, drafted, now, self._events)
+        self._events.drafted += [self._outcomes.counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
                 self._ends.free(sequence)
         self._batcher.settled()
         if self.kv.host is not None:
             self._land(self.kv.host, step.plan.step if arrived is None else arrived)
-        settled.advanced += self._routed.settle(step)
-        return settled
+        return self._take_events(step)
 
     def drain_events(self) -> Settled:
         """Events without a step since the last call."""
+        return self._take_events(None)
+
+    def _take_events(self, step: Step | None) -> Settled:
+        """All events since the last call, and the router steps that are complete with them.
+
+        Events and answers leave here alone, together: a router's next step names every sequence
+        whose end it has not been sent, so an answer that leaves before the end of one of its
+        sequences makes that next step fail.
+        """
         events, self._events = self._events, Settled()
-        events.advanced += self._routed.settle(None)
+        events.advanced += self._routed.settle(step)
         return events
 
     # -- state ---------------------------------------------------------------------------------

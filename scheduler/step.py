@@ -10,6 +10,7 @@ import numpy as np
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, Counts, StepPlan
+from tokenpod.core.step_limits import StepLimits
 from tokenpod.scheduler.given import VIRTUAL, Vectors
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pieces import ChosenToken, Piece
@@ -83,22 +84,37 @@ class Step:
 class StepBuilder:
     """Collects the rows of a step; `finish` puts them into columns.
 
+    All planners fill the same step, so what it has room for is counted here.
+
     Args:
         kv: gives the slots.
         now: in nanoseconds.
+        limits: of the step.
+        free_rows: rows that no sequence has: forced tokens are sampled in their place, so that
+            steps take no more memory than they would with all rows.
     """
 
-    def __init__(self, kv: KV, now: int) -> None:
+    def __init__(self, kv: KV, now: int, limits: StepLimits, free_rows: int) -> None:
         #: Tokens of prompts (or of preempted sequences) so far.
         self.prompt_tokens = 0
+        #: Drafts that may still be added, forced tokens among them; in trees; and forced tokens.
+        self.drafts_left = limits.drafts
+        self.branches_left = limits.branches
+        self._forced_left = free_rows
         #: See `Step.gap`.
         self.gap: int | None = None
         self._kv = kv
         self._now = now
+        self._limits = limits
         self._decoding: list[Sequence] = []
         self._places: list[Ints] = []
         self._slots: list[Slots] = []
         self._pieces: list[Piece] = []
+
+    @property
+    def forced_left(self) -> int:
+        """Forced tokens that may still be added."""
+        return min(self._forced_left, self.drafts_left)
 
     def decode(self, sequences: list[Sequence], places: Ints) -> None:
         """Add the next token of sequences whose needed positions have all been launched.
@@ -140,7 +156,11 @@ class StepBuilder:
         slots = self._kv.extend(sequence, n)
         sequence.computed = start + n
         sequence.launched += n
-        if not forced:
+        self.drafts_left -= len(drafts)
+        self.branches_left -= len(shape)
+        if forced:
+            self._forced_left -= len(drafts)
+        else:
             self._kv.table.drafted[sequence.place] = len(drafts)
         self._pieces.append(Piece(sequence, start, slots, drafts, forced, shape))
 
@@ -180,6 +200,9 @@ class StepBuilder:
             freed: rows that were given back since then.
             puts: slots of adapters, and what is to be put there first.
             ready: KV slots, and whose adapter's virtual token gets its keys and values there.
+
+        Raises:
+            AssertionError: more than executors have room for has been added.
         """
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
@@ -250,6 +273,7 @@ class StepBuilder:
         self._kv.table.in_flight[places] += 1
         first = len(places) - len(longer)
         forced = frozenset(first + at for at, piece in enumerate(longer) if piece.forced)
+        self._limits.check(plan)
         return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap, forced)
 
     def _adapted(self, sequences: list[Sequence]) -> bool:

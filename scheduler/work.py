@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenpod.core.capacity import BLOCK
+from tokenpod.core.capacity import BLOCK, MOST_DRAFTS
+from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.outputs import Advanced, Drafted, Failure, FinishCode, Started
+from tokenpod.core.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,18 @@ class Limits:
     host_block: int = BLOCK
     #: Tokens that their masks force, of one row in a step besides its next one, at most.
     forced: int = 0
+    #: Drafts of a step, forced tokens among them, at most.
+    drafts: int = MOST_DRAFTS
 
     @property
     def caching(self) -> bool:
         """Whether later prompts find what has been computed."""
         return self.prefix_caching and self.sharing
+
+    @property
+    def step(self) -> StepLimits:
+        """Of one step, with a liveness probe's row and prompt."""
+        return StepLimits(self.max_rows + 1, self.prefill_tokens + PROBE_TOKENS, self.drafts)
 
 
 @dataclass(slots=True)

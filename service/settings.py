@@ -182,9 +182,9 @@ class Settings(BaseSettings):
     max_front_end_bytes: int | None = _limit(
         derived="max-concurrent-requests times max-message-bytes, 1073741824 at least", ge=1024**2
     )
-    """Memory that calls may hold in all front ends together: messages, which count at
-    max-message-bytes until they are there, prompts, answers not yet sent; a call beyond is
-    refused."""
+    """Memory that calls may hold in all front ends together: messages, prompts, answers not yet
+    sent; a call beyond is refused. A message that has not arrived after half a second counts at
+    max-message-bytes; such ones may take half of this memory, those of one connection an eighth."""
     text_workers: int = _limit(2, ge=1, le=64)
     """Processes of each front end that tokenise long texts and render chats."""
     text_timeout: float = _limit(30.0, gt=0, le=3600)

@@ -95,7 +95,11 @@ def mark_tiers(items: list[pytest.Item]) -> None:
 
 def asks_the_system(arguments: tuple[object, ...]) -> bool:
     """Whether a process is one that libraries start when they are imported, such as `ldconfig`."""
-    return Path(str(arguments[0])).name in ("ldconfig", "uname", "gcc") if arguments else False
+    return (
+        Path(str(arguments[0])).name in ("gcc", "ldconfig", "ninja", "uname")
+        if arguments
+        else False
+    )
 
 
 class NoProcesses:

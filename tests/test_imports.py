@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shape import imported, sources
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
@@ -40,17 +39,6 @@ def modules(folder: str) -> Iterator[Path]:
     # Links are not followed: each module is found in its own folder.
     start = SRC / folder if folder in OWN else ROOT / folder
     return (path for path in start.rglob("*.py") if "_pb2" not in path.name)
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Full names of the modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            if node.module in OWN:
-                yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
 def folder_of(module: str) -> str | None:
@@ -97,8 +85,6 @@ def test_every_folder_of_the_product_is_linked_once_and_no_module_has_two_names(
     links = [path.resolve() for package in OWN for path in (SRC / package).iterdir()]
     folders = [path for path in links if path.is_dir() and path.name != "__pycache__"]
     assert sorted(folders) == sorted(ROOT / name for name in MAY_IMPORT if name not in OWN)
-    walked = [os.walk(SRC / package, followlinks=True) for package in OWN]
-    found = (Path(top, name) for tree in walked for top, _, names in tree for name in names)
-    count = Counter(path.resolve() for path in found if path.suffix == ".py")
+    count = Counter(path.resolve() for path in sources(SRC).values())
     assert len(count) > 600
     assert [path for path, names in count.items() if names > 1] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import os
 import shutil
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.pod
 ROOT = Path(__file__).resolve().parent.parent
 #: The folders of the projects, by the packages that they build.
 PROJECTS = {"tokenpod": ".", "tokenpod_client": "client"}
-#: What is made in a checkout and must not be there when a wheel is built.
-MADE = (".*", "*_pb2*", "*.egg-info", "__pycache__", "build", "dist", "node_modules")
+#: What is made in a checkout, and what its packages hold that no wheel has.
+LEFT_OUT = (".*", "*_pb2*", "*.egg-info", "__pycache__", "baseline.binpb")
 
 
 def run(*command: object, cwd: Path, seconds: float = 240) -> subprocess.CompletedProcess[str]:
@@ -47,9 +48,17 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of this checkout, links kept, without stubs or builds of an earlier day."""
+    """What an image is built from: a checkout as .dockerignore leaves it, links kept."""
     checkout = tmp_path_factory.mktemp("check out") / "tokenpod"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*MADE), symlinks=True)
+    checkout.mkdir()
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    left_out = [line.removeprefix("**/") for line in lines if line.startswith("**/")]
+    for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, checkout)
+        else:
+            ignore = shutil.ignore_patterns(*left_out)
+            shutil.copytree(ROOT / name, checkout / name, ignore=ignore, symlinks=True)
     return checkout
 
 
@@ -59,11 +68,10 @@ def files_of(package: str) -> set[str]:
     found = (
         Path(top, name).relative_to(ROOT / "src") for top, _, names in walked for name in names
     )
-    made = (*MADE, "baseline.binpb")
     return {
         str(path)
         for path in found
-        if not any(fnmatch.fnmatch(part, each) for part in path.parts for each in made)
+        if not any(fnmatch.fnmatch(part, each) for part in path.parts for each in LEFT_OUT)
     }
 
 
@@ -143,6 +151,55 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
     outside = {name for name in names if not name.startswith(("tokenpod/", "tokenpod-"))}
     assert not outside
     assert not {name for name in names if "/tests/" in name or "/tools/" in name}
+
+
+def test_the_wheels_hold_every_data_file_that_their_code_opens(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    opened = set()
+    for wheel in wheels.values():
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path)
+    for module in tmp_path.rglob("*.py"):
+        for name in beside(module):
+            opened.add(name)
+            assert module.with_name(name).read_bytes(), f"{name}, which {module} opens, is empty"
+    assert {"tiles.json", "models.json"} <= opened
+
+
+def beside(module: Path) -> Iterator[str]:
+    """Names of the files of its own folder that a module opens.
+
+    Modules name them in one of two ways alone: `files(__package__).joinpath("name")` and
+    `Path(__file__).with_name("name")`.
+    """
+    tree, places = ast.parse(module.read_text()), 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                ast.Attribute(
+                    ast.Call(_, [ast.Name("__package__" | "__file__")]), "joinpath" | "with_name"
+                ),
+                [ast.Constant(str(name))],
+            ):
+                yield name
+                places -= 1
+            case ast.Name("__package__" | "__file__"):
+                places += 1
+    assert not places, f"{module} looks for files in a way that this test does not know"
+
+
+def test_the_tables_of_tiles_are_read_from_the_installed_wheel(
+    installed: Path, empty: Path
+) -> None:
+    code = """
+from tokenpod.kernels.triton import tiles
+from tokenpod.kernels.triton.quantised import tiles as quantised
+for table in (tiles, quantised):
+    assert "dependencies" not in table.__file__, table.__file__
+    assert table.measured((9, 0)) and table.measured(None)
+"""
+    run(installed / "python", "-P", "-c", code, cwd=empty)
 
 
 def test_the_clients_wheel_holds_the_stubs_of_every_protocol(wheels: dict[str, Path]) -> None:

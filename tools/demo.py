@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 PROMPT = '''class Stack:
     """A last-in, first-out stack."""
@@ -29,13 +30,14 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """A server on free ports; its address, once it is SERVING."""
+def server(*flags: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A server on free ports, with more flags and variables; its address, once it is SERVING."""
     port, health_port = free_ports()
     began = time.monotonic()
     network = ["--hostname", "127.0.0.1", "--port", str(port), "--health-port", str(health_port)]
-    command = [*TOKENPOD, "serve", *network, "--lame-duck-seconds", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [*TOKENPOD, "serve", *network, "--lame-duck-seconds", "0", *flags]
+    environment = {**os.environ, **(variables or {})}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         wait_until_serving(process, f"127.0.0.1:{health_port}")
         print(f"$ tokenpod serve    # SERVING after {time.monotonic() - began:.1f} s\n")

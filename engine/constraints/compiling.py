@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ import numpy as np
 from tokenpod.core.constraints import Constraint, ConstraintLimits
 from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import Vocabulary
+from tokenpod.core.outputs import Failure, FailureCode
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import MOST_SHARING, CompileCache, Compiled
 from tokenpod.engine.constraints.library import Library, LimitReached, Refused
@@ -47,6 +49,8 @@ class Compiling:
     request: Request
     asked_at: int
     texts: list[ConstrainedText] | None = None
+    #: Why there are none.
+    code: FailureCode = FailureCode.INVALID_ARGUMENT
     problem: str = ""
     done: bool = False
     #: Sequences that are over already.
@@ -103,10 +107,10 @@ class Compiler:
         self._jobs.append(job)
         workers.run(partial(self._compile, job, workers), "compile")
 
-    def settled(self) -> tuple[dict[int, ConstrainedText], list[tuple[Request, str]]]:
-        """Texts of sequences whose constraints are compiled; requests that are refused, and why."""
+    def settled(self) -> tuple[dict[int, ConstrainedText], list[Failure]]:
+        """Texts of sequences whose constraints are compiled, and failures of the others."""
         texts: dict[int, ConstrainedText] = {}
-        refusals: list[tuple[Request, str]] = []
+        failures: list[Failure] = []
         left: deque[Compiling] = deque()
         for job in self._jobs:
             if job.done and not job.problem:
@@ -114,12 +118,13 @@ class Compiler:
                 each = zip(job.request.sequence_ids, job.texts, strict=True)
                 texts |= {of: text for of, text in each if of not in job.gone}
             elif job.done or self._late(job):
-                refusals.append((job.request, job.problem or self._too_long))
+                problem = job.problem or self._too_long
+                failures += [Failure(of, job.code, problem) for of in job.request.sequence_ids]
+                self.refused += 1
             else:
                 left.append(job)
         self._jobs = left
-        self.refused += len(refusals)
-        return texts, refusals
+        return texts, failures
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """These sequences are over."""
@@ -191,6 +196,8 @@ class Compiler:
             raise
         except (Refused, LimitReached) as error:
             job.problem = f"constraint: {error}"
+        except Exception as error:
+            job.code, job.problem = FailureCode.INTERNAL, log_fault(error)
         except BaseException as error:  # what the library raises when it panics is no Exception
             log.error("a constraint was not compiled", extra={"reason": type(error).__name__})
             job.problem = "constraint: the library failed to compile it"
@@ -224,3 +231,11 @@ class Compiler:
         matcher = self.library.compile(constraint, *more)
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         return Compiled(matcher, words, matcher.fill(words), prepared)
+
+
+def log_fault(error: Exception) -> str:
+    """Log an exception that nobody foresaw; returns the id by which its client can name it."""
+    error_id = secrets.token_hex(6)
+    # In the text: this process's log has no formatter that would show more.
+    log.error("internal error %s", error_id, exc_info=error)
+    return error_id

@@ -21,6 +21,10 @@ class Refused(Exception):
     """A constraint that can't be compiled; the text is for the client."""
 
 
+class Fault(Exception):
+    """An exception that nobody foresaw, in another process; the text is its traceback."""
+
+
 class LimitReached(Exception):
     """A matcher has reached one of the library's limits, and is of no use any more."""
 

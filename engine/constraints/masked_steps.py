@@ -75,13 +75,12 @@ class MaskedSteps:
 
     def look(self, scheduler: Scheduler) -> None:
         """Tell the scheduler what has become of constraints and late masks."""
-        for request, problem in self._masks.refusals():
-            for sequence_id in request.sequence_ids:
-                scheduler.end_constrained(sequence_id, problem)
+        for failure in self._masks.failures():
+            scheduler.end_constrained(failure.sequence_id, failure)
         waiting = [sequence.id for sequence in scheduler.waiting_for_masks]
         over = self._masks.over(waiting)
-        for sequence_id in over:
-            scheduler.end_constrained(sequence_id)
+        for sequence_id, fault in over.items():
+            scheduler.end_constrained(sequence_id, fault)
         ready = [of for of in waiting if of not in over and self._masks.is_ready(of)]
         scheduler.masked(ready, most=_MOST_BEGINNING if self._running else None)
         self._running = False

@@ -12,9 +12,9 @@ import numpy as np
 
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import Vocabulary
-from tokenpod.core.outputs import FinishCode, MaskCounts
+from tokenpod.core.outputs import Failure, FailureCode, FinishCode, MaskCounts
 from tokenpod.core.requests import Request
-from tokenpod.engine.constraints.compiling import Compiler, LibraryOf
+from tokenpod.engine.constraints.compiling import Compiler, LibraryOf, log_fault
 from tokenpod.engine.constraints.library import SLOW_NS, LimitReached, Words
 from tokenpod.engine.constraints.text import ConstrainedText
 from tokenpod.engine.constraints.together import read_together
@@ -63,16 +63,16 @@ class Masks:
         self._compiler.learn(vocabulary, self._workers)
 
     def begin(self, request: Request) -> None:
-        """Compile a request's constraint; see `refusals` and `is_ready`."""
+        """Compile a request's constraint; see `failures` and `is_ready`."""
         self._compiler.begin(request, self._workers)
 
-    def refusals(self) -> list[tuple[Request, str]]:
-        """Requests whose constraints can't be compiled, or not in time, and why."""
+    def failures(self) -> list[Failure]:
+        """Of sequences whose constraints can't be compiled, or not in time."""
         if not self._compiler.busy:
             return []
-        texts, refusals = self._compiler.settled()
+        texts, failures = self._compiler.settled()
         self._texts |= texts
-        return refusals
+        return failures
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """These sequences are over."""
@@ -153,10 +153,13 @@ class Masks:
         text = self._texts.get(sequence_id)
         return text is not None and text.ready
 
-    def over(self, sequence_ids: Iterable[int]) -> list[int]:
-        """Those of these sequences that can't go on: nothing is allowed, or a limit was reached."""
+    def over(self, sequence_ids: Iterable[int]) -> dict[int, Failure | None]:
+        """Those of these sequences that can't go on.
+
+        None: nothing is allowed, or a limit was reached.
+        """
         most, now = self._limits.mask_seconds * 1e9, self._clock()
-        found = []
+        found: dict[int, Failure | None] = {}
         for sequence_id in sequence_ids:
             text = self._texts.get(sequence_id)
             if text is None:
@@ -164,7 +167,8 @@ class Masks:
             began = text.began_at
             late = began is not None and now - began > most
             if text.over or (late and not text.ready):
-                found.append(sequence_id)
+                fault = Failure(sequence_id, FailureCode.INTERNAL, text.fault)
+                found[sequence_id] = fault if text.fault else None
         return found
 
     def masks(
@@ -275,7 +279,10 @@ class Masks:
                 job = text.jobs.popleft()
             try:
                 self._run(text, job)
-            except BaseException as error:
+            except Exception as error:
+                text.fault = log_fault(error)
+                text.end()
+            except BaseException as error:  # what the library raises when it panics
                 log.error("a mask was not made", extra={"reason": type(error).__name__})
                 text.end()
             text.began_at = None

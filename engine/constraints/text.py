@@ -71,6 +71,8 @@ class ConstrainedText:
         self.slow = False
         #: It was read together with others, which took long: who is slow is yet to be found out.
         self.suspect = False
+        #: The id of an exception that ended it; empty: none did.
+        self.fault = ""
         #: What has been found along drafts.
         self._along = _Along(-1, ())
         self.matcher = matcher or compiled.matcher.copy()

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from typing import Any, TypeVar
 
@@ -73,6 +74,8 @@ class Tried(msgspec.Struct, array_like=True, tag=True):
 
     prepared: str = ""
     problem: str = ""
+    #: The traceback of an exception that nobody foresaw.
+    fault: str = ""
     #: The time was over.
     late: bool = False
 
@@ -199,6 +202,10 @@ def _tried(library: Guidance, constraint: Constraint, words: Words) -> Tried:
         return Tried(problem=str(error))
     except MemoryError:
         return Tried(problem=_ENDS[-signal.SIGABRT])
+    except RecursionError:
+        return Tried(problem=_TOO_DEEP)
+    except Exception:
+        return Tried(fault=traceback.format_exc())
     except BaseException:  # what the library raises when it panics is no Exception
         return Tried(problem=_FAILED)
 

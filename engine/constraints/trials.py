@@ -12,7 +12,7 @@ from threading import Lock
 
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.engine.constraints.library import Refused
+from tokenpod.engine.constraints.library import Fault, Refused
 from tokenpod.engine.constraints.trial import Begin, TooLong, Tried, Try, receive
 
 #: -P: nothing is imported from the working directory.
@@ -68,7 +68,7 @@ class Trials:
             return lanes
 
     def try_first(self, constraint: Constraint, seconds: float, *, dear: bool = False) -> str:
-        """What `Library.compile` takes besides. Raises Refused and TooLong.
+        """What `Library.compile` takes besides. Raises Refused, TooLong and Fault.
 
         Args:
             constraint: it.
@@ -88,6 +88,8 @@ class Trials:
             free.put(link)
         if answer.late:
             raise TooLong
+        if answer.fault:
+            raise Fault(answer.fault)
         if answer.problem:
             raise Refused(answer.problem)
         return answer.prepared

@@ -9,6 +9,11 @@ experts. Three steps make the table of assignments by expert that the products r
 
 Where one program can hold the choice of all tokens, `choose` places as well. Everything is counted,
 nothing raced for: the same input gives the same table.
+
+A token chooses the same experts, and weighs them the same to the last bit, alone and at every place
+among others. So nothing is summed in an order that depends on their number: logits are the sum of
+segments along the hidden size, in their order, whoever sums them; and over experts whole numbers
+are summed (`_sum_of`), for the layout of a block in registers depends on its size.
 """
 
 from __future__ import annotations
@@ -34,6 +39,10 @@ SCORE_LEAST = 256
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 #: Programs of `scores` that are enough.
 SCORE_PROGRAMS = 128
+#: Experts of each. The matrix unit's instruction, and so its rounding, follows from this.
+SCORE_EXPERTS = 16
+#: What numbers up to 1 are multiplied by before they are summed as int64: 1,024 of them at most.
+WHOLE: tl.constexpr = tl.constexpr(2.0**52)
 
 
 class Assignments(NamedTuple):
@@ -120,18 +129,22 @@ def _choice_block(tokens: int, experts: int) -> int:
 
 
 def _scores(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """Parts [splits, T, E] of the logits, float32: their sum is x · routerᵀ."""
+    """Parts [splits, T, E] of the logits, float32: their sum is x · routerᵀ.
+
+    Each is a segment of the hidden size, or there is one part, which is the sum of them.
+    """
     tokens, hidden = x.shape
     experts = len(router)
     block_t = 16 if tokens <= 16 else 64
-    block_e = 16 if tokens <= 64 else min(64, max(16, triton.next_power_of_2(experts)))
-    programs = triton.cdiv(tokens, block_t) * triton.cdiv(experts, block_e)
-    splits = max(1, min(hidden // SCORE_LEAST, SCORE_PROGRAMS // programs))
+    across = triton.cdiv(experts, SCORE_EXPERTS)
+    segments = max(1, min(hidden // SCORE_LEAST, SCORE_PROGRAMS // across))
     step = SCORE_STEP // (x.element_size() // 2)
-    steps = triton.cdiv(hidden, splits * step)
-    splits = triton.cdiv(hidden, steps * step)
+    steps = triton.cdiv(hidden, segments * step)
+    segments = triton.cdiv(hidden, steps * step)
+    apart = triton.cdiv(tokens, block_t) * across < SCORE_PROGRAMS
+    splits = segments if apart else 1
     partial = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
-    scores[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), splits)](
+    scores[(triton.cdiv(tokens, block_t), across, splits)](
         x,
         router,
         partial,
@@ -139,15 +152,16 @@ def _scores(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
         experts,
         hidden,
         steps,
+        segments // splits,
         BLOCK_T=block_t,
-        BLOCK_E=block_e,
+        BLOCK_E=SCORE_EXPERTS,
         BLOCK_K=step,
         **launch_options(x.device),
     )
     return partial
 
 
-@triton.jit(do_not_specialize=["tokens", "steps"])
+@triton.jit(do_not_specialize=["tokens", "steps", "segments"])
 def scores(
     x,
     router,
@@ -156,26 +170,30 @@ def scores(
     experts,
     hidden,
     steps,
+    segments,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """So many steps along the hidden size: partial [splits, T, E] from x [T, hidden]."""
+    """The sum of so many segments of so many steps: partial [splits, T, E] from x [T, hidden]."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     split = tl.program_id(2)
     await_inputs(OVERLAP)
-    sums = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
-    for step in range(split * steps, (split + 1) * steps):
-        i = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        at_w = router + expert[:, None] * hidden + i[None, :]
-        w = tl.load(at_w, mask=(expert[:, None] < experts) & (i[None, :] < hidden), other=0.0)
-        at_x = x + token.to(tl.int64)[None, :] * hidden + i[:, None]
-        v = tl.load(at_x, mask=(token[None, :] < tokens) & (i[:, None] < hidden), other=0.0)
-        sums = tl.dot(w, v, sums, input_precision="ieee")
+    total = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    for segment in range(split * segments, (split + 1) * segments):
+        sums = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+        for step in range(segment * steps, (segment + 1) * steps):
+            i = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            at_w = router + expert[:, None] * hidden + i[None, :]
+            w = tl.load(at_w, mask=(expert[:, None] < experts) & (i[None, :] < hidden), other=0.0)
+            at_x = x + token.to(tl.int64)[None, :] * hidden + i[:, None]
+            v = tl.load(at_x, mask=(token[None, :] < tokens) & (i[:, None] < hidden), other=0.0)
+            sums = tl.dot(w, v, sums, input_precision="ieee")
+        total += sums
     at = partial + (split * tokens + token[None, :]).to(tl.int64) * experts + expert[:, None]
-    tl.store(at, sums, mask=(token[None, :] < tokens) & (expert[:, None] < experts))
+    tl.store(at, total, mask=(token[None, :] < tokens) & (expert[:, None] < experts))
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -243,7 +261,7 @@ def choose(
         picked = tl.where(is_best, 1, picked)
         key = tl.where(is_best, float("-inf"), key)
     if NORMALISED:
-        total = tl.sum(tl.where(picked > 0, weights, 0.0), axis=1)
+        total = _sum_of(tl.where(picked > 0, weights, 0.0))
         weights /= tl.where(total < least_sum, least_sum, total)[:, None]
     weights *= factor
     picked = tl.where(inside, picked, 0)
@@ -264,7 +282,15 @@ def choose(
 def _softmax(logits):
     """Over experts, of which one at least is not minus infinity."""
     weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    return weights / tl.sum(weights, axis=1)[:, None]
+    return weights / _sum_of(weights)[:, None]
+
+
+@triton.jit
+def _sum_of(x):
+    """Sums over the last axis of numbers from 0 to 1, the same in any order; NaN with a NaN."""
+    whole = tl.sum((tl.where(x == x, x, 0.0) * WHOLE).to(tl.int64), axis=1)
+    some_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
+    return tl.where(some_nan, float("nan"), whole.to(tl.float32) / WHOLE)
 
 
 @triton.jit

@@ -1,7 +1,6 @@
-"""One token's experts: four launches, in ordinary arithmetic, bound by reading their weights.
+"""One token's experts: in ordinary arithmetic, bound by reading their weights.
 
-The norm rides along with both products that read the residual stream, as in `product_kernels`, and
-the sum over the experts is made where their last product ends.
+The sum over the experts is made where their last product ends.
 """
 
 from __future__ import annotations
@@ -10,59 +9,37 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.expert_ops import ExpertWeights, Routing
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.expert_ops import ExpertWeights
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton.expert_products import load_tile
-from tokenpod.kernels.triton.expert_routing import NO_BIASES, Assignments, Biases, table_of
+from tokenpod.kernels.triton.expert_routing import Assignments
 from tokenpod.kernels.triton.expert_tiles import ProductTile, TokenTile
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product import multiply
-from tokenpod.kernels.triton.tiles import Kind, Tile
 
-#: A program of the router's product has one expert: there are hardly enough of them.
-ROUTER_TILE = Tile(Kind.MULTIPLY_ADD, block_n=1, block_k=1024, warps=4)
 #: Steps along a weight's row that divide it are worth their masks' absence, if not shorter.
 SHORTEST_STEP = 256
 
 
 def add_for_one(
-    residual: torch.Tensor,
+    x: torch.Tensor,
     into: torch.Tensor,
     weights: ExpertWeights,
-    norm: RowNorm | None,
     activation: Activation,
-    routing: Routing,
+    table: Assignments,
     tile: TokenTile,
 ) -> None:
-    """Into [1, hidden] += the block's output for `residual`."""
+    """Into [1, hidden] += the output for x [1, hidden], which is normed, of its experts."""
     assert isinstance(weights.gate_up, torch.Tensor)
     assert isinstance(weights.down, torch.Tensor)
-    biases = Biases(weights.router_bias, weights.correction)
-    table = choose_for_one(residual, weights.router, norm, routing, biases)
-    inner = gate_up_for_one(
-        residual, weights.gate_up, norm, activation, table, tile.gate_up, weights.gate_up_bias
-    )
+    bias = weights.gate_up_bias
+    inner = gate_up_for_one(x, weights.gate_up, activation, table, tile.gate_up, bias)
     down_for_one(inner, weights.down, table, into, tile.down, weights.down_bias)
 
 
-def choose_for_one(
-    residual: torch.Tensor,
-    router: torch.Tensor,
-    norm: RowNorm | None,
-    routing: Routing,
-    biases: Biases = NO_BIASES,
-) -> Assignments:
-    """The experts of the token, by a router [E, hidden]."""
-    logits = torch.empty((1, len(router)), dtype=torch.float32, device=residual.device)
-    multiply(residual, router, None, logits, ROUTER_TILE, norm=norm)
-    return table_of(logits[None], routing, biases)
-
-
 def gate_up_for_one(
-    residual: torch.Tensor,
+    x: torch.Tensor,
     weight: torch.Tensor,
-    norm: RowNorm | None,
     activation: Activation,
     table: Assignments,
     tile: ProductTile,
@@ -70,25 +47,23 @@ def gate_up_for_one(
 ) -> torch.Tensor:
     """The gated units [K, n] of the token's experts, by their weights [E, 2n, hidden]."""
     places, n, k = table.chosen.shape[1], weight.shape[1] // 2, weight.shape[2]
-    y = torch.empty((places, n), dtype=residual.dtype, device=residual.device)
+    y = torch.empty((places, n), dtype=x.dtype, device=x.device)
     block_n, block_k = max(1, tile.block_n // 2), _step(k, tile.block_k)
     gated[(triton.cdiv(n, block_n), places)](
-        residual,
-        norm.weight if norm else None,
+        x,
         weight,
         bias,
         table.chosen,
         y,
         n,
         k,
-        norm.epsilon if norm else 0.0,
         ACTIVATION=activation.value,
         EVEN=k % block_k == 0,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         STAGES=tile.stages,
         num_warps=tile.warps,
-        **launch_options(residual.device),
+        **launch_options(x.device),
     )
     return y
 
@@ -133,14 +108,12 @@ def _step(k: int, most: int) -> int:
 @triton.jit
 def gated(
     x,
-    norm_weight,
     weight,
     bias,
     chosen,
     y,
     n,
     k,
-    epsilon,
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -148,7 +121,7 @@ def gated(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Y [K, n] from x [k], normed, and weight [E, 2n, k], gates first, with a bias [E, 2n]."""
+    """Y [K, n] from x [k] and weight [E, 2n, k], gates first, with a bias [E, 2n]."""
     place = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)[:, None]
@@ -158,21 +131,14 @@ def gated(
     at_up = weight + (first + n + own) * k
     gates = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     ups = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    squares = tl.zeros((1, BLOCK_K), tl.float32)
     for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         i = start + tl.arange(0, BLOCK_K)[None, :]
         gate = load_tile(at_gate + i, i < k, EVEN).to(tl.float32)
         up = load_tile(at_up + i, i < k, EVEN).to(tl.float32)
         v = load_tile(x + i, i < k, EVEN).to(tl.float32)
-        if norm_weight is not None:
-            squares += v * v
-            v *= load_tile(norm_weight + i, i < k, EVEN).to(tl.float32)
         gates += v * gate
         ups += v * up
     gate_sum, up_sum = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
-    if norm_weight is not None:
-        factor = tl.rsqrt(tl.sum(squares) / k + epsilon)
-        gate_sum, up_sum = gate_sum * factor, up_sum * factor
     if bias is not None:
         of_bias = bias + first + tl.minimum(row, n - 1)
         gate_sum += tl.load(of_bias).to(tl.float32)

@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.expert_ops import ExpertWeights, Routing
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.expert_routing import Biases
+from tokenpod.kernels.expert_ops import ExpertWeights
+from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.triton.expert_routing import Assignments
 from tokenpod.kernels.triton.expert_stacks import WalkedStack
-from tokenpod.kernels.triton.expert_token import choose_for_one
 from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
@@ -27,36 +26,31 @@ ROWS, BYTES, WARPS = 4, 1024, 4
 
 
 def add_stored_for_one(
-    residual: torch.Tensor,
+    x: torch.Tensor,
     into: torch.Tensor,
     weights: ExpertWeights,
     gate_up: WalkedStack,
     down: WalkedStack,
-    norm: RowNorm | None,
     activation: Activation,
-    routing: Routing,
+    table: Assignments,
 ) -> None:
-    """Into [1, hidden] += the block's output for `residual`.
+    """Into [1, hidden] += the output for x [1, hidden], which is normed, of its experts.
 
-    Of `weights` all but the products' own are read, which are `gate_up` and `down`.
+    Of `weights` only biases are read.
     """
-    biases = Biases(weights.router_bias, weights.correction)
-    table = choose_for_one(residual, weights.router, norm, routing, biases)
     places, (_, hidden, width) = table.chosen.shape[1], down.shape
-    inner = torch.empty((places, width), dtype=residual.dtype, device=residual.device)
-    x, x_scale, its_norm = residual, residual, norm
+    inner = torch.empty((places, width), dtype=x.dtype, device=x.device)
+    x_scale, device = x, x.device
     if gate_up.rows.rounding is not None:
-        rounded = round_inputs(residual, gate_up.rows.rounding, norm=norm)
-        (x, x_scale), its_norm = _bytes(rounded), None
+        x, x_scale = _bytes(round_inputs(x, gate_up.rows.rounding))
     rows = max(1, ROWS // 2)
     gated_stored[(triton.cdiv(width, rows), places)](
-        *(x, x_scale, its_norm.weight if its_norm else None, *_tensors(gate_up.rows)),
+        *(x, x_scale, *_tensors(gate_up.rows)),
         *(weights.gate_up_bias, table.chosen, inner, width, gate_up.rows.inputs),
         *_sizes(gate_up.rows, x_scale),
-        its_norm.epsilon if its_norm else 0.0,
         ACTIVATION=activation.value,
         BLOCK_N=rows,
-        **_options(gate_up.rows, residual.device),
+        **_options(gate_up.rows, device),
     )
     x, x_scale = inner, inner
     if down.rows.rounding is not None:
@@ -66,7 +60,7 @@ def add_stored_for_one(
         *(hidden, down.rows.inputs, *_sizes(down.rows, x_scale)),
         PER_TOKEN=places,
         BLOCK_N=ROWS,
-        **_options(down.rows, residual.device),
+        **_options(down.rows, device),
     )
 
 
@@ -104,7 +98,6 @@ def _options(rows: Walked, device: torch.device) -> dict[str, object]:
 def gated_stored(
     x,
     x_scale,
-    norm_weight,
     weight,
     scale,
     zero,
@@ -118,7 +111,6 @@ def gated_stored(
     columns,
     scale_rows,
     their_columns,
-    epsilon,
     KIND: tl.constexpr,
     ROUNDED: tl.constexpr,
     PLANES: tl.constexpr,
@@ -131,7 +123,7 @@ def gated_stored(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Y [K, n] from x [k], normed, and weight [E, 2n, k], gates first, with a bias [E, 2n]."""
+    """Y [K, n] from x [k] and weight [E, 2n, k], gates first, with a bias [E, 2n]."""
     place = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)
@@ -139,18 +131,13 @@ def gated_stored(
     gate_row = tl.load(chosen + place).to(tl.int64) * 2 * n + own
     gates = tl.zeros((BLOCK_N, RUNS, WIDTH), tl.float32)
     ups = tl.zeros((BLOCK_N, RUNS, WIDTH), tl.float32)
-    squares = tl.zeros((1, RUNS, WIDTH), tl.float32)
     for start in tl.range(0, tl.cdiv(row_bytes, WIDTH), RUNS):
         run = start + tl.arange(0, RUNS)
         packed = _read(weight, gate_row, run, row_bytes, WIDTH)
         up_packed = _read(weight, gate_row + n, run, row_bytes, WIDTH)
         for plane in tl.static_range(PLANES):
             q = run * PLANES + plane
-            v, plain = _inputs(
-                x, x_scale, norm_weight, q, k, their_columns, KIND, ROUNDED, PER_THEIR, WIDTH
-            )
-            if norm_weight is not None:
-                squares += plain * plain
+            v = _inputs(x, x_scale, q, k, their_columns, KIND, ROUNDED, PER_THEIR, WIDTH)
             at = gate_row // scale_rows * columns
             gates += v * _numbers(
                 packed, plane, scale, zero, table, at, q, columns, KIND, PER_GROUP, ASSEMBLY
@@ -161,13 +148,9 @@ def gated_stored(
             )
     gate_sum = tl.sum(tl.sum(gates, axis=2), axis=1)
     up_sum = tl.sum(tl.sum(ups, axis=2), axis=1)
-    factor = 1.0
-    if norm_weight is not None:
-        total = tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0)
-        factor = tl.rsqrt(total / k + epsilon)
     if ROUNDED and PER_THEIR == 0:
-        factor *= tl.load(x_scale)
-    gate_sum, up_sum = gate_sum * factor, up_sum * factor
+        factor = tl.load(x_scale)
+        gate_sum, up_sum = gate_sum * factor, up_sum * factor
     if PER_GROUP == 0:
         gate_sum *= tl.load(scale + gate_row // scale_rows * columns).to(tl.float32)
         up_sum *= tl.load(scale + (gate_row + n) // scale_rows * columns).to(tl.float32)
@@ -227,10 +210,9 @@ def added_stored(
         made = tl.zeros((BLOCK_N, RUNS, WIDTH), tl.float32)
         for plane in tl.static_range(PLANES):
             q = run * PLANES + plane
-            v, _ = _inputs(
+            v = _inputs(
                 x + place * k,
                 x_scale + place * their_columns,
-                None,
                 q,
                 k,
                 their_columns,
@@ -267,7 +249,6 @@ def _read(weight, row, run, row_bytes, WIDTH: tl.constexpr):
 def _inputs(
     x,
     x_scale,
-    norm_weight,
     run,
     k,
     their_columns,
@@ -276,19 +257,16 @@ def _inputs(
     PER_THEIR: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Inputs of runs [1, runs, width] float32: times the norm's weight, and as they are."""
+    """Inputs of runs [1, runs, width] float32."""
     i = run[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     loaded = tl.load(x + i, mask=i < k, other=0)
     if ROUNDED and KIND == "fp8":
-        plain = loaded.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        v = loaded.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        plain = loaded.to(tl.float32)
-    v = plain
+        v = loaded.to(tl.float32)
     if ROUNDED and PER_THEIR > 0:
         v *= tl.load(x_scale + tl.minimum(run // PER_THEIR, their_columns - 1))[None, :, None]
-    if norm_weight is not None:
-        v *= tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
-    return v, plain
+    return v
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""Mixtures of experts: four launches for one token, six or seven for more; none needs the host.
+"""Mixtures of experts: five launches for one token, six or seven for more; none needs the host.
+
+Norm and choice are the same for any number of tokens: see `expert_routing`.
 
 The experts' results are written apart and summed in a launch of their own: sums in memory would
 come in any order and differ from run to run.
@@ -46,7 +48,7 @@ def prepare_experts(
     for name, weight in weights._asdict().items():
         if isinstance(weight, torch.Tensor) and not weight.is_contiguous():
             raise ValueError(f"the experts' {name} {list(weight.shape)} is not contiguous")
-    router = weights.router
+    router, biases = weights.router, Biases(weights.router_bias, weights.correction)
     generation = capability(router.device)
     stacks = Stacks(
         stack_of(weights.gate_up, router.dtype, generation),
@@ -64,37 +66,32 @@ def prepare_experts(
 
     def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
         into = residual if into is None else into
-        if dense and len(residual) == 1:
-            add_for_one(residual, into, weights, norm, activation, routing, TOKEN_TILE)
-        elif (
-            len(residual) == 1
-            and isinstance(gate_up, WalkedStack)
-            and isinstance(down, WalkedStack)
-        ):
-            add_stored_for_one(residual, into, weights, gate_up, down, norm, activation, routing)
+        x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
+        assignments = assign(x, router, routing, biases)
+        alone = len(residual) == 1
+        if alone and dense:
+            add_for_one(x, into, weights, activation, assignments, TOKEN_TILE)
+        elif alone and isinstance(gate_up, WalkedStack) and isinstance(down, WalkedStack):
+            add_stored_for_one(x, into, weights, gate_up, down, activation, assignments)
         else:
-            add_for_many(residual, into, weights, stacks, norm, activation, routing, table)
+            add_for_many(x, into, weights, stacks, activation, assignments, table)
 
     return add_experts
 
 
 def add_for_many(
-    residual: torch.Tensor,
+    x: torch.Tensor,
     into: torch.Tensor,
     weights: ExpertWeights,
     stacks: Stacks,
-    norm: RowNorm | None,
     activation: Activation,
-    routing: Routing,
+    assignments: Assignments,
     tiles: Table,
 ) -> None:
-    """Into [T, hidden] += the block's output for `residual`, on the matrix unit.
+    """Into [T, hidden] += the output for x [T, hidden], which is normed, of its experts.
 
-    Of `weights` all but the products' own are read, which are `stacks`.
+    On the matrix unit. Of `weights` only biases are read.
     """
-    x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
-    biases = Biases(weights.router_bias, weights.correction)
-    assignments = assign(x, weights.router, routing, biases)
     count = assignments.order.numel()
     hidden, experts = x.shape[1], len(weights.router)
     width = stacks.width

@@ -195,15 +195,18 @@ def _store_key_value(
     if NORM:
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
         factor = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
-        # Query and key heads have a weight each; rounded before it, as `rms_norm` does.
+        # Query and key heads have a weight each.
         of_query = query_weight + head * 0 + i
         of_key = key_weight + head * 0 + i
         weight_a = tl.load(of_query, mask=is_query & inside, other=0.0)
         weight_b = tl.load(of_query + HALF, mask=is_query & inside, other=0.0)
         weight_a += tl.load(of_key, mask=is_key & inside, other=0.0)
         weight_b += tl.load(of_key + HALF, mask=is_key & inside, other=0.0)
-        a = (a * factor).to(first.dtype).to(tl.float32) * weight_a.to(tl.float32)
-        b = (b * factor).to(first.dtype).to(tl.float32) * weight_b.to(tl.float32)
+        a, b = a * factor, b * factor
+        if query_weight.dtype.element_ty == first.dtype:
+            # Rounded before the weight is applied, as `rms_norm` does.
+            a, b = a.to(first.dtype).to(tl.float32), b.to(first.dtype).to(tl.float32)
+        a, b = a * weight_a.to(tl.float32), b * weight_b.to(tl.float32)
     turned_a = (a * c - b * s).to(first.dtype)
     turned_b = (b * c + a * s).to(first.dtype)
 

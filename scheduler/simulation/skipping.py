@@ -113,9 +113,7 @@ class SkippingScheduler(Scheduler):
         table.launched[step.places] += steps
         self._outcomes.counts.add(step.places, steps)
         for _ in range(steps):
-            self._batching.portion(
-                decoding=True, prompts=False, prompt_tokens=self.limits.prefill_tokens
-            )
+            self._batching.decoded()
         self._steps += steps
 
     @property

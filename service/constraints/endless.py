@@ -7,12 +7,15 @@ leaves up, each part once: what is left has none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 #: Parts that are looked at before others get their turn.
 _SLICE = 256
+#: A JSON pointer's index (RFC 6901): ASCII digits, of which Python takes others, too.
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +131,7 @@ def _target(root: dict[str, Any], reference: str) -> Any:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+        elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
             found = found[int(name)]
         else:
             return None

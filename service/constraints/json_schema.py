@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
@@ -46,6 +47,8 @@ _FORMATS = frozenset(
 _DRAFTS = ("draft-04/", "draft-06/", "draft-07/", "draft/2019-09/", "draft/2020-12/")
 #: Levels of JSON, as the library reads them.
 MOST_DEPTH = 100
+#: How JSON writes half of a character; two of them in a row may be one.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 #: Schemas that are looked at before others get their turn.
 _SLICE = 256
 
@@ -57,14 +60,24 @@ class SchemaError(Exception):
         super().__init__(f"{problem}, at {place}")
 
 
-def read_schema(text: str) -> dict[str, Any]:
-    """The schema of a text. Raises SchemaError."""
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Raises SchemaError, also for halves of characters (`\\ud800`)."""
     try:
-        schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise SchemaError("#", f"it has more than {MOST_DEPTH} levels") from None
+    except UnicodeEncodeError:
+        raise SchemaError("#", "it has half of a character, which no text can hold") from None
     except ValueError as error:
         raise SchemaError("#", f"it is no JSON text: {str(error)[:100]}") from None
+    return value
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The schema of a text. Raises SchemaError."""
+    schema = read_json(text)
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -132,7 +145,10 @@ def _check_value(keyword: str, value: Any, place: str) -> None:
         problem = problem_of(value) if isinstance(value, str) else "a pattern is a string"
         if problem:
             raise SchemaError(place, problem)
-    elif keyword == "format" and value not in _FORMATS:
+    elif keyword == "required":
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise SchemaError(place, "it is a list of names")
+    elif keyword == "format" and not (isinstance(value, str) and value in _FORMATS):
         raise SchemaError(place, f"the format {value!r:.100} is not supported")
 
 

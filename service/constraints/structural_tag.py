@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping
 from typing import Any, TypeVar
 
 from tokenpod.core.constraints import JsonSchema, Regex, Tag, Tagged
-from tokenpod.service.constraints.json_schema import SchemaError, check_schema
+from tokenpod.service.constraints.json_schema import SchemaError, check_schema, read_json
 from tokenpod.service.constraints.regex import problem_of
 
 MOST_TAGS = 512
@@ -27,10 +27,7 @@ Sliced = Generator[None, None, _Made]
 
 def read_tags(text: str) -> dict[str, Any]:
     """The object of a text. Raises SchemaError."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SchemaError("#", f"it is no JSON text: {str(error)[:100]}") from None
+    found = read_json(text)
     if not isinstance(found, dict):
         raise SchemaError("#", "it is no JSON object")
     return found

@@ -5,7 +5,8 @@ it is a file descriptor that children inherit, and is gone when the last process
 
     row k = [admitted requests, prompt tokens that wait, serving, the engine owes it a step,
              bytes that its calls hold, heartbeats, requests without a token yet,
-             requests that it refused because they could never fit]
+             requests that it refused because they could never fit,
+             bytes that it keeps for all calls]
     two more numbers, written by the first process: whether the pod drains, and whether the engine
     makes no progress
     then each process's calls under way by name, and which are to end; see call_names.py
@@ -19,7 +20,8 @@ import os
 from tokenpod.service.pod.call_names import CallNames
 
 _REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING, _IGNORED = range(8)
-_COLUMNS = 8
+_KEPT_BYTES = 8
+_COLUMNS = 9
 _CLOSED, _STALLED = range(2)
 _HEAD = 2
 _NUMBER = 8  # bytes
@@ -49,6 +51,7 @@ class PodCounters:
     waiting_tokens = Total(_WAITING_TOKENS, "Prompt tokens that wait for their computation.")
     ignored = Total(_IGNORED, "Requests refused since the start: they could never fit.")
     call_bytes = Total(_CALL_BYTES, "Bytes that calls hold; see memory_budget.py.")
+    kept_bytes = Total(_KEPT_BYTES, "Bytes that are kept for all calls; see memory_budget.py.")
 
     def __init__(
         self, numbers: memoryview, index: int, count: int, descriptor: int | None = None
@@ -114,6 +117,7 @@ class PodCounters:
         waiting_tokens: int = 0,
         call_bytes: int = 0,
         ignored: int = 0,
+        kept_bytes: int = 0,
     ) -> None:
         """Change the counts of this process by these amounts."""
         row = self._row(self.index)
@@ -122,6 +126,7 @@ class PodCounters:
         self._numbers[row + _WAITING_TOKENS] += waiting_tokens
         self._numbers[row + _CALL_BYTES] += call_bytes
         self._numbers[row + _IGNORED] += ignored
+        self._numbers[row + _KEPT_BYTES] += kept_bytes
 
     def set_serving(self) -> None:
         """This process listens, and its model is there."""

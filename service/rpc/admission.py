@@ -16,7 +16,8 @@ from tokenpod.core.outputs import Load
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
-from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
+from tokenpod.service.rpc.late_messages import LateMessages
+from tokenpod.service.rpc.memory_budget import MemoryBudget
 from tokenpod.service.rpc.turnover import Turnover
 
 #: Seconds after which a refused client should try again.
@@ -59,7 +60,7 @@ class Admission:
         self.counters = counters or PodCounters.create(1)
         self.memory = MemoryBudget(self.counters, max_bytes)
         self.turnover = Turnover(self.counters)
-        self._max_message_bytes = max_message_bytes
+        self.late = LateMessages(self.memory, max_message_bytes)
         #: Why nothing is admitted: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
         #: When it is expected to be open again, by time.monotonic, and how long that is in all.
@@ -137,10 +138,6 @@ class Admission:
         """The hint of a call that is refused for want of room."""
         after = max(self.turnover.come_again(seconds), least, RETRY_SECONDS)
         return min(after, MOST_RETRY_SECONDS)
-
-    def expect(self) -> Lease:
-        """Memory for the message of a call that there is room for; raises ResourceExhausted."""
-        return self.memory.reserve(self._max_message_bytes)
 
     @contextmanager
     def enter(self, seconds: float | None = None) -> Iterator[Place]:

@@ -21,6 +21,9 @@ from tokenpod.core.outputs import Failure, FailureCode
 #: `google.rpc.ErrorInfo.domain`.
 DOMAIN = "tokenpod"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
+#: UTF-8 bytes of a text in an error. A status has a message three times, in percent encoding and in
+#: base64, and gRPC's clients refuse more than 8 KiB of metadata: they would see another code.
+_MOST_BYTES = 800
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -43,6 +46,14 @@ def _delay(nanoseconds: int) -> AnyMessage:
     return _packed(error_details_pb2.RetryInfo(retry_delay=delay))
 
 
+def bounded(text: str) -> str:
+    """A text as an error can hold it, whatever a client has put into it: short, valid UTF-8."""
+    data = text.encode(errors="replace")
+    if len(data) <= _MOST_BYTES:
+        return data.decode()
+    return data[:_MOST_BYTES].decode(errors="ignore") + "..."
+
+
 class ServiceError(Exception):
     """A failure that is reported to the client.
 
@@ -56,8 +67,8 @@ class ServiceError(Exception):
     reason = "UNKNOWN"
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = bounded(message)
+        super().__init__(self.message)
         self.retry_after = retry_after
 
     def details(self) -> list[AnyMessage]:
@@ -85,12 +96,12 @@ class FieldError(ServiceError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
         self.field = field
-        self.problem = problem
+        self.problem = bounded(problem)
 
     def rename(self, field: str) -> None:
         """Name the field as another message's, or in another protocol."""
         self.field = field
-        self.message = f"{field} {self.problem}"
+        self.message = bounded(f"{field} {self.problem}")
 
     def details(self) -> list[AnyMessage]:
         """The violation first."""
@@ -143,7 +154,7 @@ class ResourceError(ServiceError):
     def __init__(self, kind: str, name: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        self.name = name
+        self.name = bounded(name)
 
     def details(self) -> list[AnyMessage]:
         """The resource first."""
@@ -199,13 +210,17 @@ class Unauthenticated(ServiceError):
 
 
 class Internal(ServiceError):
-    """A fault of ours. The client gets an id and nothing else; the log has the rest under it."""
+    """A fault of ours. The client gets an id and nothing else; the log has the rest under it.
+
+    Args:
+        error_id: of the engine, which has logged it; empty: a new one, under which the caller logs.
+    """
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
 
-    def __init__(self) -> None:
-        self.error_id = secrets.token_hex(6)
+    def __init__(self, error_id: str = "") -> None:
+        self.error_id = error_id or secrets.token_hex(6)
         super().__init__(f"internal error {self.error_id}; the server's log has the details")
 
 
@@ -225,3 +240,5 @@ def engine_failure(failure: Failure) -> ServiceError:
             return DeadlineExceeded(failure.message)
         case FailureCode.DATA_LOSS:
             return DataLoss(failure.message)
+        case FailureCode.INTERNAL:
+            return Internal(failure.message)

@@ -21,12 +21,14 @@ replaces pods one by one, waits for the whole group.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.counters import PodCounters
@@ -41,6 +43,7 @@ from tokenpod.service.rpc.reflection import enable_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 #: A pod's health is the first front end's to tell.
 METHODS = tuple(
@@ -56,6 +59,8 @@ METHODS = tuple(
 )
 
 _POLL_SECONDS = 0.25
+#: One connection may have this part of a server's `Watch` streams.
+_PART_OF_ONE = 8
 
 #: Of the health port's server, whose clients send a name and wait a moment.
 _HEALTH_OPTIONS = (
@@ -67,18 +72,53 @@ _HEALTH_OPTIONS = (
 )
 
 
-class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
-    """grpcio's own, with `List`, and with a limit on streams.
+class _Statuses:
+    """The status of every name; whoever watches is woken when one changes."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Any] = {"": _NOT_SERVING}
+        #: Set when any status changes; there is another one then.
+        self.change = asyncio.Event()
+
+    def of(self, name: str, default: Any = None) -> Any:
+        """The status of a name; `default` if there is none."""
+        return self.by_name.get(name, default)
+
+    def set(self, name: str, status: Any) -> None:
+        if self.by_name.get(name) != status:
+            self.by_name[name] = status
+            self.change.set()
+            self.change = asyncio.Event()
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Answers on one server.
+
+    grpcio's own keeps a lock of the name while it writes to a watcher: one that does not read
+    would keep its status from changing.
 
     Args:
-        most_watchers: `Watch` streams at once, on all servers that it answers on; each takes some
-            20 kB for as long as its client likes.
+        statuses: what it tells.
+        most_watchers: `Watch` streams at once; each takes some 20 kB for as long as its client
+            likes. One connection may have an eighth of them. Those of unix sockets can't be told
+            apart, and have none of their own.
     """
 
-    def __init__(self, most_watchers: int) -> None:
-        super().__init__()
-        self._most_watchers = most_watchers
-        self._watchers = 0
+    def __init__(self, statuses: _Statuses, most_watchers: int) -> None:
+        self._statuses = statuses
+        self._most = most_watchers
+        self._most_of_one = max(most_watchers // _PART_OF_ONE, 1)
+        #: Streams by connection.
+        self._watchers: Counter[str] = Counter()
+
+    async def Check(  # noqa: N802 - protobuf's name
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        """The status of a name; NOT_FOUND if there is none."""
+        status = self._statuses.of(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
 
     async def List(  # noqa: N802 - protobuf's name
         self, request: health_pb2.HealthListRequest, context: Any
@@ -86,7 +126,7 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
         """Every name with its status."""
         statuses = {
             name: health_pb2.HealthCheckResponse(status=status)
-            for name, status in self._server_status.items()
+            for name, status in self._statuses.by_name.items()
         }
         return health_pb2.HealthListResponse(statuses=statuses)
 
@@ -94,18 +134,35 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> None:
         """The status of a name, and each that it changes to."""
-        if self._watchers >= self._most_watchers:
+        with self._place(context.peer()):
+            told = None
+            while True:
+                change = self._statuses.change
+                status = self._statuses.of(request.service, _SERVICE_UNKNOWN)
+                if status != told:
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    told = status
+                await change.wait()
+
+    @contextlib.contextmanager
+    def _place(self, connection: str) -> Iterator[None]:
+        """For a stream of this connection. Raises ResourceExhausted if there is none."""
+        own, all_ = self._watchers[connection], self._watchers.total()
+        apart = not connection.startswith("unix")
+        if all_ >= self._most or (apart and own >= self._most_of_one):
             raise ResourceExhausted(
-                f"{self._watchers} Watch streams are open; this server takes at most"
-                f" {self._most_watchers}",
+                f"{all_} Watch streams are open, {own} of them of this connection; this server"
+                f" takes at most {self._most}, {self._most_of_one} of a connection",
                 limit="watch streams",
                 retry_after=RETRY_SECONDS,
             )
-        self._watchers += 1
+        self._watchers[connection] += 1
         try:
-            await super().Watch(request, context)
+            yield
         finally:
-            self._watchers -= 1
+            self._watchers[connection] -= 1
+            if not self._watchers[connection]:
+                del self._watchers[connection]
 
 
 class HealthBoard:
@@ -116,7 +173,7 @@ class HealthBoard:
         stall_timeout: seconds without a sign of the engine after which it never moves again.
         counters: say whether other front ends wait for the engine, and hear whether all wait in
             vain; None: this process is alone.
-        most_watchers: `Watch` streams at once; see `HealthServicer`.
+        most_watchers: `Watch` streams of each server at once; see `HealthServicer`.
     """
 
     def __init__(
@@ -127,7 +184,8 @@ class HealthBoard:
         counters: PodCounters | None = None,
         most_watchers: int = 1000,
     ) -> None:
-        self._servicer = HealthServicer(most_watchers)
+        self._statuses = _Statuses()
+        self._most_watchers = most_watchers
         self._follows = follows
         self._stall_timeout = stall_timeout
         self._counters = counters or PodCounters.create(1)
@@ -143,12 +201,14 @@ class HealthBoard:
     async def add_to(self, server: grpc.aio.Server, services: Sequence[str]) -> None:
         """Answer on `server`, also for `services` by name."""
         self._ready_names |= set(services)
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        # One for each server: what watches on one takes no place of another's probes.
+        servicer = HealthServicer(self._statuses, self._most_watchers)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         if not self._added:
             self._added = True
-            await self._servicer.set("liveness", _SERVING)
-            await self._servicer.set("startup", _SERVING if self._follows else _NOT_SERVING)
-        await self._tell()
+            self._statuses.set("liveness", _SERVING)
+            self._statuses.set("startup", _SERVING if self._follows else _NOT_SERVING)
+        self._tell()
 
     def is_serving(self) -> bool:
         """Whether the engine moves; draining does not count."""
@@ -160,8 +220,8 @@ class HealthBoard:
             self._unready_at = time.monotonic()
         self._serving = serving
         if serving:
-            await self._servicer.set("startup", _SERVING)
-        await self._tell()
+            self._statuses.set("startup", _SERVING)
+        self._tell()
 
     @property
     def unready_seconds(self) -> float:
@@ -171,7 +231,7 @@ class HealthBoard:
     async def drain(self) -> None:
         """No new work, please. `liveness` stays."""
         self._draining = True
-        await self._tell()
+        self._tell()
 
     @property
     def stuck(self) -> asyncio.Future[None]:
@@ -191,7 +251,7 @@ class HealthBoard:
         """The engine is gone, and known to be; there may be another."""
         self.close()
         self._move(True)
-        await self._servicer.set("liveness", _SERVING)
+        self._statuses.set("liveness", _SERVING)
 
     def close(self) -> None:
         """Stop watching."""
@@ -200,7 +260,7 @@ class HealthBoard:
 
     async def _watch(self, engine: EngineClient) -> None:
         alive, idle_at, owed_at = True, 0, 0
-        await self._servicer.set("liveness", _SERVING)
+        self._statuses.set("liveness", _SERVING)
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic_ns()
@@ -215,22 +275,22 @@ class HealthBoard:
             moving = stuck < max(5.0, 20 * engine.usual_step)
             if moving != self._moving:
                 self._move(moving)
-                await self._tell()
+                self._tell()
             lives = silent < max(self._stall_timeout, 200 * engine.usual_step)
             if lives != alive:
                 alive = lives
                 if not alive and not self.stuck.done():
                     self.stuck.set_result(None)
-                await self._servicer.set("liveness", _SERVING if alive else _NOT_SERVING)
+                self._statuses.set("liveness", _SERVING if alive else _NOT_SERVING)
 
     def _move(self, moving: bool) -> None:
         self._moving = moving
         self._counters.set_stalled(not moving)
 
-    async def _tell(self) -> None:
+    def _tell(self) -> None:
         ready = self._serving and self._moving and not self._draining
         for name in self._ready_names:
-            await self._servicer.set(name, _SERVING if ready else _NOT_SERVING)
+            self._statuses.set(name, _SERVING if ready else _NOT_SERVING)
 
 
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:

@@ -29,25 +29,30 @@ from tokenpod.service.rpc.interceptors import (
     behaviour_of,
     unparsed,
 )
-from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.rpc.methods import MethodLimits
+from tokenpod.service.rpc.late_messages import LATE_SECONDS, LateMessages
+from tokenpod.service.rpc.memory_budget import MemoryBudget
+from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Shape, count, fault_in, shape_of
 from tokenpod.service.rpc.wire_rules import LENIENT, Rules, Strict, rules_of
 from tokenpod.service.rpc.wire_types import Malformed
 from tokenpod.service.serving.backend import Backend
 
-#: Seconds that a message may take to arrive; a call without one is ended then.
-ARRIVAL_SECONDS = 60.0
+#: Seconds that a message may take to arrive, and bytes of it that count as one second more: the
+#: longest message of a method sets its time, since what has arrived of a message can't be seen. A
+#: call whose message is not there in time is ended.
+ARRIVAL_SECONDS = 5.0
+ARRIVAL_BYTES_PER_SECOND = 512 * 1024
 
 #: Messages from this size on are parsed in a turn of their own.
 _LONG_BYTES = 64 * 1024
 
 
-#: Called with a method's full name and the seconds until the deadline (None: it has none).
-Check = Callable[[str, float | None], Lease | None]
+#: Called with a method's full name and the seconds until the deadline (None: it has none). Returns
+#: where the message's bytes are to be counted; None: nowhere.
+Check = Callable[[str, float | None], MemoryBudget | None]
 
 
-def open_to_all(method: str, seconds: float | None) -> Lease | None:
+def open_to_all(method: str, seconds: float | None) -> MemoryBudget | None:
     """A gate that refuses no call."""
     return None
 
@@ -60,7 +65,10 @@ def intake_of(settings: ServerSettings, backend: Backend, *, trusted: bool = Fal
         trusted=trusted,
         strict=settings.unknown_fields == "refuse",
     )
-    return Intake(limits, backend.check)
+    if trusted:
+        return Intake(limits, backend.check, longest=settings.max_router_message_bytes)
+    late, longest = backend.admission.late, settings.max_message_bytes
+    return Intake(limits, backend.check, late, longest=longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +140,25 @@ class Intake(Interceptor):
     Args:
         limits: of each method, by its full name; methods that are not there are not limited.
         gate: called before a message is read; raises a ServiceError if the call would be refused
-            whatever it says. What it returns holds memory for the message, until that has been
-            parsed.
-        arrival: seconds that a message may take to arrive.
+            whatever it says. What it returns counts the message, until that has been parsed.
+        late: counts messages that are late; None: they are not counted.
+        longest: bytes that a message of the listener may have.
+        arrival: seconds that the shortest message may take to arrive; see ARRIVAL_SECONDS.
     """
 
     def __init__(
         self,
         limits: Mapping[str, MethodLimits],
         gate: Check = open_to_all,
+        late: LateMessages | None = None,
+        *,
+        longest: int = PLAIN_BYTES,
         arrival: float = ARRIVAL_SECONDS,
     ) -> None:
         self._limits = limits
         self._gate = gate
+        self._late = late
+        self._longest = longest
         self._arrival = arrival
         self._wrapped = Wrapped(self._parsing)
 
@@ -162,33 +176,58 @@ class Intake(Interceptor):
         return self._parsing_one(handler, parser, method)
 
     def _parsing_one(self, handler: Handler, parser: Parser, method: str) -> Handler:
-        inner, gate, arrival = behaviour_of(handler), self._gate, self._arrival
+        inner, gate, late = behaviour_of(handler), self._gate, self._late
+        longest = parser.limits.bytes or self._longest
+        seconds = self._arrival + longest / ARRIVAL_BYTES_PER_SECOND
 
         async def parse(requests: Any, context: Context) -> Any:
-            lease = gate(method, context.time_remaining())
-            request = await _request(parser, context, arrival, lease)
+            memory = gate(method, context.time_remaining())
+            request = await _request(parser, context, seconds, late, memory)
             return await inner(request, context)
 
         return unparsed(handler, parse)
 
 
-async def _request(parser: Parser, context: Context, seconds: float, lease: Lease | None) -> Any:
+async def _request(
+    parser: Parser,
+    context: Context,
+    seconds: float,
+    late: LateMessages | None,
+    memory: MemoryBudget | None,
+) -> Any:
     """The call's only message, parsed."""
-    with lease or contextlib.nullcontext():
-        data = await _message(context, seconds)
-        if lease is not None:
-            lease.resize(len(data))
+    data = await _message(context, seconds, late)
+    with contextlib.nullcontext() if memory is None else memory.reserve(len(data)):
         return await parser.parse(data)
 
 
-async def _message(context: Context, seconds: float) -> bytes:
-    """The call's only message. Raises InvalidArgument or DeadlineExceeded if it does not come."""
+async def _message(context: Context, seconds: float, late: LateMessages | None) -> bytes:
+    """The call's only message.
+
+    Args:
+        context: the call.
+        seconds: that it may take to arrive.
+        late: counts it if it is late.
+
+    Raises:
+        InvalidArgument: there is none.
+        DeadlineExceeded: it has not arrived in time.
+        ResourceExhausted: it is late, and so are too many others.
+    """
+    reading = asyncio.ensure_future(context.read())
     try:
-        async with asyncio.timeout(seconds):
-            data = await context.read()
-    except TimeoutError:
-        problem = f"the request did not arrive within {seconds:g} s"
-        raise DeadlineExceeded(problem) from None
+        # Twice, so that a message that is there is not late because the event loop was.
+        for _ in range(2):
+            if not reading.done():
+                await asyncio.wait([reading], timeout=LATE_SECONDS / 2)
+        if not reading.done():
+            with contextlib.nullcontext() if late is None else late.wait(context.peer()):
+                await asyncio.wait([reading], timeout=seconds - LATE_SECONDS)
+        if not reading.done():
+            raise DeadlineExceeded(f"the request did not arrive within {seconds:.0f} s")
+        data = reading.result()
+    finally:
+        reading.cancel()
     if data is grpc.aio.EOF:
         raise InvalidArgument(WHOLE, "is missing: the call has no message")
     return bytes(data)

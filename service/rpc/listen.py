@@ -63,8 +63,8 @@ def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tupl
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.max_connection_idle_ms", int(idle * 1000) if idle else _NEVER_MS),
+        # Beyond its age a connection takes no new calls. What runs on it goes on: no grace is set.
         ("grpc.max_connection_age_ms", int(age * 1000) if age else _NEVER_MS),
-        ("grpc.max_connection_age_grace_ms", 600_000),
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tokenpod.core.messages import Ready
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import FailedPrecondition, Unavailable
-from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.rpc.memory_budget import MemoryBudget
 from tokenpod.service.rpc.methods import Gate, MethodTable
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.shard import ShardService
@@ -56,7 +56,7 @@ class Backend:
         self.model_id, self.leader_address, self.urls = model_id, leader_address, [leader_address]
         self._ready, self._shard = ready, None
 
-    def check(self, method: str, remaining: float | None = None) -> Lease | None:
+    def check(self, method: str, remaining: float | None = None) -> MemoryBudget | None:
         """Raise what a call of `method` would be refused with, whatever its message says.
 
         Args:
@@ -64,7 +64,8 @@ class Backend:
             remaining: seconds until the call's deadline; None: it has none.
 
         Returns:
-            Memory for a message that passes Gate.QUEUE or ROW; others need none to speak of.
+            Where the bytes of a message that passes Gate.QUEUE or ROW are to be counted; None: it
+            needs none to speak of.
 
         Raises:
             Unavailable: the server starts or drains, or the engine makes no progress.
@@ -82,7 +83,10 @@ class Backend:
             self.admission.check_room(remaining if row.gate is Gate.ROW else None)
         if self.leader_address and not row.on_followers:
             raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
-        return self.admission.expect() if queues else None
+        if not queues:
+            return None
+        self.admission.memory.check()
+        return self.admission.memory
 
     @property
     def ready(self) -> Ready:

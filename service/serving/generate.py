@@ -27,6 +27,7 @@ from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
 from tokenpod.service.serving.named import NamedCalls
 from tokenpod.service.serving.serving import Serving, request_limits
+from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.turn import formats_of
@@ -51,6 +52,8 @@ class GenerateService:
         self, settings: ServerSettings, client: EngineClient, encoder: Encoder, ready: Ready
     ) -> Serving:
         """The model is ready."""
+        if self._serving is not None:
+            self._serving.archive.release()
         limits = request_limits(settings, ready)
         self._admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
         self._admission.turnover.watch(client, limits.rows)
@@ -69,6 +72,7 @@ class GenerateService:
             ready,
             CacheFeed(client),
             formats,
+            TokenizerArchive(encoder, self._admission.memory),
             adapters,
         )
         return self._serving

@@ -17,6 +17,7 @@ from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import AskedConstraint, GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats
@@ -36,6 +37,7 @@ class Serving:
     cache: CacheFeed
     #: How the model writes reasoning and calls of tools.
     formats: Formats
+    archive: TokenizerArchive
     adapters: Adapters = field(default_factory=lambda: Adapters(0))
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)

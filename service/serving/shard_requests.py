@@ -15,12 +15,13 @@ from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.service.dialects.tgi import checks
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.rpc.errors import FieldError, Internal, InvalidArgument
 from tokenpod.service.serving.adapters import with_adapter
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.sampling import shard_sampling_params
 from tokenpod.service.serving.serving import Serving
+from tokenpod.service.text.encoder import Tokenised
 from tokenpod.service.text.text_messages import Text
 
 log = logging.getLogger("tokenpod.shard")
@@ -75,28 +76,19 @@ class ShardRequests:
             try:
                 checks.check_request(asked, at, limits)
                 good.append((at, asked))
-            except InvalidArgument as problem:
+            except Exception as problem:
                 opened.refused.append(self._refuse(asked, problem))
         texts = [self._text(asked, limits.max_total_tokens) for _, asked in good]
         prompts = await self._serving.encoder.encode_all(texts, field="inputs")
         for (at, asked), prompt in zip(good, prompts, strict=True):
             await _turn(at)
             try:
-                if isinstance(prompt, InvalidArgument):
-                    raise prompt
-                count = min(prompt.count, asked.truncate or prompt.count)
-                constraint = await self._serving.constraint_of(asked.constraint)
-                adapter = self._serving.adapters.get(asked.adapter_id)
-                virtual = 0 if adapter is None else adapter.virtual_tokens
-                checks.check_length(asked, at, count, limits, virtual)
-            except InvalidArgument as problem:
+                request, sequence = await self._opened(asked, at, prompt)
+            except Exception as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
-            self._note_model(asked)
-            request = self._request(asked, prompt.ids, constraint=constraint)
-            request = with_adapter(request, adapter)
             opened.requests.append(request)
-            opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
+            opened.sequences.append(sequence)
         return opened
 
     async def open_probe(self, asked: ShardRequest) -> tuple[Request, RoutedSequence]:
@@ -114,9 +106,30 @@ class ShardRequests:
         keep = min(asked.truncate or most, most)
         return Text(asked.inputs, asked.add_special_tokens, keep)
 
-    def _refuse(self, asked: ShardRequest, problem: InvalidArgument) -> ShardGeneration:
-        extra = {"request": asked.id, "reason": str(problem)}
-        log.warning("a router's request can't be served: it ends with no text", extra=extra)
+    async def _opened(
+        self, asked: ShardRequest, at: int, prompt: Tokenised | InvalidArgument
+    ) -> tuple[Request, RoutedSequence]:
+        """Request number `at` of a batch. Raises InvalidArgument or Unimplemented."""
+        if isinstance(prompt, InvalidArgument):
+            raise prompt
+        count = min(prompt.count, asked.truncate or prompt.count)
+        constraint = await self._serving.constraint_of(asked.constraint)
+        adapter = self._serving.adapters.get(asked.adapter_id)
+        virtual = 0 if adapter is None else adapter.virtual_tokens
+        checks.check_length(asked, at, count, self._serving.limits, virtual)
+        self._note_model(asked)
+        request = self._request(asked, prompt.ids, constraint=constraint)
+        request = with_adapter(request, adapter)
+        return request, RoutedSequence(asked, request, self._serving.tokenizer)
+
+    def _refuse(self, asked: ShardRequest, problem: Exception) -> ShardGeneration:
+        """End one request, whatever went wrong with it: the rpc is all the others', too."""
+        if isinstance(problem, FieldError):
+            extra = {"request": asked.id, "reason": str(problem)}
+            log.warning("a router's request can't be served: it ends with no text", extra=extra)
+        else:
+            extra = {"request": asked.id, "error_id": Internal().error_id}
+            log.error("internal error", exc_info=problem, extra=extra)
         return ended_alone(asked.id, self._serving.tokenizer)
 
     def _note_model(self, asked: ShardRequest) -> None:

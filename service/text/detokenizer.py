@@ -1,4 +1,7 @@
-"""From token ids to text, one token at a time and without a difference to decoding them all.
+"""From token ids to text, one token at a time, equal to what the library decodes of all of them.
+
+One difference: in a run of byte tokens that is no valid UTF-8 as a whole, the characters that are
+whole stay (see `_SentencePieceDetokenizer`).
 
 How a tokenizer decodes is read from its `tokenizer.json`. The two kinds that nearly every model
 uses (byte-level BPE, and SentencePiece's pieces with or without byte fallback) are decoded from a
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from codecs import utf_8_decode
+from codecs import register_error, utf_8_decode
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -27,6 +30,16 @@ _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _WINDOW_CONTEXT = 5  # tokens
 _WINDOW_HELD = 16  # tokens
+#: An error handler of codecs: one U+FFFD for each byte that is part of no character.
+_REPLACE_BYTES = "tokenpod.replace_bytes"
+
+
+def _replacements(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+register_error(_REPLACE_BYTES, _replacements)
 
 
 def decoding_of(backend: Backend, special_ids: frozenset[int]) -> Decoding:
@@ -146,16 +159,16 @@ class _SentencePiece(Decoding):
         self,
         backend: Backend,
         special_ids: frozenset[int],
-        piece: Callable[[str], str | int],
-        opening: Callable[[str], str | int] | None = None,
+        piece: Callable[[str], str | bytes],
+        opening: Callable[[str], str | bytes] | None = None,
         strip: str = "",
     ) -> None:
         super().__init__(backend, special_ids)
-        self._pieces = Pieces[str | int | None](backend, special_ids, None, piece)
+        self._pieces = Pieces[str | bytes | None](backend, special_ids, None, piece)
         self._openings = (
             self._pieces
             if opening is None
-            else Pieces[str | int | None](backend, special_ids, None, opening)
+            else Pieces[str | bytes | None](backend, special_ids, None, opening)
         )
         self._strip = strip
 
@@ -183,11 +196,11 @@ class _SentencePiece(Decoding):
         ]
         byte_fallback = any(step["type"] == "ByteFallback" for step in steps)
 
-        def piece(token: str) -> str | int:
+        def piece(token: str) -> str | bytes:
             for pattern, content in replacements:
                 token = token.replace(pattern, content)
             match = _BYTE_TOKEN.fullmatch(token) if byte_fallback else None
-            return token if match is None else int(match[1], 16)
+            return token if match is None else bytes.fromhex(match[1])
 
         strip = "".join(
             step["content"] * step["start"] for step in steps if step["type"] == "Strip"
@@ -197,15 +210,11 @@ class _SentencePiece(Decoding):
     def token_bytes(self, token_id: int) -> bytes:
         """See `Decoding`. A space that the beginning of a text loses is part of it here."""
         piece = self._pieces[token_id]
-        if isinstance(piece, int):
-            return bytes([piece])
-        return (piece or "").encode()
+        return piece if isinstance(piece, bytes) else (piece or "").encode()
 
     def _plain_text(self, token_id: int) -> str:
         piece = self._pieces[token_id]
-        if isinstance(piece, int):
-            return bytes([piece]).decode(errors="replace")
-        return piece or ""
+        return piece.decode(errors="replace") if isinstance(piece, bytes) else piece or ""
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         continues = any(self._pieces[token_id] is not None for token_id in reversed(prompt_ids))
@@ -215,45 +224,46 @@ class _SentencePiece(Decoding):
 
 
 class _SentencePieceDetokenizer(Detokenizer):
-    """Text as it comes; a run of byte tokens when it ends.
+    """Text as it comes: a piece at once, byte tokens once they make a character.
 
-    The decoders of tokenizers judge a run of byte tokens as a whole: valid UTF-8, or one U+FFFD
-    for each of its bytes. So a run's text is certain only at its end: a newline, `<0x0A>`, comes
-    with the token after it.
+    A byte that is part of no character becomes one U+FFFD, as SentencePiece itself decodes. The
+    decoder of `tokenizers` makes U+FFFD of every byte of such a run, whole characters included, so
+    that no byte token would have a text before its run is over: a stream would come late, and a
+    stop sequence such as a newline, `<0x0A>`, would be found after the token that completes it.
     """
 
     def __init__(
         self,
-        openings: Pieces[str | int | None],
-        pieces: Pieces[str | int | None],
+        openings: Pieces[str | bytes | None],
+        pieces: Pieces[str | bytes | None],
         strip: str,
     ) -> None:
         self._current = openings
         self._pieces = pieces
         self._strip = strip
-        self._run = bytearray()
+        #: The beginning of a character.
+        self._incomplete = b""
 
     def push(self, token_id: int) -> str:
         piece = self._current[token_id]
         if piece is None:
             return ""
         self._current = self._pieces
-        if isinstance(piece, int):
-            self._run.append(piece)
-            return ""
-        if self._run:
-            piece = self._end_run() + piece
-        return self._stripped(piece) if self._strip else piece
+        if isinstance(piece, bytes):
+            raw = self._incomplete + piece
+            text, consumed = utf_8_decode(raw, _REPLACE_BYTES, False)
+            self._incomplete = raw[consumed:]
+        else:
+            text = self._give_up() + piece if self._incomplete else piece
+        return self._stripped(text) if self._strip else text
 
     def finish(self) -> str:
-        return self._stripped(self._end_run())
+        return self._stripped(self._give_up())
 
-    def _end_run(self) -> str:
-        try:
-            text = self._run.decode()
-        except UnicodeDecodeError:
-            text = _REPLACEMENT * len(self._run)
-        self._run.clear()
+    def _give_up(self) -> str:
+        """The text of a character that was not completed."""
+        text = _REPLACEMENT * len(self._incomplete)
+        self._incomplete = b""
         return text
 
     def _stripped(self, text: str) -> str:

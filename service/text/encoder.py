@@ -20,7 +20,7 @@ from tokenpod.service.serving.calls import Prompt
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.generation_defaults import read_defaults
 from tokenpod.service.text.inline_cost import is_bounded
-from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, unpacked
+from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, TextModel, unpacked
 from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
 
@@ -78,6 +78,10 @@ class Encoder:
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)
         return cls(tokenizer, workers, folder, defaults)
+
+    def text_model(self) -> TextModel:
+        """The tokenizer's file and chat template, as the workers have them; takes a moment."""
+        return self._workers.model()
 
     async def encode(
         self, prompt: Prompt, *, keep: int, special: bool = True, offsets: bool = False

@@ -8,7 +8,6 @@ Neither torch nor grpc is imported.
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import socket
@@ -16,7 +15,6 @@ import sys
 import traceback
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from tokenpod.core.link import Link, LinkClosed
@@ -103,9 +101,7 @@ def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:
 
 
 def _load(descriptor: int) -> Tokenizer:
-    # Mapped, not read: all workers share the descriptor, and with it the place in the file.
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-        model = msgspec.msgpack.decode(view, type=TextModel)
+    model = TextModel.read(descriptor)
     os.close(descriptor)
     return Tokenizer.of_model(model)
 

@@ -87,6 +87,10 @@ class TextWorkers:
             raise
         return pool
 
+    def model(self) -> TextModel:
+        """What the workers tokenise and render with."""
+        return TextModel.read(self._model)
+
     async def run(self, job: Job, *, field: str, size: int) -> Encoded:
         """Have `job` done.
 

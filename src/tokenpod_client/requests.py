@@ -129,7 +129,7 @@ def chat_of(messages: Sequence[Message]) -> chat_pb2.Chat:
     return chat
 
 
-def _fields_in(part: str, given: object) -> dict[str, Any]:
+def _fields_in(part: str, given: Any) -> dict[str, Any]:
     """The fields of a part that is given as a whole."""
     kind = PARTS[part]
     if isinstance(given, kind):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import constraint_fuzz
 import floods
 import grpc
 import wirefuzz
@@ -144,6 +145,12 @@ def fuzz(pod: Pod, draw: random.Random, amount: int) -> str:
     # Of tokenpod.v1: fields that are not built.
     allowed |= {"UNIMPLEMENTED", "FAILED_PRECONDITION"}
     return _said(codes, allowed)
+
+
+def constraints(pod: Pod, draw: random.Random, amount: int) -> str:
+    """Schemas, regexes, grammars and tools that are nearly right, beside innocent requests."""
+    work = constraint_fuzz.fuzz(pod.address, pod.socket, draw.randrange(1 << 30), amount)
+    return _said(pod.attackers.run(work), {*constraint_fuzz.ALLOWED, constraint_fuzz.ROUTED})
 
 
 def flood(pod: Pod, draw: random.Random, amount: int) -> str:
@@ -278,6 +285,7 @@ ATTACKS = (
     Attack("calls at one moment", burst, 800, 300),
     Attack("stalled readers", stalled, 40, 8),
     Attack("odd messages and bytes", fuzz, 1500, 150, plays_router=True),
+    Attack("odd constraints", constraints, 3000, 60, plays_router=True),
     Attack("odd connections", connections, 300, 30),
     Attack("floods", flood, 5, 1),
     Attack("SIGSTOP, engine, 1 s", stop_engine, 3, 1),

@@ -76,7 +76,7 @@ def campaign(
     """
     draw = random.Random(seed)
     scenes: list[tuple[Sequence[Attack], tuple[str, ...]]] = [
-        (ATTACKS, ("--front-ends", "2" if short else "3"))
+        (ATTACKS, ("--front-ends", "2" if short else "3", "--tool-parser", "hermes"))
     ]
     if not short:
         scenes.append((GROUP_ATTACKS, ("--num-shard", "2", "--threads", "1")))

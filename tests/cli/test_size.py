@@ -399,6 +399,7 @@ def test_where_there_is_no_gpu_the_default_is_this_cpu_and_its_memory():
     assert found["memory_bytes"] == min([machine, *limits])
 
 
+@pytest.mark.pod
 def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -19,7 +19,7 @@ from constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compili
 
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
-from tokenpod.core.outputs import FinishCode
+from tokenpod.core.outputs import FailureCode, FinishCode
 from tokenpod.engine.constraints import cache, guidance_matcher, masked_steps
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.library import LimitReached
@@ -454,6 +454,35 @@ def test_a_vocabulary_that_the_library_can_not_take_refuses_constraints_alone(mo
     client = serve(model, Client([ask(1, KINDS[1]), ask(2, None, new=4)]), library=Library)
     assert "vocabulary" in client.failures[1]
     assert client.finishes == {2: FinishCode.LENGTH}
+
+
+@pytest.mark.parametrize("moment", ["compile", "fill"])
+def test_an_exception_that_nobody_foresaw_fails_its_request_alone(model, caplog, moment):
+    """Under an id that its client gets, and the log has; beside others, also a router's."""
+
+    class Broken(GuidanceMatcher):
+        def fill(self, words):
+            raise ZeroDivisionError
+
+    class Library(Guidance):
+        def compile(self, constraint, prepared=""):
+            if moment == "compile" and constraint == Regex("[ab]{9}"):
+                raise ZeroDivisionError
+            made = super().compile(constraint, prepared)
+            if moment == "fill" and constraint == Regex("[ab]{9}"):
+                made.copy = lambda: Broken(made.library.deep_copy(), constrained.VOCABULARY)
+            return made
+
+    bad, good = Regex("[ab]{9}"), Regex("[cd]{9}")
+    mine, routed = [ask(1, bad), ask(2, good)], [ask(3, bad), ask(4, good), ask(5, None, new=9)]
+    client = serve(model, Client(mine, routed), library=Library)
+    assert client.codes == {1: FailureCode.INTERNAL, 3: FailureCode.INTERNAL}
+    ids = {record.message.removeprefix("internal error ") for record in caplog.records}
+    assert {*client.failures.values()} == ids
+    assert len(ids) == 2
+    assert re.fullmatch("[cd]{9}", client.text(2))
+    assert re.fullmatch("[cd]{9}", client.text(4))
+    assert client.finishes[5] == FinishCode.LENGTH
 
 
 def test_tokens_of_more_bytes_than_the_library_takes_are_never_drawn(model):

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from tokenpod.core.capability import problem_of
+from tokenpod.core.step_limits import StepLimits
 from tokenpod.engine.assemble import EngineError
-from tokenpod.engine.device_check import check_device, check_heads, check_latent
+from tokenpod.engine.device_check import (
+    MOST_IN_Y,
+    check_device,
+    check_heads,
+    check_latent,
+    check_step,
+)
+from tokenpod.kernels.triton.offers import offer
 
 
 def test_a_cpu_will_do():
@@ -60,3 +68,22 @@ def test_a_gpu_too_many_is_named():
     check_device(torch.device("cuda", count - 1))
     with pytest.raises(EngineError, match=f"shows {count} GPU"):
         check_device(torch.device("cuda", count))
+
+
+def test_a_step_of_more_tokens_than_a_grid_has_places_for_is_named():
+    check_step(StepLimits(rows=513, prompt=MOST_IN_Y - 513 - 256, drafts=256))
+    with pytest.raises(EngineError, match=r"65,536 tokens: 64,767 of prompts \(--max-batch-pref"):
+        check_step(StepLimits(rows=513, prompt=MOST_IN_Y - 512 - 256, drafts=256))
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_no_more_rows_along_y_than_that():
+    device = torch.device("cuda")
+    for rows in (MOST_IN_Y, MOST_IN_Y + 1):
+        index = torch.zeros(rows, dtype=torch.int64, device=device)
+        given = torch.zeros(1, 97, device=device), index, index[:1], index, index[:1], index
+        if rows == MOST_IN_Y:
+            assert len(offer(*given)) == rows
+        else:
+            with pytest.raises(RuntimeError):
+                offer(*given)

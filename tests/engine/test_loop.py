@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tokenpod.core.errors import EngineError
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.messages import Abort, Ask, FromEngine, ToEngine
 from tokenpod.core.outputs import StepOutputs
@@ -250,3 +251,70 @@ def test_it_says_when_it_waits_for_the_device_or_for_messages():
     assert not any(receives[1:-1])
     assert {waits for name, waits in seen if name == "wait"} == {True}
     assert not any(waits for name, waits in seen if name in ("launch", "send"))
+
+
+class Checked(Pod):
+    """Counts checks of the scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__(overlap=False)
+        self.checks = 0
+        check = self.loop.scheduler.check
+
+        def counted() -> None:
+            self.checks += 1
+            check()
+
+        self.loop.scheduler.check = counted
+
+    def answer(self, sequence_id: int) -> None:
+        """A request, to its end."""
+        self.send(scored(sequence_id))
+        while self.loop.scheduler.busy or sequence_id not in self._ended:
+            self.loop.turn()
+            for outputs in self.link.receive(0.0):
+                finishes = zip(outputs.sequence_ids, outputs.finishes, strict=True)
+                self._ended |= {each for each, finish in finishes if finish}
+
+    _ended: frozenset[int] = frozenset()
+
+
+def test_the_scheduler_is_checked_while_nothing_runs_once_a_second_at_most():
+    pod = Checked()
+    pod.answer(1)
+    assert pod.checks == 0
+    pod.loop.turn()
+    assert pod.checks == 1
+    pod.answer(2)
+    assert pod.loop._patience() == 1.0
+    pod.now += 999_000_000
+    pod.turn()
+    assert pod.checks == 1
+    pod.now += 1_000_000
+    assert pod.loop._patience() == 0.01
+    pod.loop.turn()
+    assert pod.checks == 2
+    assert pod.loop._patience() is None, "nothing has happened since"
+    pod.hang_up()
+
+
+@pytest.mark.parametrize(
+    ("lose", "facts"),
+    [
+        (lambda scheduler: scheduler._rows._free.pop(), "taken"),
+        (
+            lambda scheduler: scheduler.kv._allocator.allocate(3, position=0, room=3),
+            "slots in no or two places",
+        ),
+    ],
+    ids=["a row", "slots"],
+)
+def test_a_scheduler_that_has_lost_something_ends_the_engine_with_the_facts(lose, facts):
+    pod = Checked()
+    pod.answer(1)
+    lose(pod.loop.scheduler)
+    with pytest.raises(EngineError, match="state is inconsistent while nothing runs") as failed:
+        pod.loop.turn()
+    assert facts in str(failed.value)
+    assert "of 200 slots" in str(failed.value)
+    pod.hang_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from harness import children_of
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
-from tokenpod.engine.constraints.library import LimitReached, Refused
+from tokenpod.engine.constraints.library import Fault, LimitReached, Refused
 from tokenpod.engine.constraints.trial import TooLong
 from tokenpod.engine.constraints.trials import Trials
 from tokenpod.models import load as loading
@@ -74,6 +75,26 @@ def test_one_that_could_not_be_started_is_started_for_the_next_constraint(monkey
         patch.setattr("tokenpod.engine.constraints.trials._COMMAND", ("/no/such/program",))
         with pytest.raises(FileNotFoundError):
             trials.try_first(Regex("a"), 60)
+    assert trials.try_first(Regex("a"), 60)
+
+
+#: A worker in which something that nobody foresaw happens to one constraint.
+BROKEN = """
+import sys
+from tokenpod.engine.constraints import guidance, trial
+def grammar_of(constraint, special, real=guidance.grammar_of):
+    return real(constraint, special) if constraint.pattern != "bad" else 1 / 0
+guidance.grammar_of = grammar_of
+sys.exit(trial.main())
+"""
+
+
+def test_an_exception_that_nobody_foresaw_is_no_refusal(monkeypatch):
+    trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+    command = sys.executable, "-P", "-c", BROKEN
+    monkeypatch.setattr("tokenpod.engine.constraints.trials._COMMAND", command)
+    with pytest.raises(Fault, match="ZeroDivisionError"):
+        trials.try_first(Regex("bad"), 60)
     assert trials.try_first(Regex("a"), 60)
 
 

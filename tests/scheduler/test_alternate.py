@@ -10,9 +10,12 @@ The rules are those of `next_batch` and of the loop around it in router 3.3.7, w
 - Fewer than the minimum: all go back. So do they if fewer than that wait at all.
 """
 
-import pytest
-from scheduler_driver import Driver, request
+from functools import partial
 
+import pytest
+from scheduler_driver import Driver, Guesses, request
+
+from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.policies import ADMISSIONS, batching
 
 #: Each prompt has 10 tokens, each output 41: a bound is 50. Prefill budget 40, total budget 500,
@@ -113,6 +116,29 @@ def test_running_requests_are_interrupted_by_so_many_times_as_many(ratio, least)
         joined = set(driver.planned()) - {1, 2, 3, 4}
         assert len(joined) == (waiting if waiting == least else 0)
         driver.drain()
+
+
+class Wrong(Guesses):
+    """Guesses what is never chosen."""
+
+    def propose(self, sequence, most):
+        return [1] * most
+
+
+def test_a_turn_in_which_no_stream_can_have_a_token_is_no_step_that_decodes():
+    """Overlapped, rows with drafts wait in every other turn for the step that they are in."""
+    driver = tgi(overlap=True, drafting=partial(Drafting, Wrong(1), 2))
+    for i in range(1, 5):
+        driver.submit(request(i, [i] * 10, max_new_tokens=41, drafts=2))
+    driver.turn()
+    # min = floor(4 * 0.5) = 2 and one waits: until waiting = 4.
+    driver.submit(request(5, [5] * 10, max_new_tokens=41))
+    decoded = 0
+    while 5 not in driver.planned():
+        driver.turn()
+        decoded += bool(driver.planned()) and 5 not in driver.planned()
+    assert decoded == 3
+    driver.drain()
 
 
 def test_memory_decides_whether_those_that_may_join_fit():

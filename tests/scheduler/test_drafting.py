@@ -8,11 +8,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scheduler_driver import request
+from scheduler_driver import Driver, request
 
 from tokenpod.core.constraints import Regex
 from tokenpod.core.plan import LAST, UNSAMPLED
-from tokenpod.scheduler.draft_choice import gain_of
+from tokenpod.scheduler.draft_choice import Choosing, gain_of
 from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs, StepTimes
@@ -341,6 +341,49 @@ def test_a_constrained_row_has_no_drafts_that_are_not_known_yet(small, expected)
             most[sequence.id] = max(most[sequence.id], samples)
         scheduler.settle(step, drawn(step.plan), 0)
     assert most == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
+def test_a_router_that_drafts_in_every_step_keeps_no_stream_waiting(overlap):
+    drafting = partial(Drafting, Source(1.0), MOST)
+    driver = Driver(
+        overlap=overlap, slots=5000, max_rows=8, prefill_tokens=64, drafting=drafting, choose=right
+    )
+    driver.advance(1, [request(i, [i, 1], max_new_tokens=400, drafts=MOST) for i in (10, 11)])
+    driver.submit(request(1, [1, 1], max_new_tokens=400, drafts=MOST))
+    driver.run(4)
+    for op in range(2, 42):
+        driver.advance(op, resume=[10, 11])
+        driver.turn()
+    assert len(driver.outputs(10)) > 80
+    # Overlapped, a row with drafts is in every other step.
+    assert len(driver.outputs(1)) > 80
+    driver.abort(1, 10, 11)
+    driver.drain()
+
+
+def right(sequence_id, index):
+    """See `RIGHT`."""
+    return RIGHT
+
+
+def test_a_choice_holds_for_its_planner_whatever_another_one_chooses(monkeypatch):
+    made = []
+    choose = Choosing._choose
+    monkeypatch.setattr(Choosing, "_choose", lambda *given: made.append(1) or choose(*given))
+    drafting = partial(Drafting, Source(0.0), MOST, costs=Costs())
+    driver = Driver(slots=5000, max_rows=8, prefill_tokens=64, drafting=drafting, choose=right)
+    driver.advance(1, [request(i, [i, 1], max_new_tokens=400, drafts=MOST) for i in (10, 11)])
+    driver.submit(request(1, [1, 1], max_new_tokens=400, drafts=MOST))
+    driver.run(4)
+    made.clear()
+    for op in range(2, 82):
+        driver.advance(op, resume=[10, 11])
+        driver.turn()
+    # Eight steps each.
+    assert len(made) <= 2 * (80 // 8 + 1)
+    driver.abort(1, 10, 11)
+    driver.drain()
 
 
 def test_nothing_is_drafted_while_memory_is_promised_to_others():

@@ -18,7 +18,6 @@ class InTurns:
 
     def __init__(self, limits):
         self.quantum = self._budget = limits.prefill_tokens
-        self.portions = []
 
     def joining(self, running, waiting):
         total, most = 0, 0
@@ -29,9 +28,11 @@ class InTurns:
             most += 1
         return Joining(least=2 if running else 1, most=most)
 
-    def portion(self, *, decoding, prompts, prompt_tokens):
-        self.portions.append((decoding, prompts))
+    def portion(self, *, prompts, prompt_tokens):
         return Portion(decode=not prompts, prompt_tokens=self._budget)
+
+    def decoded(self):
+        pass
 
 
 def preempting(overlap, **limits):

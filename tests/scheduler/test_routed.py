@@ -1,11 +1,6 @@
 import pytest
 from scheduler_driver import Driver, FailureCode, request
 
-from tokenpod.core.constraints import Regex
-from tokenpod.core.messages import Advance
-from tokenpod.core.outputs import FinishCode
-from tokenpod.scheduler.scheduler import Limits, Scheduler
-
 
 @pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])
 def driver(request):
@@ -262,22 +257,3 @@ def test_a_step_of_nothing_completes(driver):
     driver.advance(1)
     driver.turn()
     assert driver.ops_done == [1]
-
-
-@pytest.mark.parametrize("problem", ["", "not a regex"])
-def test_the_only_constrained_sequence_ends_before_its_step_is_answered(problem):
-    """The router's next step may name all that have not ended: see `Scheduler.settle`."""
-    limits = Limits(slots=100, max_rows=4, max_positions=100, prefill_tokens=64)
-    scheduler = Scheduler(limits)
-    both = [request(1, [1] * 3), request(2, [2] * 3, constraint=Regex("a"))]
-    assert scheduler.advance(Advance(1, both, [0, 0], [], waits=False)) is None
-    scheduler.end_constrained(2, problem)
-    step = scheduler.plan(0)
-    assert [sequence.id for sequence in step.sequences] == [1]
-    settled = scheduler.settle(step, [7], 0)
-    assert [advanced.op for advanced in settled.advanced] == [1]
-    if problem:
-        assert [(each.sequence_id, each.message) for each in settled.failures] == [(2, problem)]
-    else:
-        ends = dict(zip(settled.sequence_ids, settled.finishes, strict=True))
-        assert ends == {1: FinishCode.RUNNING, 2: FinishCode.CONSTRAINT}

@@ -321,9 +321,10 @@ async def test_the_batchs_only_constrained_request_ends_alone(
         sampling = Sampling(grammar=grammar, grammar_type=GrammarType.REGEX)
         for batch in range(1, 11):
             one = shard_ask(1, "x = ", sampling=sampling, ignore_eos_token=ignored)
-            reply = await shard.prefill(batch_of(batch, shard_ask(0, max_new_tokens=6), one))
+            others = shard_ask(0, max_new_tokens=6), shard_ask(2, max_new_tokens=6)
+            reply = await shard.prefill(batch_of(batch, one, *others))
             stories = await finish(shard, reply)
-            assert stories[0].ids == alone.ids
+            assert stories[0].ids == stories[2].ids == alone.ids
             assert stories[1].end.text == ("ab" if ignored else "")
     finally:
         await shard.clear_cache()

@@ -68,6 +68,21 @@ def test_a_connection_that_floods_costs_others_no_call(flooded: ServerProcess, k
     assert peak_bytes(pid) - before < 700 * MEGABYTE
 
 
+@pytest.mark.parametrize("connections", [1, 8])
+def test_calls_that_send_no_message_cost_others_no_call(
+    flooded: ServerProcess, connections: int
+) -> None:
+    request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 1})
+    with contextlib.ExitStack() as stack, grpc.insecure_channel(flooded.address) as channel:
+        silent = [stack.enter_context(floods.opened(flooded.port)) for _ in range(connections)]
+        for connection in silent:
+            connection.sendall(next(floods.silent_calls(256)))
+        generate = rpc.TextGenerationServiceStub(channel).Generate
+        for _ in range(100):
+            assert list(generate(request, timeout=30))
+            assert flooded.health() == SERVING
+
+
 def test_a_connection_that_pings_too_often_is_closed(flooded: ServerProcess) -> None:
     with floods.opened(flooded.port) as connection:
         for _ in range(20):

@@ -62,3 +62,8 @@ def test_a_schema_without_an_end_is_refused(schema: dict[str, Any], place: str) 
 )
 def test_others_are_not(schema: dict[str, Any]) -> None:
     list(check_schema(schema))
+
+
+@pytest.mark.parametrize("index", ["²", "٣", "00", "-1", "1", "9" * 5000])
+def test_an_index_that_names_nothing_is_left_to_the_compiler(index: str) -> None:
+    list(check_schema({"anyOf": [NULL], "$ref": f"#/anyOf/{index}"}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import urllib.parse
 from typing import Any
 
 import grpc
@@ -68,6 +70,18 @@ def test_an_invalid_field_is_named_with_its_problem() -> None:
     assert violation.field == "sampling.top_p"
     assert violation.description == "is 2; between 0 and 1"
     assert error.message == "sampling.top_p is 2; between 0 and 1"
+
+
+@pytest.mark.parametrize("character", ["a", "\0", "é", "\U0001f600", "\ud800"])
+def test_what_a_client_sees_of_an_error_does_not_grow_with_what_it_sent(character: str) -> None:
+    """Beyond 8 KiB of metadata gRPC's clients see a code of their own in the place of ours."""
+    text = character * 5000
+    for error in (InvalidArgument("a.field", text), NotFound("adapter", text), DataLoss(text)):
+        status = error.status()
+        message = urllib.parse.quote(status.message.encode())
+        assert len(message) + len(base64.b64encode(status.SerializeToString())) < 7500
+        assert status.message.startswith(str(error)[:20])
+        assert status.message.endswith("...")
 
 
 def test_a_reached_limit_is_named() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import floods
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -305,27 +307,99 @@ async def test_list_names_every_service_with_its_status(probe: Probe) -> None:
     assert listed.statuses["liveness"].status == SERVING
 
 
+@contextlib.asynccontextmanager
+async def connections(address: str, count: int) -> AsyncIterator[list[Any]]:
+    """Stubs, each with a connection of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            health_pb2_grpc.HealthStub(
+                await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            )
+            for _ in range(count)
+        ]
+
+
+async def watched(stubs: list[Any]) -> list[Any]:
+    """Streams that have had a first status, one for each stub."""
+    watches = [stub.Watch(health_pb2.HealthCheckRequest(service="liveness")) for stub in stubs]
+    for watch in watches:
+        assert (await watch.read()).status == SERVING
+    return watches
+
+
 async def test_watch_streams_are_limited_and_their_places_given_back() -> None:
-    board = HealthBoard(most_watchers=2)
-    server, port = await serve_health("127.0.0.1:0", board)
+    server, port = await serve_health("127.0.0.1:0", HealthBoard(most_watchers=2))
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service="liveness")
-            watches = [stub.Watch(request) for _ in range(2)]
-            for watch in watches:
-                assert (await watch.read()).status == SERVING
+        async with connections(f"127.0.0.1:{port}", 3) as (*stubs, other):
+            watches = await watched(stubs)
             with pytest.raises(grpc.aio.AioRpcError, match="at most 2") as refused:
-                await stub.Watch(request).read()
+                await watched([other])
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             watches[0].cancel()
             async with asyncio.timeout(10):
                 while True:
                     with contextlib.suppress(grpc.aio.AioRpcError):
-                        assert (await stub.Watch(request).read()).status == SERVING
+                        await watched([other])
                         break
-            assert (await stub.Check(request)).status == SERVING
+            request = health_pb2.HealthCheckRequest(service="liveness")
+            assert (await other.Check(request)).status == SERVING
     finally:
+        await server.stop(None)
+
+
+async def test_watch_streams_of_one_server_leave_those_of_another_their_places() -> None:
+    board = HealthBoard(most_watchers=2)
+
+    async def prepare(server: grpc.aio.Server) -> None:
+        await board.add_to(server, [SERVICE])
+
+    server, port = await serve_health("127.0.0.1:0", board)
+    try:
+        async with (
+            serving(prepare=prepare) as public,
+            connections(public.address, 2) as stubs,
+            connections(f"127.0.0.1:{port}", 1) as (probe,),
+        ):
+            await watched(stubs)
+            await watched([probe])
+    finally:
+        await server.stop(None)
+
+
+async def test_a_connection_can_hold_an_eighth_of_the_watch_streams() -> None:
+    server, port = await serve_health("127.0.0.1:0", HealthBoard(most_watchers=16))
+    try:
+        async with connections(f"127.0.0.1:{port}", 2) as (greedy, other):
+            await watched([greedy, greedy])
+            with pytest.raises(grpc.aio.AioRpcError, match="2 of them of this connection"):
+                await watched([greedy])
+            await watched([other])
+    finally:
+        await server.stop(None)
+
+
+async def test_a_watcher_that_reads_nothing_stops_no_status() -> None:
+    board = HealthBoard()
+    server, port = await serve_health("127.0.0.1:0", board)
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        # With a window of 0 bytes no message can be sent on a stream.
+        window = struct.pack(">HI", 4, 0)
+        call = floods.call_headers("/grpc.health.v1.Health/Watch")
+        writer.write(floods.PREFACE + floods.frame(floods.SETTINGS, 0, 0, window))
+        writer.write(floods.frame(floods.HEADERS, floods.END_HEADERS, 1, call))
+        writer.write(floods.frame(floods.DATA, floods.END_STREAM, 1, bytes(5)))
+        await writer.drain()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            assert (await watch.read()).status == NOT_SERVING
+            await asyncio.wait_for(board.set_serving(True), 20)
+            assert (await watch.read()).status == SERVING
+            assert (await stub.Check(health_pb2.HealthCheckRequest())).status == SERVING
+    finally:
+        writer.close()
         await server.stop(None)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import pytest
-from rpcs import Scripted, serving
+from rpcs import Running, Scripted, serving
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
@@ -16,7 +17,8 @@ from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.intake import Check, Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.rpc.late_messages import LateMessages
+from tokenpod.service.rpc.memory_budget import MemoryBudget
 from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import Size
 from tokenpod.service.serving.backend import Backend
@@ -28,13 +30,15 @@ INFO = "/generate.v3.TextGenerationService/Info"
 GENERATE = "/generate.v3.TextGenerationService/Generate"
 
 
-def behind(gate: Check = open_to_all, arrival: float = 60.0) -> Any:
+def behind(
+    gate: Check = open_to_all, late: LateMessages | None = None, arrival: float = 60.0
+) -> Any:
     """A server whose rpcs are read by an intake."""
-    intake = Intake(TABLE.limits(), gate, arrival)
+    intake = Intake(TABLE.limits(), gate, late, arrival=arrival)
     return serving(servicer=Scripted(), interceptors=[ErrorInterceptor(), intake])
 
 
-def closed(method: str, seconds: float | None) -> Lease | None:
+def closed(method: str, seconds: float | None) -> MemoryBudget | None:
     raise ResourceExhausted(f"{method} is full", limit="test", retry_after=1.0)
 
 
@@ -77,6 +81,14 @@ async def test_a_message_that_never_comes_ends_its_call() -> None:
         assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
 
 
+async def test_a_message_may_take_longer_the_longer_its_method_lets_it_be() -> None:
+    async with behind(arrival=0.6) as running:
+        # The longest is 4 MiB, which counts as 8 s.
+        call = running.channel.stream_unary(GENERATE)(timeout=20)
+        assert await code(call) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await call.details() == "the request did not arrive within 9 s"
+
+
 @pytest.mark.parametrize("data", [b"\x0a", b"\xff" * 20, b"\x42\x01\xff"])
 async def test_what_is_no_message_is_an_invalid_argument(data: bytes) -> None:
     async with behind() as running:
@@ -103,31 +115,13 @@ async def test_a_message_is_parsed_only_if_it_may_be_that_long() -> None:
     assert len(parsed) == 1
 
 
-def narrow() -> Admission:
-    """Memory for one message that has not come, and another small one."""
+def admitting(messages: int) -> Admission:
+    """Memory for so many messages of 1000 bytes."""
     admission = Admission(
-        max_requests=9, max_queue_tokens=1, max_bytes=5000, max_message_bytes=4000
+        max_requests=999, max_queue_tokens=1, max_bytes=messages * 1000, max_message_bytes=1000
     )
     admission.closed = None
     return admission
-
-
-async def test_memory_for_a_message_is_kept_until_the_message_has_been_parsed() -> None:
-    admission, asked = narrow(), asyncio.Event()
-    service = backend(admission)
-
-    def gate(method: str, seconds: float | None) -> Lease | None:
-        asked.set()
-        return service.check(method, seconds)
-
-    async with behind(gate) as running:
-        silent = running.channel.stream_stream(GENERATE)(timeout=60)
-        await asyncio.wait_for(asked.wait(), 30)
-        assert admission.memory.taken == 4000
-        await silent.write(pb.GenerateRequest(text="x").SerializeToString())
-        await silent.done_writing()
-        assert len([answer async for answer in silent]) == 2
-        assert admission.memory.taken == 0
 
 
 def backend(admission: Admission) -> Backend:
@@ -136,19 +130,97 @@ def backend(admission: Admission) -> Backend:
     return Backend(TABLE, admission, generate, healthy=lambda: True)
 
 
-def test_calls_that_have_not_sent_their_messages_count_as_large_as_these_may_be() -> None:
-    admission = narrow()
-    service = backend(admission)
-    lease = service.check(GENERATE)
-    assert lease is not None
-    with pytest.raises(ResourceExhausted, match="--max-front-end-bytes"):
-        service.check(GENERATE)
-    lease.resize(900)
-    second = service.check(GENERATE)
-    assert second is not None
-    lease.release()
-    second.release()
-    assert admission.memory.taken == 0
+def counting(admission: Admission, arrival: float = 60.0) -> Any:
+    """A server whose messages are counted."""
+    return behind(backend(admission).check, admission.late, arrival)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (what is waited for is not ours to signal)
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def silent(running: Running, calls: int, path: str = GENERATE) -> AsyncIterator[list[Any]]:
+    """A connection of its own with so many calls that send headers alone."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(running.address, options=options) as channel:
+        yield [channel.stream_stream(path)(timeout=60) for _ in range(calls)]
+
+
+async def told(running: Running) -> list[Any]:
+    """What a call is answered whose message comes with its headers."""
+    return [event async for event in running.stub.Generate(pb.GenerateRequest(text="x"))]
+
+
+async def test_a_late_message_counts_as_the_longest_until_it_is_there() -> None:
+    admission = admitting(9)
+    async with counting(admission) as running, silent(running, 1) as (call,):
+        await until(lambda: admission.memory.taken == 1000)
+        await call.write(pb.GenerateRequest(text="x").SerializeToString())
+        await call.done_writing()
+        assert len([answer async for answer in call]) == 2
+        assert admission.memory.taken == 0
+
+
+async def test_a_message_that_comes_when_the_memory_is_taken_is_refused() -> None:
+    admission = admitting(9)
+    async with counting(admission) as running:
+        lease = admission.memory.reserve(8990)
+        with pytest.raises(grpc.aio.AioRpcError, match="this one needs") as refused:
+            async for _ in running.stub.Generate(pb.GenerateRequest(text="x" * 100)):
+                pass
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        lease.resize(9000)
+        # With nothing left no message is read.
+        async with silent(running, 1) as (call,):
+            assert await code(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        lease.release()
+        assert len(await told(running)) == 2
+
+
+async def test_calls_without_a_message_take_their_connections_part_and_no_others() -> None:
+    admission = admitting(64)  # of which a connection's late messages may take 8
+    async with counting(admission) as running, silent(running, 100) as calls:
+        while admission.memory.taken < 8000:
+            assert len(await told(running)) == 2
+            await asyncio.sleep(0.02)
+        async with silent(running, 1) as (other,):
+            await until(lambda: admission.memory.taken == 9000)
+            assert len(await told(running)) == 2
+            await other.write(pb.GenerateRequest(text="x").SerializeToString())
+            await other.done_writing()
+            assert len([answer async for answer in other]) == 2
+        refused = [call for call in calls if call.done()]
+        assert len(refused) == 92
+        for call in refused:
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "100 calls" not in await call.details()
+            assert dict(await call.trailing_metadata())["grpc-retry-pushback-ms"]
+
+
+async def test_calls_without_a_message_on_many_connections_leave_half_of_the_memory() -> None:
+    admission = admitting(64)
+    async with counting(admission) as running, contextlib.AsyncExitStack() as stack:
+        for _ in range(6):
+            await stack.enter_async_context(silent(running, 10))
+        while admission.memory.taken < 32_000:
+            assert len(await told(running)) == 2
+            await asyncio.sleep(0.02)
+        assert len(await told(running)) == 2
+        assert admission.memory.taken == 32_000
+
+
+async def test_calls_without_a_message_end_and_give_their_memory_back() -> None:
+    admission = admitting(64)
+    async with counting(admission, arrival=0.0) as running, silent(running, 8) as calls:
+        ends = {await call.code() for call in calls}
+        assert ends == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert admission.memory.taken == 0
+        async with silent(running, 8):
+            await until(lambda: admission.memory.taken == 8000)
+        await until(lambda: admission.memory.taken == 0)
 
 
 def test_the_gate_knows_a_start_a_drain_and_a_full_queue() -> None:

@@ -13,7 +13,13 @@ import pytest
 from tokenpod.core.constraints import Constraint, Grammar, JsonSchema
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import Refused
-from tokenpod.service.constraints.json_schema import SUPPORTED, SchemaError, check_schema
+from tokenpod.service.constraints.json_schema import (
+    SUPPORTED,
+    SchemaError,
+    check_schema,
+    read_schema,
+)
+from tokenpod.service.constraints.structural_tag import read_tags
 
 DOCS = Path(__file__).parents[2] / "docs" / "constraints.md"
 #: What drafts 6 to 2020-12 have beyond the keywords that are served.
@@ -65,6 +71,28 @@ def test_drafts_are_told_apart_by_their_names(draft: str) -> None:
     list(check_schema({"$schema": f"http://json-schema.org/{draft}"}))
     with pytest.raises(SchemaError, match="no draft that is known"):
         list(check_schema({"$schema": "http://json-schema.org/draft-03/schema#"}))
+
+
+@pytest.mark.parametrize("value", [[], {}, [["date"]], None, 5, True])
+def test_a_format_that_is_no_text_is_not_supported(value: Any) -> None:
+    with pytest.raises(SchemaError, match=r"the format .* is not supported, at #/items/format"):
+        list(check_schema({"items": {"format": value}}))
+
+
+@pytest.mark.parametrize("value", [{}, "ab", 5, None, True, [1], [["a"]]])
+def test_what_is_required_is_a_list_of_names(value: Any) -> None:
+    with pytest.raises(SchemaError, match="it is a list of names, at #/required"):
+        list(check_schema({"required": value}))
+
+
+@pytest.mark.parametrize("text", [r'{"\ud800": 1}', r'{"enum": ["a", {"b": ["\uDFFF"]}]}'])
+def test_half_of_a_character_is_refused(text: str) -> None:
+    """JSON can write it, but no message can hold it: neither an answer nor one to the engine."""
+    with pytest.raises(SchemaError, match="half of a character"):
+        read_schema(text)
+    with pytest.raises(SchemaError, match="half of a character"):
+        read_tags(text)
+    assert read_schema(r'{"const": "\ud83d\ude00"}') == {"const": "\U0001f600"}
 
 
 def test_nothing_is_fetched() -> None:

@@ -65,3 +65,37 @@ def test_what_a_lost_front_end_held_is_forgotten() -> None:
     MemoryBudget(PodCounters.join(first.descriptor, 1, 2), 100).reserve(60)
     first.forget(1)
     assert MemoryBudget(first, 100).taken == 0
+
+
+def test_with_all_of_the_memory_taken_no_message_is_read(budget: MemoryBudget) -> None:
+    budget.check()
+    lease = budget.reserve(99)
+    budget.check()
+    lease.resize(100)
+    with pytest.raises(ResourceExhausted, match="--max-front-end-bytes"):
+        budget.check()
+
+
+def test_what_is_kept_does_not_refuse_the_only_call(budget: MemoryBudget) -> None:
+    budget.keep(40)
+    assert budget.taken == 0
+    assert budget.reserve(1000).size == 1000
+
+
+def test_what_is_kept_leaves_calls_less_until_it_is_given_back(budget: MemoryBudget) -> None:
+    budget.keep(40)
+    lease = budget.reserve(60)
+    with pytest.raises(ResourceExhausted, match="has 60 for them"):
+        budget.reserve(1)
+    with pytest.raises(ResourceExhausted):
+        budget.check()
+    budget.give_back(40)
+    assert budget.reserve(40).size == 40
+    lease.release()
+
+
+def test_no_more_than_half_is_kept(budget: MemoryBudget) -> None:
+    budget.keep(30)
+    with pytest.raises(ResourceExhausted, match="beside 30 others"):
+        budget.keep(21)
+    budget.keep(20)

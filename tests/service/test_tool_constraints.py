@@ -163,3 +163,22 @@ async def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> No
         for byte in (begin + text).encode():
             matcher.take(TOKENS.index(bytes([byte])))
         assert matcher.whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"format": []}',
+        '{"properties": {"a": {}}, "required": 5}',
+        '{"properties": {"a": {"enum": ["\\ud800"]}}}',
+        '{"anyOf": [{"type": "object"}], "$ref": "#/anyOf/²"}',
+    ],
+)
+async def test_a_schema_that_makes_no_sense_means_any_object(
+    library: Guidance, name: str, schema: str
+) -> None:
+    asked = ChatPrompt([], tools=[Tool("now", "", schema)], must_call=True, only="now")
+    constraint = await calls_constraint(asked, FORMATS[name], "")
+    ((tool, arguments),) = calls_in(parts_of(name, written(library, constraint, 1)))
+    assert (tool, type(arguments)) == ("now", dict)

@@ -68,7 +68,7 @@ class Client:
         self.routed = {request.sequence_ids[0] for request in routed}
         if routed:
             self.inbox.append(Advance(1, list(routed), [0] * len(routed), [], waits=False))
-        self.tokens, self.failures = defaultdict(list), {}
+        self.tokens, self.failures, self.codes = defaultdict(list), {}, {}
         #: By sequence, for each token: log probability, top tokens and theirs, rank.
         self.logprobs, self.tops = defaultdict(list), defaultdict(dict)
         self.steps = 0
@@ -91,6 +91,7 @@ class Client:
             self.tops[sequence][at] = top.token_ids, top.logprobs, top.rank
         for failure in message.failures:
             self.failures[failure.sequence_id] = failure.message
+            self.codes[failure.sequence_id] = failure.code
             self.left.discard(failure.sequence_id)
         for i, sequence in enumerate(message.sequence_ids):
             self.tokens[sequence].append(message.token_ids[i])

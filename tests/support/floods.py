@@ -91,6 +91,12 @@ def continuations(payload: bytes) -> Iterator[bytes]:
         yield frame(CONTINUATION, 0, 1, payload) * 50
 
 
+def silent_calls(calls: int) -> Iterator[bytes]:
+    """Calls that send headers and no message; they last for as long as the server lets them."""
+    block = call_headers("/generate.v3.TextGenerationService/Generate")
+    yield b"".join(frame(HEADERS, END_HEADERS, 2 * at + 1, block) for at in range(calls))
+
+
 #: Floods that gRPC does not end by itself.
 ONGOING: dict[str, Callable[[], Iterator[bytes]]] = {
     "HEADERS + RST_STREAM": resets,

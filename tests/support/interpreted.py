@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -72,21 +73,33 @@ def _look_types_up_once() -> None:
     interpreter._get_np_dtype = look_up_once
 
 
-def _round_to_eight_bits() -> None:
-    """Triton's interpreter loses the carry where rounding to e4m3 reaches the next power of two."""
+#: What torch rounds to, and the type of its bits.
+_ROUNDED = {
+    tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+    tl.bfloat16: (torch.bfloat16, np.uint16),
+}
+
+
+def _round_as_torch() -> None:
+    """Round float32 to the nearest number.
+
+    Triton's interpreter cuts off what bfloat16 does not hold, and loses the carry where rounding to
+    e4m3 reaches the next power of two.
+    """
     convert = interpreter._convert_float
 
     def convert_as_torch(numbers, from_type, to_type, rounding):
-        if from_type != tl.float32 or to_type != tl.float8e4nv:
+        if from_type != tl.float32 or to_type not in _ROUNDED:
             return convert(numbers, from_type, to_type, rounding)
-        rounded = torch.from_numpy(numbers.copy()).to(torch.float8_e4m3fn)
-        return rounded.view(torch.uint8).numpy()
+        dtype, bits = _ROUNDED[to_type]
+        rounded = torch.from_numpy(numbers.copy()).to(dtype)
+        return rounded.view(torch.uint8).numpy().view(bits).reshape(numbers.shape)
 
     interpreter._convert_float = convert_as_torch
 
 
 _let_scalars_bound_loops()
-_round_to_eight_bits()
+_round_as_torch()
 _patch_once_a_launch()
 _leave_out_what_is_dropped()
 _look_types_up_once()

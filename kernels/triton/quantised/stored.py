@@ -225,6 +225,8 @@ def _add(
 ):
     """Sums plus a tile of the weight, as `split` left it, times inputs."""
     FAST: tl.constexpr = ASSEMBLY and tl.bfloat16 == DTYPE
+    # A scale that inputs' type does not hold would be rounded: it multiplies what is summed.
+    AFTER: tl.constexpr = GROUPED and KIND != "mxfp4" and s.dtype != DTYPE
     factor = factor_of(s, KIND)
     if GROUPED and (KIND == "int4" or KIND == "int8"):
         offset = z.to(tl.float32) + (JOINED if FAST and KIND == "int4" else 0.0)
@@ -234,6 +236,8 @@ def _add(
             w = in_pairs(w, -offset, PLUS)
         else:
             w -= offset[:, None]
+    if AFTER:
+        return sums + tl.dot(w.to(DTYPE), v, input_precision="ieee") * factor[:, None]
     if GROUPED:
         if FAST:
             w = in_pairs(w, factor, TIMES)

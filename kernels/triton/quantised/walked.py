@@ -61,7 +61,11 @@ class Walked:
 
 
 def walked(weight: QuantisedWeight) -> Walked | None:
-    """A weight in bytes; None where its groups are not regular, or too short for the kernels."""
+    """A weight in bytes; None where its groups are not regular, or too short for the kernels.
+
+    Kernels for rounded inputs take longer groups than others. Where ranks cut blocks shorter than
+    that, inputs are not rounded: on a rank with dense numbers instead they would not be, either.
+    """
     if isinstance(weight, Int8Weight):
         numbers, scale = weight.numbers.contiguous(), weight.scale[:, None]
         return _bytes("int8", numbers, scale, None, rounding=weight.rounding)
@@ -71,9 +75,11 @@ def walked(weight: QuantisedWeight) -> Walked | None:
             return _bytes("fp8", numbers, weight.scale, None, rounding=weight.rounding)
         scale = weight.scale.contiguous()
         group = weight.columns if scale.shape[1] > 1 else MOST_WIDTH
-        return _bytes(
-            "fp8", numbers, scale, group, scale_rows=weight.rows, rounding=weight.rounding
+        each = (
+            _bytes("fp8", numbers, scale, group, scale_rows=weight.rows, rounding=rounding)
+            for rounding in (weight.rounding, None)
         )
+        return next(filter(None, each), None)
     if isinstance(weight, Int4Weight):
         return _of_int4(weight)
     return _of_codes(weight) if isinstance(weight, GroupedWeight) else None

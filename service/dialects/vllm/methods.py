@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.dialects.vllm.cache import flush_cache, subscribe
 from tokenpod.service.dialects.vllm.codec import FIELDS, MOST_TOP_TOKENS, generate_call
-from tokenpod.service.dialects.vllm.files import tokenizer_zip
 from tokenpod.service.dialects.vllm.model import loads, model_info, server_info
 from tokenpod.service.dialects.vllm.writer import EngineWriter
 from tokenpod.service.rpc.caller import caller_of
@@ -31,8 +29,9 @@ from tokenpod.service.rpc.methods import (
 )
 from tokenpod.service.serving.backend import Backend
 
-#: Bytes of a tokenizer's zip in one message.
-_CHUNK_BYTES = 1024 * 1024
+#: Bytes of a tokenizer's zip in one message, and about what a call holds of them at a time.
+_CHUNK_BYTES = 64 * 1024
+_HELD_BYTES = 3 * _CHUNK_BYTES
 
 
 async def generate(backend: Backend, request: pb.GenerateRequest, context: Context) -> None:
@@ -100,12 +99,14 @@ async def get_tokenizer(
     backend: Backend, request: common.GetTokenizerRequest, context: Context
 ) -> None:
     """Write the tokenizer's files as a zip; the last message has its SHA-256."""
-    packed = await asyncio.to_thread(tokenizer_zip, backend.generate.serving.encoder)
-    digest = await asyncio.to_thread(lambda: hashlib.sha256(packed).hexdigest())
-    for at in range(0, len(packed), _CHUNK_BYTES):
-        last = at + _CHUNK_BYTES >= len(packed)
-        data = packed[at : at + _CHUNK_BYTES]
-        await context.write(common.GetTokenizerChunk(data=data, sha256=digest if last else ""))
+    with backend.admission.memory.reserve(_HELD_BYTES):
+        archive = await backend.generate.serving.archive.get()
+        for at in range(0, len(archive.data), _CHUNK_BYTES):
+            last = at + _CHUNK_BYTES >= len(archive.data)
+            chunk = common.GetTokenizerChunk(data=archive.data[at : at + _CHUNK_BYTES])
+            if last:
+                chunk.sha256 = archive.sha256
+            await context.write(chunk)
 
 
 def _caller(context: Context) -> str:

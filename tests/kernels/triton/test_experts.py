@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 from torch.nn import functional
 
-from tokenpod.kernels import reference
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.experts import choose, mixture
-from tokenpod.kernels.triton import experts, pointwise
+from tokenpod.kernels.triton import expert_routing, experts, pointwise
 from tokenpod.kernels.triton.expert_products import most_blocks
 from tokenpod.kernels.triton.expert_routing import assign
 from tokenpod.kernels.triton.expert_tiles import ANY, ProductTile, Tile, choose_tile, table_for
@@ -43,17 +43,9 @@ def block(weights, norm, routing, activation=Activation.SILU, tiles=SMALL):
 
 
 def truth_of(residual, weights, norm, routing, activation=Activation.SILU):
-    """The residual stream after the block, in float64 but for the norm: rounding may not choose.
-
-    The norm of one token is not rounded.
-    """
+    """The residual stream after the block, in float64 but for the norm: rounding may not choose."""
     wide = ExpertWeights(*(weight if weight is None else weight.double() for weight in weights))
-    if norm is None:
-        normed = residual
-    elif len(residual) == 1:
-        normed = reference.rms_norm(residual.double(), norm.weight.double(), norm.epsilon)
-    else:
-        normed = pointwise.rms_norm(residual, norm.weight, norm.epsilon)
+    normed = residual if norm is None else pointwise.rms_norm(residual, *norm)
     return residual.double() + mixture(normed.double(), wide, activation, routing)
 
 
@@ -287,3 +279,59 @@ def test_a_captured_block_follows_its_input(tokens, case):
         inputs.copy_(fresh)
         graph.replay()
         assert torch.equal(inputs, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(3, True),
+        Routing(3, False, Score.SIGMOID),
+        Routing(3, True, Score.SIGMOID, groups=4, chosen_groups=2, group_best=2),
+    ],
+    ids=["softmax", "sigmoid", "groups"],
+)
+@pytest.mark.parametrize("hidden", [520, pytest.param(4096, marks=pytest.mark.gpu)])
+def test_a_row_chooses_the_same_experts_alone_and_at_every_place(
+    hidden, routing, dtype, draw, device, monkeypatch
+):
+    """To the last bit, and with the same weights, by what `prepare_experts` launches."""
+    count, rows, sizes = 128, 256, (2, 16, 65, 256, 2048)
+    if INTERPRETED:
+        count, rows, sizes = 32, 12, (2, 16, 65, 256)
+        # Few programs, so that the largest sizes sum segments in one, as thousands of tokens do.
+        monkeypatch.setattr(expert_routing, "SCORE_PROGRAMS", 4)
+    weights = ExpertWeights(
+        router=draw(count, hidden).to(dtype).to(device),
+        gate_up=draw(count, 32, hidden).to(dtype).to(device),
+        down=draw(count, hidden, 16).to(dtype).to(device),
+    )
+    if routing.score is Score.SIGMOID:
+        weights = weights._replace(correction=draw(count).to(device) * 1e-3)
+    norm = RowNorm(draw(hidden).abs().to(dtype).to(device), 1e-6)
+    x = draw(rows, hidden).to(dtype).to(device)
+    found = []
+    chosen_by = experts.assign
+
+    def noted(*given):
+        found.append(chosen_by(*given))
+        return found[-1]
+
+    monkeypatch.setattr(experts, "assign", noted)
+    # Which experts compute is not asked here: that takes long, interpreted.
+    for name in ("add_for_one", "add_for_many"):
+        monkeypatch.setattr(experts, name, lambda *given: None)
+    run = block(weights, norm, routing)
+
+    def choice(residual):
+        run(residual)
+        return found[-1].chosen, found[-1].scale
+
+    each = [choice(x[i : i + 1]) for i in range(rows)]
+    alone = [torch.cat(column) for column in zip(*each, strict=True)]
+    for together in sizes:
+        # Every row is at every place once; interpreted, of many only at some.
+        for shift in range(3 if INTERPRETED and together > 16 else rows):
+            which = (torch.arange(together, device=device) + shift) % rows
+            for got, expected in zip(choice(x[which]), alone, strict=True):
+                assert torch.equal(got, expected[which]), (together, shift)

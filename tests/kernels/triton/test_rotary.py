@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from tokenpod.kernels import reference
 from tokenpod.kernels.attention_ops import KVScales
@@ -146,3 +147,28 @@ def test_keys_and_values_of_8_bits(tokens, dtype, draw, device):
 def test_models_shapes(tokens, head_dim, heads, dtype, draw, device):
     check(tokens, *heads, head_dim, True, dtype, draw, device)
     check(tokens, *heads, head_dim, False, dtype, draw, device)
+
+
+@pytest.mark.parametrize("tokens", [5, rotary.MANY_TOKENS])
+def test_norms_of_heads_round_once_where_weights_are_float32(tokens, draw, device):
+    """As transformers' Gemma 3 does in bfloat16; at position 0 nothing is turned."""
+    head_dim, heads, kv_heads = 32, 3, 1
+    qkv = draw(tokens, (heads + 2 * kv_heads) * head_dim, dtype=torch.bfloat16).to(device)
+    norms = [Gemma3RMSNorm(head_dim, eps=1e-6) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.copy_(draw(head_dim))
+        norm.to(device)
+    # As models/names.py reads them: 1 is part of the weight.
+    query, key = (norm.weight.data.float() + 1 for norm in norms)
+    pools = torch.zeros(2, SLOTS, kv_heads, head_dim, dtype=torch.bfloat16, device=device)
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    angles = rotary.rotate(zeros, frequencies_of(head_dim, device), 1.0, torch.bfloat16)
+    slots = torch.arange(tokens, device=device)
+    q = rotary.store_key_value(qkv, angles, HeadNorm(query, key, 1e-6), *pools, slots)
+    split = qkv.view(tokens, -1, head_dim)
+    with torch.no_grad():
+        expected = [norms[0](split[:, :heads]), norms[1](split[:, heads : heads + kv_heads])]
+    for got, want in zip((q, pools[0, :tokens]), expected, strict=True):
+        # Roots may differ in the last place of float32, and so one of thousands in bfloat16.
+        assert (got != want).float().mean() < 0.002
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=0)

@@ -171,3 +171,54 @@ def test_what_is_no_number_stays_in_its_token(name, draw, device):
     block(residual, got)
     assert got.isnan().all(dim=1).tolist() == [False, False, True, False]
     assert not got[[0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["8 bits", "4 bits"])
+def test_scales_of_groups_keep_what_bfloat16_does_not_hold(kind, scale_dtype, device):
+    """A group of ones less a group of nearly ones: rounded, as a weight in bfloat16 is, none."""
+    small, group, outputs, inputs = 2**-9, 128, 16, 256
+    scale = torch.ones(outputs, 2, dtype=scale_dtype, device=device)
+    scale[:, 0] += small
+    ones = torch.ones(outputs, inputs, dtype=torch.uint8, device=device)
+    if kind == "4 bits":
+        weight = Int4Weight.of(ones + 8, scale, None, group)
+    else:
+        weight = GroupedWeight(ones + 128, scale, index_of(ones, group))
+    stack = experts.stack_of(StackedWeight(weight, 1), BF16, experts.capability(device))
+    x = torch.ones(3, inputs, dtype=BF16, device=device)
+    x[:, group:] = -1
+    assignments = experts.assign(x, x[:1], Routing(1, True))
+    y = torch.empty(3, outputs, dtype=BF16, device=device)
+    experts.multiply(x, stack, y, assignments, 16, ProductTile(16, 64, 4, 2), None)
+    assert torch.equal(y.cpu(), torch.full((3, outputs), group * small, dtype=BF16))
+
+
+@pytest.mark.parametrize("width", [768, 1408, 1536, 2048, 2560])
+def test_blocks_that_ranks_cut_stay_in_8_bits_on_each(width, draw, device):
+    """Widths of published experts, in blocks of 128, over 8 ranks."""
+    whole = blocks(draw(2 * 128, width).to(device), Rounding(Number.FP8, 128), 128, 128)
+    each = width // 8
+    for rank in range(8):
+        own = StackedWeight(whole.inputs(range(rank * each, (rank + 1) * each)), 2)
+        stack = experts.stack_of(own, BF16, experts.capability(device))
+        assert isinstance(stack, experts.WalkedStack), rank
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_blocks_of_16_inputs_multiply_inputs_that_are_not_rounded(
+    tokens, draw, device, monkeypatch
+):
+    monkeypatch.setitem(KINDS, "cut", lambda dense: blocks(dense, Rounding(Number.FP8, 64), 32, 16))
+    residual, weights, norm = case("cut", draw, device, tokens)
+    plain = [
+        replace(stack, rows=replace(stack.rows, rounding=None))
+        for stack in (weights.gate_up, weights.down)
+    ]
+    got, exact = torch.zeros_like(residual), torch.zeros_like(residual, dtype=torch.float32)
+    routing = Routing(2, True)
+    experts.prepare_experts(weights, norm, Activation.SILU, routing, SMALL)(residual, got)
+    expected = weights._replace(gate_up=plain[0], down=plain[1])
+    normed = pointwise.rms_norm(residual, *norm)
+    reference.OPERATIONS.prepare_experts(expected, None, Activation.SILU, routing)(normed, exact)
+    assert (got.float() - exact).norm() < BOUND * exact.norm()

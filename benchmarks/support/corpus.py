@@ -1,11 +1,10 @@
-"""The corpus: the running interpreter's standard library, and which modules are held out."""
+"""The standard library's modules, and those of them that the demo model was not trained on."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 # Not code: character tables, documentation kept as strings, sources that are broken on purpose.
@@ -15,7 +14,7 @@ HELD_OUT_ONE_IN = 28
 
 
 def is_held_out(module: str) -> bool:
-    """Whether tokenizer and model never see this module: a hash of its name, the same always."""
+    """Whether the demo model's training and its tokenizer left this module out: by its name."""
     return int.from_bytes(hashlib.sha256(module.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
 
 
@@ -49,21 +48,3 @@ def split(modules: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, bytes]
         if is_held_out(name) and source not in known
     }
     return train, held_out
-
-
-def shared_lines(train: dict[str, bytes], held_out: dict[str, bytes]) -> dict[str, float]:
-    """For each held-out module the share of its runs of five non-blank lines seen in training.
-
-    High values are near duplicates. They stay in the set; the model card counts them.
-    """
-
-    def runs(source: bytes) -> Iterator[tuple[bytes, ...]]:
-        lines = [line.strip() for line in source.splitlines() if line.strip()]
-        return (tuple(lines[i : i + 5]) for i in range(len(lines) - 4))
-
-    seen = {hash(run) for source in train.values() for run in runs(source)}
-    shares = {}
-    for name, source in held_out.items():
-        matches = [hash(run) in seen for run in runs(source)]
-        shares[name] = sum(matches) / len(matches) if matches else 0.0
-    return shares

@@ -1,0 +1,51 @@
+"""What one step holds at most: buffers are made by these numbers, and steps are held to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenpod.core.branches import MOST_BRANCHES
+from tokenpod.core.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The limits of one step.
+
+        tokens    one for each row that decodes, prompts' tokens, and drafts
+        samples   one for each row, and one behind each draft
+
+    A token that its mask forces is a draft that is sure to be right: it takes a draft's place. Each
+    sample has one mask at most.
+    """
+
+    #: Rows, with a liveness probe's.
+    rows: int
+    #: Tokens of prompts, with a liveness probe's.
+    prompt: int
+    #: Tokens of all rows behind their next ones.
+    drafts: int
+    #: Drafts in trees that are branches.
+    branches: int = MOST_BRANCHES
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.rows + self.prompt + self.drafts
+
+    @property
+    def samples(self) -> int:
+        """Positions that are sampled."""
+        return self.rows + self.drafts
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise AssertionError, which names the limit, for a step that a buffer can't hold."""
+        branches = 0 if plan.branches is None else len(plan.branches.tokens)
+        for name, number, most in (
+            ("rows", plan.rows, self.rows),
+            ("tokens", plan.tokens, self.tokens),
+            ("drafts", plan.drafts, self.drafts),
+            ("branches", branches, self.branches),
+        ):
+            if number > most:
+                raise AssertionError(f"a step of {number} {name}; executors have room for {most}")

@@ -1,1 +1,0 @@
-"""`make image`: build an image for real, look into it, and generate with it."""

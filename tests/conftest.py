@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import requires
@@ -42,20 +40,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 FOLDER = Path(__file__).parent
-#: Folders and fixtures whose tests talk to servers.
-POD_FOLDERS = ("chaos", "deploy", "examples", "server", "tools")
+#: Folders and fixtures whose tests start processes, servers mostly.
+POD_FOLDERS = ("chaos/", "deploy/", "examples/", "server/", "tools/")
 POD_FIXTURES = frozenset({"server", "stub"})
+#: Folders whose tests compute for seconds: their kernels are interpreted.
+COMPUTE_FOLDERS = ("kernels/triton/",)
 #: Audit events of a process that starts another; the last one is our own (prefork.py).
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "prefork.start")
 #: Folders whose tests keep a processor busy.
 COMPUTING = ("engine", "kernels", "models")
 #: And those whose files take a second or two.
 SHORT = ("core", "service")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--shard 1/6`: the first of six parts of about equal size."""
-    parser.addoption("--shard", help="run one of several parts of the tests, such as 1/6")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,39 +66,36 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests with their tier, keep those of a shard, and order files for processes."""
+    """Mark tests with their tier, and order files for processes."""
     mark_sampled(items)
     mark_tiers(items)
     if hasattr(config, "workerinput"):  # pytest-xdist's
         items[:] = interleaved(items)
     # First, while nothing else has the GPU: the others would wait for it in the middle of theirs.
     items.sort(key=lambda item: item.get_closest_marker("fills_gpu") is None)  # stable
-    if shard := config.getoption("--shard"):
-        items[:] = [item for item in items if in_shard(item.nodeid, shard)]
 
 
 def mark_tiers(items: list[pytest.Item]) -> None:
-    """`unit` is what is in no other tier; `pod`, what uses a server, besides what says so."""
+    """`unit` is what has no other tier; besides what says so, `pod` is what uses a server."""
     for item in items:
-        folder = item.path.relative_to(FOLDER).parts[0]
+        place = item.path.relative_to(FOLDER).as_posix()
         fixtures = frozenset(getattr(item, "fixturenames", ()))
-        if folder in POD_FOLDERS or fixtures & POD_FIXTURES:
+        if place.startswith(POD_FOLDERS) or fixtures & POD_FIXTURES:
             item.add_marker("pod")
-        if not any(item.get_closest_marker(tier) for tier in ("pod", "slow", "gpu")):
+        if place.startswith(COMPUTE_FOLDERS):
+            item.add_marker("compute")
+        if not any(item.get_closest_marker(tier) for tier in ("compute", "pod", "slow", "gpu")):
             item.add_marker("unit")
 
 
 def asks_the_system(arguments: tuple[object, ...]) -> bool:
     """Whether a process is one that libraries start when they are imported, such as `ldconfig`."""
-    return (
-        Path(str(arguments[0])).name in ("gcc", "ldconfig", "ninja", "uname")
-        if arguments
-        else False
-    )
+    names = {Path(str(program)).name for program in arguments[:1]}
+    return not names.isdisjoint({"gcc", "ldconfig", "ninja", "uname"})
 
 
 class NoProcesses:
-    """While a unit test runs, an attempt to start a process fails it."""
+    """An attempt to start a process fails a test that is not of the tier for that."""
 
     def __init__(self) -> None:
         self.test: str | None = None
@@ -112,12 +104,13 @@ class NoProcesses:
     def _see(self, event: str, arguments: tuple[object, ...]) -> None:
         if event in STARTS and self.test is not None and not asks_the_system(arguments):
             name, self.test = self.test, None
-            pytest.fail(f"{name} is a unit test, and starts a process: mark it pod ({arguments})")
+            pytest.fail(f"{name} starts a process, and is not marked pod ({arguments})")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Remember which unit test runs."""
-        self.test = item.nodeid if item.get_closest_marker("unit") else None
+        """Remember which test runs that must start none."""
+        free = any(item.get_closest_marker(tier) for tier in ("pod", "slow", "gpu"))
+        self.test = None if free else item.nodeid
         try:
             return (yield)
         finally:
@@ -154,14 +147,6 @@ def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
         kind.update({path: (at + 0.5) / len(kind) for at, path in enumerate(kind)})
     places = waiting | computing | others
     return sorted(items, key=lambda item: places[item.path])  # stable
-
-
-def in_shard(test: str, shard: str) -> bool:
-    """Whether a test belongs to a shard: by its name, so that others don't move when one is new."""
-    match = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise pytest.UsageError(f"--shard is {shard}: it should be one of 1/6 to 6/6, say")
-    return zlib.crc32(test.encode()) % int(match[2]) == int(match[1]) - 1
 
 
 def mark_sampled(items: list[pytest.Item]) -> None:

@@ -25,6 +25,8 @@ from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.library import LimitReached
 from tokenpod.models import load as loading
 
+pytestmark = pytest.mark.compute
+
 PERSON = {
     "type": "object",
     "properties": {

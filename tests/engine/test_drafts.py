@@ -38,6 +38,8 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
+pytestmark = pytest.mark.compute
+
 MOST = 3
 #: Drafts of a row in a tree.
 TREE = 9

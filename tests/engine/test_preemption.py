@@ -30,6 +30,8 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.optimistic import Optimistic
 from tokenpod.scheduler.past_future import PastFuture
 
+pytestmark = pytest.mark.compute
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():

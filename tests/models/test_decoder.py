@@ -17,6 +17,8 @@ from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 
+pytestmark = pytest.mark.compute
+
 
 def load(folder: Path, **more):
     return load_model(
@@ -76,7 +78,7 @@ def test_its_ranks_say_what_transformers_says(kind, world, golden, text, monkeyp
     torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(3, "slow")
+@pytest.mark.sampled(7, "slow")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "name",

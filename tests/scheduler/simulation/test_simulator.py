@@ -14,6 +14,8 @@ from tokenpod.scheduler.simulation.step_times import StepTimes
 from tokenpod.scheduler.simulation.trace import Arrival
 from tokenpod.scheduler.work import Limits
 
+pytestmark = pytest.mark.compute
+
 PAIRS = [(admission, turns) for admission in ADMISSIONS for turns in BATCHINGS]
 TIMES = StepTimes(1e-3, 1e-5, 1e-8, 2e-6, 1e-9)
 

@@ -171,7 +171,7 @@ def mark_sampled(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
-    with serve("--kv-cache-events") as running:
+    with serve("--kv-cache-events", own_imports=True) as running:
         yield running
         assert running.stop() == 0
 

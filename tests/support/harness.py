@@ -24,6 +24,7 @@ from grpc_status import rpc_status
 from prefork import PreforkedProcess
 from prefork_server import FORKER
 
+from examples import ALL
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadRequest
@@ -169,7 +170,8 @@ def serve(
         wait: until it serves.
         env: added to this process's environment.
         own_imports: start it by its command line, as users do, at 2.5 seconds of a core; otherwise
-            it is forked from a process that has imported its modules (prefork.py).
+            it is forked from a process that has imported its modules (prefork.py), but in
+            `make test-all`.
     """
     with tempfile.TemporaryDirectory() as scratch:
         port, health_port = free_port(), free_port()
@@ -181,7 +183,7 @@ def serve(
         command += [*(() if "--threads" in flags else ("--threads", "1")), *flags]
         process: subprocess.Popen[str] | PreforkedProcess
         with log.open("w") as output:
-            if own_imports or not prefork.can_fork(env):
+            if own_imports or ALL or not prefork.can_fork(env):
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "tokenpod", *command],
                     stdout=output,

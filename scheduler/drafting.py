@@ -200,8 +200,10 @@ class Drafting:
         each = table.bound[places] - table.computed[places] - 1
         if owner is Owner.BATCHER and planner.flying:
             ready[:] = False
-        for at in np.flatnonzero(ready).tolist():
-            most = min(int(each[at]), step.drafts_left)
+        drafting = np.flatnonzero(ready).tolist()
+        for before, at in enumerate(drafting):
+            # Equal shares: each has waited for the step that it was in.
+            most = min(int(each[at]), step.drafts_left // (len(drafting) - before))
             guess = self._guess(sequences[at], choice, most, step.branches_left)
             self._watched.pop(sequences[at].id, None)
             if guess.tokens:

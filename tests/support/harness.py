@@ -33,6 +33,8 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import Gener
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 START_SECONDS = 120.0
+#: The command line's program.
+TOKENPOD = (sys.executable, "-P", "-m", "tokenpod")
 #: What GetLoad counts of calls that have not ended.
 _OF_CALLS = (
     "request_count",
@@ -162,6 +164,7 @@ def serve(
     wait: bool = True,
     env: dict[str, str] | None = None,
     own_imports: bool = False,
+    program: Sequence[str] = TOKENPOD,
 ) -> Iterator[ServerProcess]:
     """A server on free ports and a unix socket; killed in the end if it still runs.
 
@@ -172,6 +175,7 @@ def serve(
         own_imports: start it by its command line, as users do, at 2.5 seconds of a core; otherwise
             it is forked from a process that has imported its modules (prefork.py), but in
             `make test-all`.
+        program: started in place of `tokenpod`.
     """
     with tempfile.TemporaryDirectory() as scratch:
         port, health_port = free_port(), free_port()
@@ -183,9 +187,10 @@ def serve(
         command += [*(() if "--threads" in flags else ("--threads", "1")), *flags]
         process: subprocess.Popen[str] | PreforkedProcess
         with log.open("w") as output:
-            if own_imports or ALL or not prefork.can_fork(env):
+            started = own_imports or ALL or program != TOKENPOD or not prefork.can_fork(env)
+            if started:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "tokenpod", *command],
+                    [*program, *command],
                     stdout=output,
                     stderr=output,
                     text=True,

@@ -37,7 +37,7 @@ from tokenpod.models.names import Names, weights_of
 from tokenpod.models.shard import WHOLE
 
 SMOKE = {
-    "cpu": "--shape nano --rank 4 --slots 2 --cases 2x16x2 --rounds 1",
+    "cpu": "--shape nano --rank 4 --slots 2 --cases 2x16x2 --rounds 0",
     "gpu": "--shape tiny --slots 4 --cases 16x64x4 1x64x1 --rounds 1",
 }
 #: Of log probabilities, by rounding alone, after 32 layers in bfloat16.
@@ -51,7 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", default="bf16", choices=["bf16", "int8", "fp8", "int4"])
     cases = ["64x1024x32", "64x1024x1", "16x1024x16", "1x1024x1"]
     parser.add_argument("--cases", nargs="*", default=cases, metavar="ROWSxCONTEXTxADAPTERS")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: check, and time nothing")
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
@@ -67,7 +67,9 @@ def run(asked: argparse.Namespace, report: Report) -> None:
         for rows, context, count in cases:
             count = min(count, asked.slots)
             with reporting(f"{rows} x {context}, {count} adapters"):
-                compare(stage, store, rows, context, count)
+                compare(stage, store, rows, context, count, report)
+                if not asked.rounds:
+                    continue
                 ways: dict[str, tuple[Any, int, int]] = {
                     "without": (plain, 0, 0),
                     "slots unused": (ours, 0, 0),
@@ -114,7 +116,9 @@ def store_of(stage: DecodeStep, asked: argparse.Namespace) -> AdapterStore:
     return store
 
 
-def compare(stage: DecodeStep, store: AdapterStore, rows: int, context: int, count: int) -> None:
+def compare(
+    stage: DecodeStep, store: AdapterStore, rows: int, context: int, count: int, report: Report
+) -> None:
     """With the reference's arithmetic of adapters; the rest of the step is the same."""
     batch = replace(stage.batch(rows, context), t_adapter=slots_of(rows, count))
     for scaled in (0, 1):
@@ -128,8 +132,10 @@ def compare(stage: DecodeStep, store: AdapterStore, rows: int, context: int, cou
             found.append(logits.float().log_softmax(-1))
         store._ops = OPERATIONS
         off = float((found[0] - found[1]).abs().mean())
+        kind = "DoRA" if scaled else "LoRA"
+        report.row("checked", rows=rows, kind=kind, logprobs_differ_by=off)
         if not off < TOLERANCE:
-            print(f"WRONG {rows} rows, {'DoRA' if scaled else 'LoRA'}: differ by {off:.3f}")
+            print(f"WRONG {rows} rows, {kind}: differ by {off:.3f}")
 
 
 #: Adjacent slots of a row.

@@ -172,6 +172,7 @@ def mark_sampled(items: list[pytest.Item]) -> None:
 def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
     with serve("--kv-cache-events", own_imports=True) as running:
+        running.is_common = True
         yield running
         assert running.stop() == 0
 
@@ -179,13 +180,12 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(autouse=True)
 def _idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test of the common server leaves no call, sequence or batch behind."""
-    if "server" not in request.fixturenames:
-        yield
-        return
-    shared: ServerProcess = request.getfixturevalue("server")
+    common = None
+    if "server" in request.fixturenames:
+        common = request.getfixturevalue("server")
     yield
-    if isinstance(shared, ServerProcess):  # files may have fixtures of that name
-        shared.wait_until_idle()
+    if getattr(common, "is_common", False):  # files may have other fixtures of that name
+        common.wait_until_idle()
 
 
 @pytest.fixture(scope="session")

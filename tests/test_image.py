@@ -191,12 +191,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.pod
 def test_the_bill_of_materials_is_complete(root: Path) -> None:
     there = {canonical(each.name) for each in found(root)}
     assert {"torch", "grpcio", "tokenpod", "numpy"} <= there
     assert check_bill(root) == len(there)
 
 
+@pytest.mark.pod
 def test_a_bill_that_lacks_something_is_refused(root: Path, tmp_path: Path) -> None:
     bill = json.loads((root / BILL).read_text())
     bill["components"] = [each for each in bill["components"] if each["name"] != "torch"]

@@ -90,6 +90,7 @@ def answer(*arguments: object, status: int = 0) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.pod
 def test_the_demo_model_has_the_slots_and_parameters_that_the_server_reports():
     with serve("--device", "cpu", "--threads", "1", "--json-output") as server:
         text = server.log.read_text()

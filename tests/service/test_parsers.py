@@ -319,7 +319,7 @@ def finite(digits: str) -> float:
 @given(values=st.lists(st.sampled_from(SCRAPS) | st.text(max_size=4), max_size=6).map("".join))
 @example(values='"\\U98765432"')
 @example(values="{1e999: [1e999, -1e999]}")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_arguments_of_a_python_call_are_json_for_every_client(values: str) -> None:
     for _, arguments in read("pythonic", f"[f(x={values})]")[2]:
         strict(arguments)

@@ -68,6 +68,8 @@ class ServerProcess:
     uds: str
     log: Path
     channels: list[grpc.Channel] = field(default_factory=list)
+    #: Whether tests of all files share it.
+    is_common: bool = False
     _load: Any = None
 
     @property

@@ -235,6 +235,7 @@ def test_a_wheel_has_every_file_of_its_package(wheels: dict[str, Path], package:
 
 
 @pytest.mark.parametrize(("package", "folder"), PROJECTS.items())
+@pytest.mark.slow
 def test_a_source_distribution_builds_the_same_wheel(
     checkout: Path, wheels: dict[str, Path], package: str, folder: str, tmp_path: Path
 ) -> None:

@@ -114,8 +114,11 @@ def reporting(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        print(f"FAILED {what}: {type(error).__name__}: {first[:200]}", flush=True)
+        name, first = type(error).__name__, (str(error).splitlines() or [""])[0]
+        if name == "OutOfResources":  # of a tile that is tried
+            print(f"too large: {what}: {first[:100]}", flush=True)
+            return
+        print(f"FAILED {what}: {name}: {first[:200]}", flush=True)
         if os.environ.get("TRACE"):
             traceback.print_exc()
 

@@ -18,6 +18,8 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs, StepTimes
 from tokenpod.scheduler.tree_shapes import CHANCES, depth_of, is_chain, widths_of
 
+pytestmark = pytest.mark.compute
+
 MOST = 4
 MILLISECOND = 1_000_000
 #: What is drawn, always; a wrong guess is another token.

@@ -41,7 +41,7 @@ def text_of(where: str, value: object) -> str:
     return value
 
 
-def entries_of(where: str, value: object, forms: str, known: Sequence[str]) -> dict[str, Any]:
+def entries_of(where: str, value: Any, forms: str, known: Sequence[str]) -> dict[str, Any]:
     """The entries of a mapping that are set; None is as if not there.
 
     Pydantic's objects count as what they dump, so that messages of other clients can be sent back.

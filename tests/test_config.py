@@ -293,6 +293,7 @@ def test_every_setting_says_what_it_means_and_where_it_belongs():
         assert group_of(field) in list(Group), name
 
 
+@pytest.mark.pod
 def test_the_documentation_is_current_and_has_every_setting():
     check = [sys.executable, "-P", "tools/settings_docs.py", "--check"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)

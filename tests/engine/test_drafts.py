@@ -38,6 +38,8 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
+pytestmark = pytest.mark.compute
+
 MOST = 3
 #: Drafts of a row in a tree.
 TREE = 9
@@ -53,7 +55,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
 
 
 def drafted(asked, most=MOST):
@@ -73,7 +75,7 @@ def undrafted(exact):
         ("random", True, 0.05, 0),
         ("random", False, 0.0, 0),
         ("wrong", True, 0.0, 0),
-        ("right", True, 0.0, TREE),
+        pytest.param("right", True, 0.0, TREE, marks=pytest.mark.slow),
         ("random", True, 0.05, TREE),
     ],
 )
@@ -115,7 +117,7 @@ class Worse:
     [
         (0.0, False, 0.0, 0, 0.7, 1.0),
         (1.0, True, 0.05, 0, 0.2, 0.9),
-        (1.0, True, 0.05, TREE, 0.1, 0.5),
+        pytest.param(1.0, True, 0.05, TREE, 0.1, 0.5, marks=pytest.mark.slow),
     ],
     ids=["the same model", "another", "a tree of another"],
 )
@@ -251,6 +253,7 @@ def test_a_router_gets_no_drafts_beyond_what_it_has_reserved(exact):
 
 @pytest.mark.parametrize("kind", ["random", "right", "wrong"])
 @pytest.mark.sampled(3, "slow")
+@pytest.mark.pod
 def test_two_ranks_draft_as_one_does(kind):
     """Greedy, sampled and penalised rows that end by length, at an end of text, at a stop token."""
     options = EngineOptions(

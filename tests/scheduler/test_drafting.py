@@ -165,6 +165,7 @@ def test_a_draft_model_is_used_where_its_own_time_pays(machine, rows, right, sma
     assert faster / plain > least
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize(
     ("machine", "rows", "right", "trees", "least"),
     [
@@ -247,6 +248,7 @@ def brought(shape, right):
     return 1 + (float(gain_of(shape, odds)[0]) if shape else 0.0)
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize(("early", "right", "better"), [(True, 0.75, 0), (False, 0.5, 31)])
 def test_where_trees_may_be_drafted_it_is_as_fast_as_the_better_of_both(early, right, better):
     machine = Ahead(fixed=3.85, token=0.011, host=0.9, overlap=True, early=early)
@@ -277,6 +279,7 @@ def test_a_draft_model_that_was_given_up_is_tried_again():
     assert 0 < counts[0] < counts[1]
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("machine", [GPU, CPU, BUSY], ids=["gpu", "cpu", "busy"])
 @pytest.mark.parametrize("rows", [1, 8, MOST_ROWS])
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
+from examples import examples
 from tokenpod.service.text.conversion import converted
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
@@ -120,7 +121,7 @@ def test_pieces_of_any_cut_of_any_text_join_to_its_whole_decode(formats, backend
     backend = {**backends, **formats}[kind]
     tokenizer = Tokenizer(Backend.from_str(backend.to_str()))
 
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples(150), deadline=None, derandomize=True, database=None)
     @given(text=TEXTS, cut=st.tuples(st.integers(0, 40), st.integers(0, 40)))
     def hold(text, cut):
         ids = tokenizer.encode(text)[cut[0] :][: cut[1]]
@@ -138,7 +139,7 @@ def test_text_in_any_language_comes_back(formats, backends, kind):
     tokenizer = Tokenizer(Backend.from_str(backend.to_str()))
     specials = {backend.id_to_token(i) for i in tokenizer.special_ids}
 
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples(150), deadline=None, derandomize=True, database=None)
     @given(text=TEXTS)
     def hold(text):
         if any(token in text for token in specials):
@@ -162,6 +163,7 @@ def test_tiktoken_gives_each_token_its_rank(folders, formats, backends):
     assert rank[b" again"] in ids
 
 
+@pytest.mark.pod
 def test_tokens_beyond_a_tiktoken_vocabulary_keep_their_ids(folders, tmp_path):
     folder = shutil.copytree(folders["tiktoken"], tmp_path / "model")
     size = converted(folder).get_vocab_size()

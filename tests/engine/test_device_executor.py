@@ -248,9 +248,9 @@ def test_the_device_samples_what_the_host_samples(overlap, captured, expected):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "tree"), [("right", 0), ("random", 0), ("random", 7)])
-def test_drafts_change_nothing_of_what_is_sampled(kind, tree, expected):
-    guesses = drafting(expected.tokens, kind, 3, VOCABULARY, tree=tree)
+@pytest.mark.parametrize("kind", ["right", "random"])
+def test_drafts_change_nothing_of_what_is_sampled(kind, expected):
+    guesses = drafting(expected.tokens, kind, 3, VOCABULARY)
     loop, link = on_device(overlap=True, guesses=guesses)
     got = run(loop, link, drafts=3)
     assert loop.scheduler.load().accepted_tokens > 3

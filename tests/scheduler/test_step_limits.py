@@ -24,12 +24,12 @@ class Always(Guesses):
         return [1] * most
 
 
-def two_routers_and_streams(drafts, *, rows, streams, tree=0):
+def two_routers_and_streams(drafts, *, rows, streams):
     """A driver with two routers' batches of so many rows each, and streams, that all decode.
 
     Decode calls of both routers are there before its next step.
     """
-    drafting = partial(Drafting, Always(1), drafts, tree=tree)
+    drafting = partial(Drafting, Always(1), drafts)
     driver = Driver(slots=9000, max_rows=70, prefill_tokens=400, drafting=drafting)
     batches = [[100 * op + i for i in range(rows)] for op in (1, 2)]
     for op, batch in enumerate(batches, 1):
@@ -49,15 +49,6 @@ def test_drafts_of_two_routers_and_of_streams_share_a_step():
     plan = driver.last_step.plan
     assert plan.drafts == MOST_DRAFTS
     assert plan.rows == 64
-    driver.drain()
-
-
-def test_trees_of_two_routers_and_of_streams_share_a_step():
-    driver = two_routers_and_streams(3, rows=4, streams=4, tree=8)
-    driver.turn()
-    plan = driver.last_step.plan
-    trees = sum(len(tree.depth) - 1 for _, tree in plan.branches.trees.values())
-    assert trees == 32
     driver.drain()
 
 
@@ -129,10 +120,8 @@ def greedy(self, step, sequences, places):
     return [], np.empty(0, np.int64), 6 * len(sequences)
 
 
-@pytest.mark.parametrize(("speculate", "rows", "tree", "drafts"), [(8, 64, 0, 256), (2, 4, 8, 40)])
-def test_the_scheduler_holds_steps_to_the_buffers_that_the_engine_makes(
-    speculate, rows, tree, drafts
-):
+@pytest.mark.parametrize(("speculate", "rows", "drafts"), [(8, 64, 256), (2, 4, 8)])
+def test_the_scheduler_holds_steps_to_the_buffers_that_the_engine_makes(speculate, rows, drafts):
     options = EngineOptions(
         "",
         None,
@@ -141,7 +130,6 @@ def test_the_scheduler_holds_steps_to_the_buffers_that_the_engine_makes(
         max_batch_size=rows,
         max_batch_prefill_tokens=100,
         speculate=speculate,
-        draft_tree=tree,
     )
     made = step_limits(options)
     limits = Limits(1000, rows, 100, options.max_batch_prefill_tokens, drafts=made.drafts)

@@ -79,14 +79,12 @@ def test_forced_tokens_of_two_routers_and_of_streams_share_the_free_rows():
 
 def test_a_step_beyond_what_executors_have_room_for_is_not_closed():
     """In production, too: whatever a planner adds, the plan is held to the executor's buffers."""
-    limits = StepLimits(rows=3, prompt=4, drafts=2, branches=1)
+    limits = StepLimits(rows=3, prompt=4, drafts=2)
     fits = [
         PlanRow(0, 5, [1, 2, 3], [1, 1, 1], samples=3),
         PlanRow(1, 0, [4, 5], [1, 1], samples=0),
     ]
     limits.check(plan_of(1, fits))
-    branched = [PlanRow(0, 5, [1, 2, 3], [1, 1, 1], samples=3, parents=(-1, 0, 0))]
-    limits.check(plan_of(1, branched))
     for name, rows in (
         ("4 rows", [PlanRow(i, 1, [i]) for i in range(4)]),
         ("10 tokens", [PlanRow(0, 0, range(10), [1] * 10)]),
@@ -95,9 +93,6 @@ def test_a_step_beyond_what_executors_have_room_for_is_not_closed():
     ):
         with pytest.raises(AssertionError, match=f"a step of {name}; executors have room for"):
             limits.check(plan_of(1, rows))
-    tree = [PlanRow(0, 5, range(3), [1] * 3, samples=3, parents=(-1, 0, 0))]
-    with pytest.raises(AssertionError, match="a step of 1 branches; executors have room for 0"):
-        StepLimits(3, 4, 2, branches=0).check(plan_of(1, tree))
 
 
 def test_a_planner_that_adds_too_much_is_found_when_the_step_is_closed(monkeypatch):

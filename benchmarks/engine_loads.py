@@ -13,8 +13,8 @@ from loads import figures
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.scheduler.simulation.trace import Arrival
 from tokenpod.scheduler.work import Limits
+from tokenpod.simulator.trace import Arrival
 
 
 class Client:

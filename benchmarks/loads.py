@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tokenpod.scheduler.simulation.trace import Arrival
+from tokenpod.simulator.trace import Arrival
 
 Lengths = list[tuple[int, int, int]]  # prompt, output, asked for
 

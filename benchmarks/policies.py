@@ -30,12 +30,12 @@ from policy_tables import plot
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
-from tokenpod.scheduler.simulation.machines import MACHINES
-from tokenpod.scheduler.simulation.simulator import Simulator
-from tokenpod.scheduler.simulation.skipping import SkippingScheduler
-from tokenpod.scheduler.simulation.step_times import StepSize, fitted, relative_errors
-from tokenpod.scheduler.simulation.trace import Arrival
 from tokenpod.scheduler.work import Limits
+from tokenpod.simulator.machines import MACHINES
+from tokenpod.simulator.simulator import Simulator
+from tokenpod.simulator.skipping import SkippingScheduler
+from tokenpod.simulator.step_times import StepSize, fitted, relative_errors
+from tokenpod.simulator.trace import Arrival
 
 PAIRS = [(admission, turns) for admission in ADMISSIONS for turns in BATCHINGS]
 #: Ours, TGI's, vLLM's, LightLLM's of 2023 within TGI's loop, and LightLLM's of 2025.

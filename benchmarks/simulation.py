@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from loads import SHAPES, arrivals
 
-from tokenpod.scheduler.simulation.machines import MACHINES
-from tokenpod.scheduler.simulation.simulator import Simulator
-from tokenpod.scheduler.simulation.skipping import SkippingScheduler
 from tokenpod.scheduler.work import Limits
+from tokenpod.simulator.machines import MACHINES
+from tokenpod.simulator.simulator import Simulator
+from tokenpod.simulator.skipping import SkippingScheduler
 
 #: By name: lengths, and requests per second; None: all at once.
 CASES: dict[str, tuple[str, float | None]] = {

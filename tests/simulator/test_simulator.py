@@ -7,12 +7,12 @@ import pytest
 
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.preemption import PREEMPTIONS
-from tokenpod.scheduler.simulation.machines import MACHINES
-from tokenpod.scheduler.simulation.simulator import Simulator
-from tokenpod.scheduler.simulation.skipping import SkippingScheduler
-from tokenpod.scheduler.simulation.step_times import StepTimes
-from tokenpod.scheduler.simulation.trace import Arrival
 from tokenpod.scheduler.work import Limits
+from tokenpod.simulator.machines import MACHINES
+from tokenpod.simulator.simulator import Simulator
+from tokenpod.simulator.skipping import SkippingScheduler
+from tokenpod.simulator.step_times import StepTimes
+from tokenpod.simulator.trace import Arrival
 
 PAIRS = [(admission, turns) for admission in ADMISSIONS for turns in BATCHINGS]
 TIMES = StepTimes(1e-3, 1e-5, 1e-8, 2e-6, 1e-9)

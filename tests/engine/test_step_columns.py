@@ -23,7 +23,7 @@ from tokenpod.engine.executor import Executor
 pytestmark = pytest.mark.compute
 
 #: Those that are run where kernels are interpreted, and take seconds there.
-INTERPRETED_SCENES = ("found_trees", "masks", "masks_alone")
+INTERPRETED_SCENES = ("found_drafts", "masks", "masks_alone")
 #: Those that two ranks run on a device: others have all that these leave out.
 DEVICE_RANKS_SCENES = tuple(name for name in SCENES if name not in ("plain", "drafts"))
 

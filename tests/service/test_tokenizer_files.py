@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from byte_runs import known
 from chats import turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,7 +126,7 @@ def test_pieces_of_any_cut_of_any_text_join_to_its_whole_decode(formats, backend
     def hold(text, cut):
         ids = tokenizer.encode(text)[cut[0] :][: cut[1]]
         pieces = streamed(tokenizer, ids)
-        whole = backend.decode(ids, skip_special_tokens=True)
+        whole = backend.decode(known(backend, ids), skip_special_tokens=True)
         assert "".join(pieces) == whole
         assert sum(piece.count("\ufffd") for piece in pieces) == whole.count("\ufffd")
 

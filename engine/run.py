@@ -99,8 +99,7 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     if not options.speculate:
         return None
     source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
-    tree = options.draft_tree
-    return lambda kv: Drafting(source, options.speculate, kv, Costs(), tree=tree)
+    return lambda kv: Drafting(source, options.speculate, kv, Costs())
 
 
 def _method(options: EngineOptions) -> str:
@@ -197,7 +196,7 @@ def load(
         slots=room.slots,
         max_rows=room.rows,
         max_positions=positions,
-        prefill_tokens=options.max_batch_prefill_tokens,
+        prefill_tokens=assembled.prefill_tokens,
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,
@@ -237,6 +236,7 @@ def load(
         adapters=adapters,
         quantization=model.quantization,
         host_slots=assembled.host_slots,
+        prefill_tokens=assembled.prefill_tokens,
     )
     return assembled, ready, limits
 

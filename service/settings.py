@@ -19,6 +19,9 @@ from tokenpod.core.formats import ABOUT, Quantize
 
 VARIABLE_PREFIX = "TOKENPOD_"
 
+#: Settings of earlier versions, and what to do instead. Where one is given the start is refused.
+REMOVED = {"draft_tree": "drafts of a sequence are a chain now; --speculate alone says how many"}
+
 
 class Group(StrEnum):
     """What a setting is about: the panels of `--help`, the tables of docs/settings.md."""
@@ -229,7 +232,9 @@ class Settings(BaseSettings):
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""
     max_batch_prefill_tokens: int | None = _memory(
-        derived="512 on a CPU, 4096 on a GPU, max-batch-total-tokens at most", ge=1
+        derived="4096 on a GPU; on a CPU what takes 50 ms, 64 to 512 (512 with batching alternate);"
+        " max-batch-total-tokens at most",
+        ge=1,
     )
     """Prompt tokens of one step; a longer prompt takes several."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
@@ -271,9 +276,6 @@ class Settings(BaseSettings):
     name that is in the local Hugging Face cache; or mtp, the layer of the served model's own
     checkpoint that predicts further tokens. A model's vocabulary must be the served one's; each
     rank holds it whole."""
-    draft_tree: int = _memory(0, ge=0, le=31)
-    """Drafts of a sequence in a step if they are a tree: several for one place, from draft-model,
-    more than speculate in all. Few sequences at a time have trees, where these pay. 0: none."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

@@ -33,6 +33,8 @@ from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 from tokenpod.service.text.tool_constraints import calls_constraint
 
+pytestmark = pytest.mark.pod
+
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
 ENDLESS = EncodeChat(turns(("user", "loop")), 0)

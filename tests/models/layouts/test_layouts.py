@@ -21,6 +21,8 @@ from tokenpod.models.load import load_model
 from tokenpod.models.nested import NESTED
 from tokenpod.models.shard import Shard
 
+pytestmark = pytest.mark.compute
+
 
 def gptq(**more: Any) -> tuple[dict[str, Any], partial]:
     version = more.get("version", 1)

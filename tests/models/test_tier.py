@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit(folder, edit, message):
             "an encoder with a decoder; with its own cache: config.json has no decoder_start_tok",
         ),
         (
-            {"architectures": ["VoxtralForConditionalGeneration"], "model_type": "voxtral"},
+            {"architectures": ["Blip2ForConditionalGeneration"], "model_type": "blip-2"},
             "has no such causal model",
         ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "is missing from the ch"),

@@ -132,8 +132,8 @@ def test_an_example_streams_from_a_checkout(
     needs(*programs)
     lines = at(blocks(title)[block], server)
     said = shell(lines, checkout)
-    # Tools before it, such as npm, print lines of their own.
-    assert said.endswith(expected), said
+    # Tools around it, such as npm, print lines of their own.
+    assert expected in said
     empty = lines.replace(f"'{PROMPT}'", "''").replace(f'"{PROMPT}"', '""')
     with pytest.raises(AssertionError, match=refusal):
         shell(empty, checkout)

@@ -45,7 +45,6 @@ from tokenpod.models.families.seed_oss import SEED_OSS
 from tokenpod.models.families.smollm3 import SMOLLM3
 from tokenpod.models.families.stablelm import STABLELM
 from tokenpod.models.families.starcoder2 import STARCODER2
-from tokenpod.models.families.text_of import GEMMA3_TEXT, MISTRAL3_TEXT
 
 FAMILIES: tuple[Family, ...] = (
     ARCEE,
@@ -100,8 +99,6 @@ FAMILIES: tuple[Family, ...] = (
     SMOLLM3,
     STABLELM,
     STARCODER2,
-    GEMMA3_TEXT,
-    MISTRAL3_TEXT,
 )
 
 __all__ = ["FAMILIES", "Family"]

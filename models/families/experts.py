@@ -106,14 +106,21 @@ def gate_names(
     )
 
 
-def stacked(block: str = "mlp", **other: str) -> Callable[[Names], Names]:
-    """The layout in which transformers holds experts since its version 5, with `other` names."""
+def stacked(
+    block: str = "mlp", *, transposed: bool = False, **other: str
+) -> Callable[[Names], Names]:
+    """The layout in which transformers holds experts since its version 5, with `other` names.
+
+    `transposed`: [in, out], as Qwen 3 VL is published.
+    """
 
     def layout(names: Names) -> Names:
         assert names.experts is not None
         experts = names.experts.stacked(
             f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj", **other
         )
+        if transposed:
+            experts = experts.transposed()
         return replace(names, experts=experts)
 
     return layout

@@ -27,6 +27,8 @@ from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.load import TierLoader
 from tokenpod.models.tier.masks import Reach, describe_mask
 
+pytestmark = pytest.mark.compute
+
 
 @pytest.mark.parametrize("name", TIER_KINDS)
 def test_the_model_says_what_transformers_says(name, golden, text):

@@ -7,12 +7,12 @@ import pytest
 
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.preemption import PREEMPTIONS
-from tokenpod.scheduler.simulation.machines import MACHINES
-from tokenpod.scheduler.simulation.simulator import Simulator
-from tokenpod.scheduler.simulation.skipping import SkippingScheduler
-from tokenpod.scheduler.simulation.step_times import StepTimes
-from tokenpod.scheduler.simulation.trace import Arrival
 from tokenpod.scheduler.work import Limits
+from tokenpod.simulator.machines import MACHINES
+from tokenpod.simulator.simulator import Simulator
+from tokenpod.simulator.skipping import SkippingScheduler
+from tokenpod.simulator.step_times import StepTimes
+from tokenpod.simulator.trace import Arrival
 
 pytestmark = pytest.mark.compute
 

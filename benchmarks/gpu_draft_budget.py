@@ -165,7 +165,7 @@ def graphs(made: Assembled, options: argparse.Namespace) -> None:
     """What captured steps take alone."""
     executor: Any = made.executor
     _, decode, drafted, _ = executor._captured._kinds[False]
-    small = executor._proposals._small._graphs[1]
+    small = executor._proposals._small._graphs
     found: dict[str, float] = {"small step": alone(small.fitting(1))}
     found["plain"] = alone(decode.fitting(1))
     for size in sorted({drafted.fitting(n + 1).counts.tokens for n in (1, 3, 6, 8, 16)}):

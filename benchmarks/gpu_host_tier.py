@@ -173,7 +173,8 @@ def _rounds(rounds: int, length: int) -> int:
 def _preempted(bench: Bench, prompt: list[int]) -> float:
     sequence, tokens = bench.ask(prompt, 100), bench.client.tokens
     bench.until(lambda: tokens[sequence] > 3)
-    assert bench.scheduler.preempt(sequence)
+    scheduler = bench.scheduler
+    assert scheduler._batcher.preempt(scheduler._sequences[sequence])
     # The step in flight settles, and the sequence gives its slots up.
     bench.until(lambda: bench.scheduler.load().waiting + bench.scheduler.load().swapped > 0)
     bench.scheduler.kv.flush()

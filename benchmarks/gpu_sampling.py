@@ -53,7 +53,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles
 from tokenpod.engine.host_sampler import HostSampler
-from tokenpod.engine.sampler import Sampler
+from tokenpod.engine.sampler import Sampler, Samples
 
 #: Measured on an H200: a read-only pass over gigabytes.
 READ_BYTES_PER_SECOND = 4.617e12
@@ -134,7 +134,19 @@ def seat(
     stopping = StoppingParams(1, min_new_tokens, eos_token_ids=frozenset({2}))
     prompt = [1, 5, 5, 90_000]
     request = Request([0], prompt, params, stopping, logprobs=True, top_n_tokens=top_n)
-    sampler.set_row(row, NewRow(request, stream=row))
+    sampler.set_rows([row], [NewRow(request, stream=row)])
+
+
+def draw(
+    sampler: DeviceSampler,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    launches: Launches | None = None,
+) -> Samples:
+    """Draw one token for each row."""
+    sampler.begin(logits, rows, positions)
+    return sampler.finish(logits, rows, positions, launches)
 
 
 def logits_of(n: int, shape: str, seed: int = 0) -> torch.Tensor:
@@ -226,11 +238,11 @@ def check_graph() -> None:
     eager = DeviceSampler(rows=n, vocab_size=VOCAB, device=GPU)
     replayed = DeviceSampler(rows=n, vocab_size=VOCAB, device=GPU)
     everything = Launches(draws=True, tops=True, processed_tops=True)
-    replayed.sample(logits, rows, positions, everything)
+    draw(replayed, logits, rows, positions, everything)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        samples = replayed.sample(logits, rows, positions, everything)
+        samples = draw(replayed, logits, rows, positions, everything)
     for sampler in (eager, replayed):
         for row, params in enumerate(CHECKS.values()):
             seat(sampler, row, params, top_n=3)
@@ -240,7 +252,7 @@ def check_graph() -> None:
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         torch.cuda.set_sync_debug_mode("error")
-        want = eager.sample(logits, rows, positions, everything)
+        want = draw(eager, logits, rows, positions, everything)
         torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "a step allocates"
         for name in ("tokens", "logprobs", "top_ids", "top_logprobs"):
@@ -282,11 +294,11 @@ class Step:
 
     def run(self) -> None:
         for logits in self.logits:
-            self.sampler.sample(logits, self.rows, self.positions)
+            draw(self.sampler, logits, self.rows, self.positions)
 
     def seconds(self) -> float:
         """Of one step."""
-        self.sampler.sample(self.logits[0], self.rows, self.positions)
+        draw(self.sampler, self.logits[0], self.rows, self.positions)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.run()

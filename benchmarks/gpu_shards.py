@@ -465,7 +465,7 @@ def run_rank(options: argparse.Namespace) -> None:
         group = join_group(
             options.rank, ranks, "127.0.0.1", options.port, device=device, timeout=60
         )
-        reaches = group.reaches_peers  # type: ignore[attr-defined]
+        reaches = group._broadcasts is not None  # type: ignore[attr-defined]
         say_line(f"joined after {time.perf_counter() - began:.1f} s; reaches peers: {reaches}")
         if options.world == "apart":
             group.buffers = None  # type: ignore[misc]
@@ -520,7 +520,7 @@ def run_model(
     if "decode" in wanted:
         found["steps"] = time_decode(executor, options.world)
         keep(options, found)
-    if options.world == "apart" and group.reaches_peers and "decode" in wanted:
+    if options.world == "apart" and group._broadcasts and "decode" in wanted:
         with reporting("without peers' memory"):
             group._sums = group._broadcasts = None
             slow = make_executor(model, group)

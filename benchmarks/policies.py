@@ -33,7 +33,7 @@ from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.simulation.machines import MACHINES
 from tokenpod.scheduler.simulation.simulator import Simulator
 from tokenpod.scheduler.simulation.skipping import SkippingScheduler
-from tokenpod.scheduler.simulation.step_times import StepSize, fitted, relative_errors
+from tokenpod.scheduler.simulation.step_times import StepSize, fitted
 from tokenpod.scheduler.simulation.trace import Arrival
 from tokenpod.scheduler.work import Limits
 
@@ -105,7 +105,8 @@ def measure_steps(options: argparse.Namespace) -> None:
         took = min(run([tokens], 39_000, 1)[0][1] for _ in range(8))
         measured.append((StepSize.of_prompt(tokens), took))
     times = fitted(measured)
-    for (size, took), error in zip(measured, relative_errors(times, measured), strict=True):
+    for size, took in measured:
+        error = times.nanoseconds(size) / 1e9 / took - 1
         print(f"        ({size}, {took:.3e}),  # model: {error:+.1%}")
     print(times)
 

@@ -3,7 +3,8 @@
 `launch` queues a step and returns: one copy of integers from pinned memory, the model, sampling,
 and copies of the results into pinned memory behind them. Tokens that one step samples and the next
 one processes never leave the device, so the next step can be launched before `wait` is called for
-this one. A step in which every row decodes replays a captured graph.
+this one. Most steps replay captured graphs (`captured_steps`): of rows that decode, of these beside
+prompts, and with drafts.
 """
 
 from __future__ import annotations

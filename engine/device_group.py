@@ -63,11 +63,6 @@ class DeviceGroup:
         )
         self._broadcasts = self._symmetric_buffers(_MOST_BROADCAST, device) if self._sums else None
 
-    @property
-    def reaches_peers(self) -> bool:
-        """Whether short messages go through the peers' memory."""
-        return self._broadcasts is not None
-
     def sum(self, x: torch.Tensor) -> None:
         """See `Group.sum`."""
         if self._sums is not None and self._sums.fit(x):

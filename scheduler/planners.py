@@ -99,9 +99,15 @@ class Planners:
             self.queue.admit()
 
     def plan(self, step: StepBuilder) -> None:
-        """Add to a step: if routers and the batcher have prompts, each gets half of the budget."""
+        """Add to a step: if routers and the batcher have prompts, each gets half of the budget.
+
+        Of its drafts each can have as many as its sequences are of all.
+        """
         batcher, budget = self.batcher, self._prefill_tokens
-        self.routed.plan(step, budget - budget // 2 if batcher.has_prompts else budget)
+        running = batcher.running
+        share = step.drafts_left * running // max(running + len(self.routed.sequences), 1)
+        with step.kept_drafts(share):
+            self.routed.plan(step, budget - budget // 2 if batcher.has_prompts else budget)
         batcher.plan(step, budget - step.prompt_tokens, self.slots_for_batcher)
         self.probes.plan(step)
 

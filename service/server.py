@@ -9,6 +9,8 @@ The order matters to those who watch from outside:
     SIGTERM                   NOT_SERVING but still serving for the lame-duck seconds
                               -> new work is refused while streams and routers' batches go on
                               -> what is left after the grace ends with UNAVAILABLE
+                              -> ports are closed and child processes ended; then "stopped" is
+                                 logged, and the process ends
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,19 @@ log = logging.getLogger("tokenpod")
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """How a server has ended.
+
+    Args:
+        status: the process's exit status.
+        stopped: what a stop has cut off, for the log; None: nobody has asked it to stop.
+    """
+
+    status: int
+    stopped: Mapping[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """A pod's first front end; `engine_command` is what runs the engine.
 
@@ -91,15 +106,15 @@ class Server:
     adapters: Sequence[tuple[str, str]] = ()
     draft: Path | None = None
 
-    async def run(self) -> int:
-        """Serve until a signal; the process's exit status. Raises StartError."""
+    async def run(self) -> Ended:
+        """Serve until a signal; on return nothing listens any more. Raises StartError."""
         async with contextlib.AsyncExitStack() as stack:
             state = await self._pod_state(stack)
-            while True:
+            status = None
+            while status is None:
                 async with contextlib.AsyncExitStack() as life:
                     status = await self._live(state, life)
-                if status is not None:
-                    return status
+        return Ended(status, state.stopped)
 
     # -- what lasts ------------------------------------------------------------------------------
 
@@ -194,6 +209,7 @@ class Server:
         await asyncio.wait([loading, state.stopping.task()], return_when="FIRST_COMPLETED")
         if not loading.done():
             loading.cancel()
+            state.stopped = {}
             return 0
         try:
             encoder, ready = loading.result()
@@ -369,7 +385,11 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
     try:
         folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
         draft = draft_folder(settings)
-        return uvloop.run(Server(settings, folder, engine_command, adapters, draft).run())
+        ended = uvloop.run(Server(settings, folder, engine_command, adapters, draft).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1
+    if ended.stopped is not None:
+        # Last of all: who reads it may take the ports, or count on the memory of the processes.
+        log.info("stopped", extra=ended.stopped)
+    return ended.status

@@ -212,7 +212,8 @@ class Settings(BaseSettings):
     """Entries of logit_bias and of stop_token_ids, and of allowed_token_ids and tokens of bad_words
     together."""
     max_constraint_bytes: int = _limit(256 * 1024, ge=1, le=16 * 1024**2)
-    """Bytes of a constraint: a JSON schema, a regular expression, a grammar, a choice or tags."""
+    """Bytes of a constraint: a JSON schema, a regular expression, a grammar, a choice or tags; and
+    of the schemas of a chat's tools together."""
     constraint_compile_timeout: float = _limit(5.0, gt=0, le=600)
     """Seconds in which a constraint must be compiled and have its first mask; else its request is
     refused."""
@@ -231,7 +232,9 @@ class Settings(BaseSettings):
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""
     max_batch_prefill_tokens: int | None = _memory(
-        derived="512 on a CPU, 4096 on a GPU, max-batch-total-tokens at most", ge=1
+        derived="4096 on a GPU; on a CPU what takes 50 ms, 64 to 512 (512 with batching alternate);"
+        " max-batch-total-tokens at most",
+        ge=1,
     )
     """Prompt tokens of one step; a longer prompt takes several."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
@@ -305,11 +308,12 @@ class Settings(BaseSettings):
     tls_client_ca: FilePath | None = _security()
     """Require client certificates signed by these authorities (PEM)."""
     auth_token_file: FilePath | None = _security()
-    """Accept only calls with one of these bearer tokens, one per line; read again on change."""
+    """Accept only calls with one of these bearer tokens, one per line; read again on change. While
+    the file is empty or can't be read, the last tokens count for 60 s."""
 
     adapter_token_file: FilePath | None = _security()
     """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
-    line; read again on change. Tokens of auth-token-file do not count there."""
+    line; read again on change, as auth-token-file. Tokens of auth-token-file do not count there."""
 
     otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
     """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""

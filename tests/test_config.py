@@ -277,6 +277,14 @@ def test_what_is_derived_fits_what_is_given():
     assert load_settings(device="cuda", dtype="float16").resolved_dtype == "float16"
 
 
+def test_a_cpus_engine_may_take_smaller_steps_unless_somebody_has_chosen():
+    assert load_settings(device="cpu").short_prompt_steps
+    assert not load_settings(device="cuda").short_prompt_steps
+    assert not load_settings(device="cpu", max_batch_prefill_tokens=512).short_prompt_steps
+    # Prompts that no step divides must fit into one.
+    assert not load_settings(device="cpu", batching="alternate").short_prompt_steps
+
+
 def test_one_front_end_is_enough_for_a_cpu_and_a_gpu_may_have_up_to_four():
     assert load_settings(device="cpu").resolved_front_ends == 1
     assert load_settings(device="cpu", front_ends=3).resolved_front_ends == 3
@@ -296,6 +304,7 @@ def test_every_setting_says_what_it_means_and_where_it_belongs():
         assert group_of(field) in list(Group), name
 
 
+@pytest.mark.pod
 def test_the_documentation_is_current_and_has_every_setting():
     check = [sys.executable, "-P", "tools/settings_docs.py", "--check"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)

@@ -27,7 +27,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 #: Flags of other programs, and those of TGI that do not exist here.
 FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
-    "--disable-grammar-support",
+    *("--disable-grammar-support", "--prometheus-port", "--usage-stats"),
     *("--http2-prior-knowledge", "--protocol"),
     # Of docker and pip.
     *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),
@@ -136,20 +136,24 @@ def test_the_readme_lists_every_service_that_is_served() -> None:
     assert told == sorted({row.service for row in TABLE})
 
 
+def benchmark_cases() -> set[str]:
+    folder = ROOT / "benchmarks" / "cases"
+    return {path.stem.replace("_", "-") for path in folder.glob("*.py")}
+
+
 def test_every_benchmark_is_listed() -> None:
-    scripts = {
-        path.name
-        for path in (ROOT / "benchmarks").glob("*.py")
-        if 'if __name__ == "__main__"' in path.read_text()
-    }
     page = (ROOT / "benchmarks/README.md").read_text()
-    assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == benchmark_cases()
 
 
 @EVERY_PAGE
 def test_benchmarks_that_are_named_exist(page: Path) -> None:
-    for name in re.findall(r"benchmarks/(\w+\.py)", page.read_text()):
+    """`benchmarks/run.py CASE`, and files; a script of the past is named with its commit."""
+    text = re.sub(r"benchmarks/\w+\.py[^`\n]*` at [0-9a-f]{8}", "", page.read_text())
+    for name in re.findall(r"(?<!:)benchmarks/(\w+\.py)", text):
         assert (ROOT / "benchmarks" / name).is_file(), name
+    for case in re.findall(r"benchmarks/run\.py ([a-z][\w-]*)", text):
+        assert case in benchmark_cases(), case
 
 
 @EVERY_PAGE

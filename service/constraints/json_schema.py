@@ -47,6 +47,8 @@ _FORMATS = frozenset(
 _DRAFTS = ("draft-04/", "draft-06/", "draft-07/", "draft/2019-09/", "draft/2020-12/")
 #: Levels of JSON, as the library reads them.
 MOST_DEPTH = 100
+#: Schemas within one, itself included.
+MOST_SCHEMAS = 8192
 #: How JSON writes half of a character; two of them in a row may be one.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 #: Schemas that are looked at before others get their turn.
@@ -58,6 +60,10 @@ class SchemaError(Exception):
 
     def __init__(self, place: str, problem: str) -> None:
         super().__init__(f"{problem}, at {place}")
+
+
+class TooManySchemas(SchemaError):
+    """A schema holds more schemas than it may."""
 
 
 def read_json(text: str) -> Any:
@@ -85,10 +91,12 @@ def read_schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def check_schema(schema: dict[str, Any]) -> Generator[None]:
-    """Raise SchemaError for what is not served; yields now and then.
+def check_schema(schema: dict[str, Any], most: int = MOST_SCHEMAS) -> Generator[None, None, int]:
+    """Raise SchemaError for what is not served, TooManySchemas for more than `most`.
 
     Keywords with neutral values are taken out, and some formats become patterns.
+
+    Yields now and then; returns how many schemas there are.
     """
     draft = schema.get("$schema")
     if draft is not None and not (isinstance(draft, str) and any(d in draft for d in _DRAFTS)):
@@ -98,6 +106,8 @@ def check_schema(schema: dict[str, Any]) -> Generator[None]:
     while waiting:
         each, place, depth = waiting.pop()
         looked += 1
+        if looked > most:
+            raise TooManySchemas("#", f"it has more than {most} schemas")
         if looked % _SLICE == 0:
             yield
         if depth > MOST_DEPTH:
@@ -108,12 +118,14 @@ def check_schema(schema: dict[str, Any]) -> Generator[None]:
             raise SchemaError(place, f"a schema is an object, not {_kind(each)}")
         for keyword in [name for name, neutral in _NEUTRAL.items() if each.get(name) is neutral]:
             del each[keyword]
-        spell_format(each)
         refers = refers or "$ref" in each
         for keyword, value in each.items():
             waiting += _below(keyword, value, f"{place}/{_escaped(keyword)}", depth)
+        # Behind the check: patterns of ours need none, and are long.
+        spell_format(each)
     if refers and (place := (yield from endless_part(schema))):
         raise SchemaError(place, "no text has an end: each needs another one within")
+    return looked
 
 
 def _below(keyword: str, value: Any, place: str, depth: int) -> Iterator[tuple[Any, str, int]]:

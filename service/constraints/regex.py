@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 
 _LOOKS = {"(?=": "look-ahead", "(?!": "look-ahead", "(?<=": "look-behind", "(?<!": "look-behind"}
-_BACK = re.compile(r"\\[1-9]|\\k[<{']|\(\?P=")
-_BORDERS = ("\\b", "\\B")
+#: One search, and not a loop over characters: a pattern may have 256 kB.
+_FOUND = re.compile(
+    # A class, in which a bracket that comes first, also after ^, is a character.
+    r"\[\^?\]?(?:\\.|[^\]\\])*\]?"
+    r"|(?P<border>\\[bB])|(?P<back>\\[1-9]|\\k[<{']|\(\?P=)|(?P<look>\(\?<?[=!])"
+    r"|\\.",
+    re.DOTALL,
+)
 
 
 def problem_of(pattern: str) -> str:
@@ -14,23 +20,14 @@ def problem_of(pattern: str) -> str:
 
     A class of characters is skipped: `[\\b]` is a backspace.
     """
-    at, inside = 0, False
-    while at < len(pattern):
-        two = pattern[at : at + 2]
-        if inside:
-            inside = pattern[at] != "]"
-        elif pattern[at] == "[":
-            inside = True
-            # A bracket that comes first, also after ^, is a character.
-            at += 1 + pattern.startswith("^", at + 1)
-            if pattern.startswith("]", at):
-                at += 1
-            continue
-        elif two in _BORDERS:
-            return f"{two} at character {at}: borders of words are not supported"
-        elif _BACK.match(pattern, at):
-            return f"{pattern[at : at + 2]} at character {at}: back references are not supported"
-        elif found := next((look for look in _LOOKS if pattern.startswith(look, at)), None):
-            return f"{found} at character {at}: {_LOOKS[found]} is not supported"
-        at += 2 if two.startswith("\\") else 1
+    for found in _FOUND.finditer(pattern):
+        place = f"{found[0][:2]} at character {found.start()}"
+        match found.lastgroup:
+            case "border":
+                return f"{place}: borders of words are not supported"
+            case "back":
+                return f"{place}: back references are not supported"
+            case "look":
+                look = f"{found[0]} at character {found.start()}"
+                return f"{look}: {_LOOKS[found[0]]} is not supported"
     return ""

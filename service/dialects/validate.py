@@ -121,10 +121,10 @@ def check_constraint(asked: AskedConstraint, limits: RequestLimits) -> None:
             raise InvalidArgument(f"{asked.field}[{list(asked.texts).index('')}]", "is empty")
 
 
-def check_tokens(call: TokensCall) -> None:
+def check_tokens(call: TokensCall, limits: RequestLimits) -> None:
     """A text may be empty, a chat may not: templates need a message."""
     if isinstance(call.prompt, ChatPrompt):
-        _check_chat(call.prompt)
+        _check_chat(call.prompt, limits)
 
 
 def check_chat_length(messages: int) -> None:
@@ -238,7 +238,7 @@ def _check_prompt(call: GenerateCall, limits: RequestLimits) -> None:
     if prompt is None:
         raise InvalidArgument("prompt", "one of text, token_ids and chat must be set")
     if isinstance(prompt, ChatPrompt):
-        _check_chat(prompt)
+        _check_chat(prompt, limits)
     elif not isinstance(prompt, str):
         if not prompt:
             raise InvalidArgument("token_ids.ids", "is empty; at least one token is needed")
@@ -247,9 +247,13 @@ def _check_prompt(call: GenerateCall, limits: RequestLimits) -> None:
         raise InvalidArgument("text", "is empty; at least one character is needed")
 
 
-def _check_chat(chat: ChatPrompt) -> None:
+def _check_chat(chat: ChatPrompt, limits: RequestLimits) -> None:
     if not chat.messages:
         raise InvalidArgument("chat.messages", "is empty; at least one message is needed")
+    size, most = sum(len(tool.schema.encode()) for tool in chat.tools), limits.max_constraint_bytes
+    if size > most:
+        problem = f"has schemas of {size} bytes; this server allows {most} (--max-constraint-bytes)"
+        raise InvalidArgument("chat.tools", problem)
 
 
 def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:

@@ -1,8 +1,8 @@
 """The asyncio side of the engine link: dispatches the engine's outputs to requests.
 
-One message per step arrives for all sequences. It is taken apart here, and each request's `Sink`
-gets its part. Nothing waits for a slow client: a sink only stores what has come, and is woken once
-per message.
+One message per step arrives for all sequences, and each request's `Sink` gets its part of it (see
+`sinks`). Nothing waits for a slow client: a sink only stores what has come, and is woken once per
+message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -30,18 +30,9 @@ from tokenpod.core.messages import (
     Ready,
     UnloadAdapter,
 )
-from tokenpod.core.outputs import (
-    Advanced,
-    Drafted,
-    Failure,
-    FailureCode,
-    FinishCode,
-    Load,
-    Started,
-    StepOutputs,
-    Top,
-)
+from tokenpod.core.outputs import Advanced, Failure, FailureCode, Load, StepOutputs
 from tokenpod.core.requests import Request
+from tokenpod.service.pod.sinks import Sink, Sinks
 from tokenpod.service.rpc.errors import Unavailable
 
 _LOST = "the model's engine was lost; retry"
@@ -51,30 +42,6 @@ NO_LOAD = Load(0, 0, 0, 0, 0, 0)
 _SMOOTHING = 0.05
 #: Ids that one front-end process has to itself.
 _IDS_OF_A_LIFE = 1 << 40
-
-
-class Sink(Protocol):
-    """Receives the outputs of a request's sequences. Called on the event loop; must not block."""
-
-    def on_started(self, started: Started) -> None:
-        """The prompt is complete; the first token follows in the same message."""
-
-    def on_drafted(self, drafted: Drafted) -> None:
-        """Of a sequence's tokens in this message, which follow, the first ones were drafted."""
-
-    def on_token(
-        self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
-    ) -> None:
-        """One token; or none (-1), where the sequence ends without."""
-
-    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
-        """Whether a constrained sequence conforms; its end follows in the same message."""
-
-    def on_failure(self, failure: Failure) -> None:
-        """The engine gave up on a sequence; nothing follows."""
-
-    def wake(self) -> None:
-        """Everything that this message brought has been handed over."""
 
 
 class EngineLost(Exception):
@@ -136,7 +103,7 @@ class EngineClient(AsyncLink[FromEngine]):
         self._changes: dict[int, asyncio.Future[AdapterDone]] = {}
         self._on_loading = on_loading
         self._now = now
-        self._sinks: dict[int, Sink] = {}
+        self._sinks = Sinks(self.abort)
         self._ops: dict[int, asyncio.Future[Advanced]] = {}
         self._next_op = 0
         self._next_sequence = index + count * life * _IDS_OF_A_LIFE
@@ -147,7 +114,7 @@ class EngineClient(AsyncLink[FromEngine]):
     @property
     def pending(self) -> bool:
         """Whether sequences or router steps wait for the engine."""
-        return bool(self._sinks) or bool(self._ops)
+        return len(self._sinks) > 0 or bool(self._ops)
 
     def new_sequence_ids(self, n: int) -> list[int]:
         """Ids that were never used before."""
@@ -158,8 +125,9 @@ class EngineClient(AsyncLink[FromEngine]):
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs until each sequence has finished or failed."""
         self._expect_step()
-        self._watch(request.reported, sink)
+        # A request that can't be sent raises here, and must not be waited for.
         self.send(request)
+        self._sinks.watch(request.reported, sink)
 
     def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
         """Stop and forget sequences; their sink gets nothing more. Unknown ids are ignored.
@@ -167,8 +135,7 @@ class EngineClient(AsyncLink[FromEngine]):
         `stopped`: their outputs are complete.
         """
         ids = list(sequence_ids)
-        for sequence_id in ids:
-            self._sinks.pop(sequence_id, None)
+        self._sinks.forget(ids)
         if ids:
             self.send(Abort(ids, stopped))
 
@@ -189,16 +156,15 @@ class EngineClient(AsyncLink[FromEngine]):
         self._expect_step()
         op = self.new_op()
         done: asyncio.Future[Advanced] = asyncio.get_running_loop().create_future()
-        self._ops[op] = done
         sequence_ids = [request.sequence_ids[0] for request in start] + resume
-        self._watch(sequence_ids, sink)
         self.send(Advance(op, start, start_chunks, resume, waits))
+        self._ops[op] = done
+        self._sinks.watch(sequence_ids, sink)
         try:
             return await done
         finally:
             self._ops.pop(op, None)
-            for sequence_id in sequence_ids:
-                self._sinks.pop(sequence_id, None)
+            self._sinks.forget(sequence_ids)
 
     def new_op(self) -> int:
         """Names a router's step, or a change of adapters."""
@@ -229,10 +195,6 @@ class EngineClient(AsyncLink[FromEngine]):
         if not self.pending:
             # A step's time begins with the work, not with the last step.
             self._step_began_at = self._now()
-
-    def _watch(self, sequence_ids: Iterable[int], sink: Sink) -> None:
-        for sequence_id in sequence_ids:
-            self._sinks[sequence_id] = sink
 
     # -- the link ------------------------------------------------------------------------------
 
@@ -273,44 +235,7 @@ class EngineClient(AsyncLink[FromEngine]):
         self.step_at = self.heard_at = outputs.at
         if outputs.step != self._last_step:
             self._note_step(outputs)
-        touched: dict[int, Sink] = {}
-        for started in outputs.started:
-            if sink := self._sinks.get(started.sequence_id):
-                # Of a beam search it comes long before the tokens.
-                touched[id(sink)] = sink
-                sink.on_started(started)
-        for sequence_id, whole in outputs.satisfied.items():
-            if sink := self._sinks.get(sequence_id):
-                sink.on_satisfied(sequence_id, whole=whole)
-        for drafted in outputs.drafted:
-            if sink := self._sinks.get(drafted.sequence_id):
-                sink.on_drafted(drafted)
-        tops = {top.at: top for top in outputs.tops}
-        entries = zip(
-            outputs.sequence_ids,
-            outputs.token_ids,
-            outputs.logprobs,
-            outputs.finishes,
-            strict=True,
-        )
-        sinks = self._sinks
-        for at, (sequence_id, token_id, logprob, finish) in enumerate(entries):
-            sink = sinks.get(sequence_id)
-            if sink is None:
-                continue
-            touched[id(sink)] = sink
-            code = FinishCode.RUNNING
-            if finish:
-                del sinks[sequence_id]
-                code = FinishCode(finish)
-            top = tops.get(at) if tops else None
-            sink.on_token(sequence_id, token_id, logprob, code, top)
-        for failure in outputs.failures:
-            if sink := self._sinks.pop(failure.sequence_id, None):
-                touched[id(sink)] = sink
-                sink.on_failure(failure)
-        for sink in touched.values():
-            sink.wake()
+        self._sinks.deliver(outputs)
         for advanced in outputs.advanced:
             done = self._ops.get(advanced.op)
             if done is not None and not done.done():
@@ -330,11 +255,7 @@ class EngineClient(AsyncLink[FromEngine]):
         self.lost.set_result(error)
         if not self.ready.done():
             self.ready.cancel()
-        sinks, self._sinks = self._sinks, {}
-        for sequence_id, sink in sinks.items():
-            sink.on_failure(Failure(sequence_id, FailureCode.UNAVAILABLE, _LOST))
-        for sink in {id(sink): sink for sink in sinks.values()}.values():
-            sink.wake()
+        self._sinks.fail_all(FailureCode.UNAVAILABLE, _LOST)
         for done in self._ops.values():
             if not done.done():
                 failure = Failure(-1, FailureCode.UNAVAILABLE, _LOST)

@@ -129,6 +129,8 @@ class PodState:
     renewal: Renewal
     #: The engine that serves now.
     client: EngineClient | None = None
+    #: What a stop has cut off, by its name in the log; None: nobody has asked the pod to stop.
+    stopped: dict[str, int] | None = None
 
     def load(self) -> Load:
         """Its load; without an engine, none."""

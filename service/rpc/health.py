@@ -8,7 +8,8 @@ A probe must tell "busy" from "stuck". Readiness goes when work is pending and n
 for max(5 s, 20 times the usual step), and comes back with the next step; meanwhile new calls are
 refused. Liveness goes only after max(--stall-timeout, 200 times the usual step) in which the engine
 said nothing: a full queue, a drain, or rows that a router keeps never restart a good pod. The pod
-then ends by itself, or forms its group again.
+then ends by itself, or forms its group again. Time in which this process itself did not run does
+not count, because what the engine said meanwhile has not been read.
 
 Cancelled work still counts as pending until the engine sends another message: a cancel does not
 show that the engine is alive.
@@ -30,6 +31,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tokenpod.core.silence import Listening
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.admission import RETRY_SECONDS
@@ -260,18 +262,21 @@ class HealthBoard:
 
     async def _watch(self, engine: EngineClient) -> None:
         alive, idle_at, owed_at = True, 0, 0
+        listening = Listening(_POLL_SECONDS, time.monotonic_ns())
         self._statuses.set("liveness", _SERVING)
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic_ns()
+            listening.tick(now)
             if engine.pending or self._counters.pending:
                 owed_at = now
             elif engine.heard_at > owed_at:
                 idle_at = now
             else:
                 engine.ask()
-            stuck = (now - max(engine.last_step_at, idle_at)) / 1e9
-            silent = (now - max(engine.heard_at, idle_at)) / 1e9
+            stuck = listening.seconds(since=max(engine.last_step_at, idle_at))
+            silent = listening.seconds(since=max(engine.heard_at, idle_at))
+            listening.forget(before=max(engine.last_step_at, idle_at))
             moving = stuck < max(5.0, 20 * engine.usual_step)
             if moving != self._moving:
                 self._move(moving)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import inspect
 import logging
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ import grpc
 from grpc_status import rpc_status
 
 from tokenpod.service.rpc.errors import Internal, ServiceError, Unauthenticated
+from tokenpod.service.rpc.token_file import TokenFile
 
 log = logging.getLogger("tokenpod.rpc")
 
@@ -71,8 +71,7 @@ class AuthInterceptor(Interceptor):
     better one. Tokens are compared in constant time.
 
     Args:
-        token_file: one token a line; read again when it changes, so that a mounted secret can be
-            rotated.
+        token_file: see `TokenFile`.
         exempt: full names of the methods that need none of these tokens.
         only: those of all that need one; None: all others.
     """
@@ -83,10 +82,8 @@ class AuthInterceptor(Interceptor):
         exempt: Collection[str] = (),
         only: Collection[str] | None = None,
     ) -> None:
-        self._file = token_file
+        self._tokens = TokenFile(token_file)
         self._exempt, self._only = exempt, only
-        self._read_at: tuple[int, int] | None = None
-        self._tokens: list[bytes] = []
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Refuse calls without a known token."""
@@ -107,23 +104,7 @@ class AuthInterceptor(Interceptor):
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token:
             return False
-        given = token.strip().encode()
-        # Every token is compared, so that the time does not show which one was similar.
-        found = [hmac.compare_digest(given, known) for known in self._known()]
-        return any(found)
-
-    def _known(self) -> list[bytes]:
-        try:
-            status = self._file.stat()
-            seen = (status.st_mtime_ns, status.st_ino)
-            if seen != self._read_at:
-                lines = self._file.read_bytes().split(b"\n")
-                self._tokens = [line.strip() for line in lines if line.strip()]
-                self._read_at = seen
-        except OSError:
-            log.exception("cannot read the token file; nobody is let in")
-            self._tokens, self._read_at = [], None
-        return self._tokens
+        return self._tokens.knows(token.strip().encode())
 
 
 # -- handlers of every kind --------------------------------------------------------------------

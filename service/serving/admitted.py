@@ -121,13 +121,15 @@ class AdmittedCall:
             deadline_at = time.monotonic_ns() + int(remaining * 1e9)
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
-        tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
+        tokenised = await serving.encoder.encode(
+            call.prompt, keep=min(call.truncate or most, most), calls=serving.called_by(call)
+        )
         prompt = tokenised.ids
         before = serving.adapters.find(call.adapter)
         new_tokens = self._new_tokens(call, tokenised.count, len(prompt), before)
         validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
-        constraint = await serving.conforming(call, tokenised.rendered_end)
+        constraint = await serving.conforming(call, tokenised)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
         # Found again at the last moment: what has been replaced meanwhile is not asked for.
@@ -139,8 +141,9 @@ class AdmittedCall:
         if constraint is not None and call.beam is not None:
             field = call.constraint.field if call.constraint else "chat.tool_choice"
             raise Unimplemented(field, "is not supported beside sampling.beam")
+        constrained = ""
         if constraint is not None:
-            request = structs.replace(request, constraint=constraint)
+            constrained = call.constraint.field if call.constraint else "constraint"
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -150,9 +153,10 @@ class AdmittedCall:
             abort=serving.client.abort,
             on_begin=self._place.leave_queue,
             on_size=_counted(lease),
-            constraint_field=call.constraint.field if call.constraint else "constraint",
+            constraint_field=constrained,
         )
-        serving.client.submit(request, generation)
+        # The engine alone keeps the constraint, which may be megabytes of patterns.
+        serving.client.submit(structs.replace(request, constraint=constraint), generation)
         self._generation, self._request_id = generation, request_id
         self._labels, self._adapter = call.labels, call.adapter
         if self._unwanted:
@@ -190,13 +194,15 @@ class AdmittedCall:
         """
         if self._generation is not None:
             self._generation.cancel()
-            if (seconds := self._generation.ran_seconds) is not None:
-                self._admission.turnover.note(seconds)
-            self._report(self._generation, recorded)
         if self._lease is not None:
             self._lease.release()
         if self._name is not None:
             self._named.give_back(self._name)
+        # Last: what a report raises must not keep memory or a name from other calls.
+        if self._generation is not None:
+            if (seconds := self._generation.ran_seconds) is not None:
+                self._admission.turnover.note(seconds)
+            self._report(self._generation, recorded)
 
     def _stop(self) -> None:
         """End the call; what has come so far is its answer."""

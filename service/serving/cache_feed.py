@@ -70,9 +70,12 @@ class CacheListener:
         self._fresh = asyncio.Event()
 
     def hear(self, events: CacheEvents) -> None:
-        """Something has changed. What comes before all that the cache holds is of no use."""
+        """Something has changed. What comes before all that the cache holds is of no use.
+
+        Of a listener that lags behind too far nothing more is kept: `next` ends it.
+        """
         self._begun = self._begun or events.cleared
-        if self._begun:
+        if self._begun and self._waiting <= _MOST_WAITING:
             self._events.append(events)
             self._waiting += _blocks(events)
             self._fresh.set()

@@ -118,7 +118,7 @@ class GenerateService:
         """
         with self._admission.enter():
             serving = self._ready()
-            validate.check_tokens(call)
+            validate.check_tokens(call, serving.limits)
             with self._admission.memory.reserve(prompt_bytes(call.prompt)) as lease:
                 tokenised = await serving.encoder.encode(
                     call.prompt,

@@ -15,6 +15,7 @@ from typing import Protocol
 from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
 from tokenpod.core.requests import Request
 from tokenpod.service.rpc.errors import (
+    Internal,
     InvalidArgument,
     ResourceExhausted,
     ServiceError,
@@ -40,7 +41,7 @@ class Generation:
     """All samples of one request, as the engine brings them.
 
     Args:
-        request: what the engine was asked.
+        request: what the engine was asked, without the constraint.
         samples: one per sequence id of the request, in order.
         streamed: the reader is to keep up, or loses its stream.
         failures_last: a sample that fails ends the call after the other samples.
@@ -48,7 +49,8 @@ class Generation:
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
         on_size: called now and then with the bytes of the answer that are kept.
-        constraint_field: where the client put the constraint, for what the engine says of it.
+        constraint_field: where the client put the constraint, for what the engine says of it; "":
+            there is none.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Generation:
         abort: Abort,
         on_begin: Callable[[], None],
         on_size: Callable[[int], None] = lambda size: None,
-        constraint_field: str = "constraint",
+        constraint_field: str = "",
     ) -> None:
         self.request = request
         self.samples = samples
@@ -198,7 +200,7 @@ class Generation:
         Where the call is to go on with the others, it does unless none of them is left.
         """
         error = engine_failure(failure)
-        if self.request.constraint is not None and isinstance(error, InvalidArgument):
+        if self._constraint_field and isinstance(error, InvalidArgument):
             problem = failure.message.removeprefix("constraint: ")
             error = InvalidArgument(self._constraint_field, problem)
         if self._failures_last and failure.code is FailureCode.DATA_LOSS:
@@ -208,6 +210,13 @@ class Generation:
                 return
         self.failure = error
 
+    def on_fault(self, sequence_id: int, fault: Internal) -> None:
+        """The code that reads a sample's text has raised: the whole call ends with `fault`."""
+        del sequence_id
+        self.failure = fault
+        self.cancel()
+        self._notify()
+
     def wake(self) -> None:
         """All of a message of the engine has been handed over: wake the reader."""
         # The reader has not yet taken what came before: only then can much be unread.
@@ -216,6 +225,9 @@ class Generation:
         self._wakes += 1
         if self._fresh or self._wakes % _COUNT_EVERY == 0:
             self._on_size(sum(sample.kept_bytes for sample in self.samples))
+        self._notify()
+
+    def _notify(self) -> None:
         self._fresh = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

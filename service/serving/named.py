@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from tokenpod.service.pod.call_names import CallNames
+
+log = logging.getLogger("tokenpod.generate")
 
 #: How often a front end looks whether another one wants the end of one of its calls.
 _LOOK_SECONDS = 0.05
@@ -55,4 +58,8 @@ class NamedCalls:
     def _stop(self) -> None:
         for place in self._names.to_end():
             if (stop := self._stops.get(place)) is not None:
-                stop()
+                try:
+                    stop()
+                except Exception:
+                    # Who ended this call, and the other calls, must not suffer for it.
+                    log.exception("a call could not be ended by its name")

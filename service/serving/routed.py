@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
 from tokenpod.core.requests import Request
-from tokenpod.service.rpc.errors import ServiceError, engine_failure
+from tokenpod.service.rpc.errors import Internal, ServiceError, engine_failure
 from tokenpod.service.serving.calls import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.text.stops import TailStops
 from tokenpod.service.text.tokenizer import Tokenizer
@@ -69,7 +69,6 @@ class RoutedSequence:
 
         `generation`: of the tokens before it in the same step.
         """
-        self._generated += 1
         special = token_id in self._tokenizer.special_ids
         if special:
             text = self._tokenizer.token_text(token_id)
@@ -77,6 +76,7 @@ class RoutedSequence:
             text = self._detokenizer.push(token_id)
             self._texts.append(text)
         reason = self._finish_reason(finish, text)
+        self._generated += 1
         before = generation or ShardGeneration(self.request_id, TokenList([], [], [], []))
         prefill = self._prompt_tokens(started) if started and generation is None else None
         return ShardGeneration(
@@ -201,14 +201,22 @@ class StepSink:
         if failure.code is FailureCode.UNAVAILABLE:
             self.failure = engine_failure(failure)
             return
-        sequence = self._by_id[failure.sequence_id]
-        extra = {"request": sequence.request_id, "reason": failure.message}
-        log.warning("a router's request has failed: it ends with no text", extra=extra)
-        self._generations[failure.sequence_id] = sequence.give_up()
+        self._give_up(failure.sequence_id, reason=failure.message)
+
+    def on_fault(self, sequence_id: int, fault: Internal) -> None:
+        """The code that reads a sequence's text has raised: it ends alone, with no text."""
+        self._give_up(sequence_id, error_id=fault.error_id)
+        self._news.set()
 
     def wake(self) -> None:
         """All of a message has been handed over."""
         self._news.set()
+
+    def _give_up(self, sequence_id: int, **why: str) -> None:
+        sequence = self._by_id[sequence_id]
+        extra = {"request": sequence.request_id, **why}
+        log.warning("a router's request has failed: it ends with no text", extra=extra)
+        self._generations[sequence_id] = sequence.give_up()
 
 
 def ended_alone(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from tokenpod.core.constraints import Constraint, Grammar, Reasoned, Tagged
+from tokenpod.core.constraints import Constraint, Grammar, Reasoned
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.constraints.asked import constraint_of
-from tokenpod.service.constraints.tools import calls_constraint
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
@@ -18,7 +17,7 @@ from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import AskedConstraint, GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
-from tokenpod.service.text.encoder import Encoder
+from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats
 from tokenpod.service.text.tokenizer import Tokenizer
@@ -61,30 +60,34 @@ class Serving:
         self._check_bytes(asked.field)
         return await constraint_of(asked)
 
-    async def conforming(self, call: GenerateCall, prompt_end: str) -> Constraint | None:
+    async def conforming(self, call: GenerateCall, prompt: Tokenised) -> Constraint | None:
         """What the answer to a call must conform to: its constraint, or calls of its tools.
 
         Args:
-            prompt_end: what the text of a chat ends with: it may have begun the reasoning.
+            prompt: the call's, which may have begun the reasoning.
 
         Raises InvalidArgument or Unimplemented.
         """
-        chat, answer = call.prompt, await self.constraint_of(call.constraint)
-        if not isinstance(chat, ChatPrompt):
-            return answer
-        if chat.tools and self.formats.calls is not None:
-            if answer is not None:
-                problem = "can't be combined with chat.tools, unless chat.tool_choice is none"
-                raise InvalidArgument(call.constraint.field if call.constraint else "", problem)
-            answer = await self._calls_of(call, chat, self.formats.calls)
+        answer = await self.constraint_of(call.constraint) or prompt.calls
         reasoning = self.formats.reasoning
-        if answer is None or reasoning is None or isinstance(answer, Grammar | Reasoned):
+        if not isinstance(call.prompt, ChatPrompt) or answer is None or reasoning is None:
             return answer
-        return Reasoned(reasoning.begin, reasoning.end, reasoning.is_open(prompt_end), answer)
+        if isinstance(answer, Grammar | Reasoned):
+            return answer
+        is_open = reasoning.is_open(prompt.rendered_end)
+        return Reasoned(reasoning.begin, reasoning.end, is_open, answer)
 
-    async def _calls_of(
-        self, call: GenerateCall, chat: ChatPrompt, calls: CallFormat
-    ) -> Tagged | None:
+    def called_by(self, call: GenerateCall) -> CallFormat | None:
+        """How the answer to a call must write calls of its tools; None: it may as it likes.
+
+        Raises InvalidArgument or Unimplemented.
+        """
+        chat, calls = call.prompt, self.formats.calls
+        if not isinstance(chat, ChatPrompt) or not chat.tools or calls is None:
+            return None
+        if call.constraint is not None:
+            problem = "can't be combined with chat.tools, unless chat.tool_choice is none"
+            raise InvalidArgument(call.constraint.field, problem)
         if chat.must_call:
             self._check_bytes("chat.tool_choice")
             if call.beam is not None:
@@ -92,8 +95,7 @@ class Serving:
                 raise InvalidArgument("sampling.beam", problem)
         elif call.output.raw_text or call.beam is not None or not self.tokenizer.tells_bytes:
             return None
-        template = self.tokenizer.template_source or ""
-        return await calls_constraint(chat, calls, template)
+        return calls
 
     def _check_bytes(self, field: str) -> None:
         if not self.tokenizer.tells_bytes:

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenpod.core.constraints import Tagged
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import Prompt
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.generation_defaults import read_defaults
 from tokenpod.service.text.inline_cost import is_bounded
+from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, TextModel, unpacked
 from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
@@ -37,13 +39,15 @@ class Tokenised:
     """A prompt's number of tokens, and the last of their ids: as many as were to be kept.
 
     `offsets`: of those, begin and end in the text in turn, in code points; empty if not asked for.
-    `rendered_end`: what the text of a chat ends with.
+    `rendered_end`: what the text of a chat ends with. `calls`: how its tools may be called, where
+    that was asked for.
     """
 
     count: int
     ids: list[int]
     offsets: list[int] = field(default_factory=list)
     rendered_end: str = ""
+    calls: Tagged | None = None
 
 
 class Encoder:
@@ -84,15 +88,28 @@ class Encoder:
         return self._workers.model()
 
     async def encode(
-        self, prompt: Prompt, *, keep: int, special: bool = True, offsets: bool = False
+        self,
+        prompt: Prompt,
+        *,
+        keep: int,
+        special: bool = True,
+        offsets: bool = False,
+        calls: CallFormat | None = None,
     ) -> Tokenised:
         """A prompt's tokens; of a chat, those of what the model's template makes of it.
 
-        `offsets` are those of a text alone.
-        InvalidArgument: the template refuses it, or it takes too much time or memory.
+        Args:
+            prompt: what is to be encoded.
+            keep: how many ids are returned, the last ones.
+            special: add special tokens to a text.
+            offsets: say where the tokens of a text begin and end.
+            calls: make a constraint of a chat's tools, which are called in this format.
+
+        Raises:
+            InvalidArgument: the template refuses it, or it takes too much time or memory.
         """
         if isinstance(prompt, ChatPrompt):
-            return await self._encode_chat(prompt, keep)
+            return await self._encode_chat(prompt, keep, calls)
         if isinstance(prompt, str):
             text = Text(prompt, special, keep, offsets)
             if _size(text) <= self._inline_bytes:
@@ -157,11 +174,13 @@ class Encoder:
             )
         ]
 
-    async def _encode_chat(self, chat: ChatPrompt, keep: int) -> Tokenised:
-        job = EncodeChat(chat, keep)
+    async def _encode_chat(
+        self, chat: ChatPrompt, keep: int, calls: CallFormat | None
+    ) -> Tokenised:
+        job = EncodeChat(chat, keep, calls.name if calls is not None else "")
         encoded = await self._workers.run(job, field="chat", size=chat.characters)
         ids, end = unpacked(encoded.ids[0]), encoded.rendered_end
-        return Tokenised(encoded.counts[0], ids, rendered_end=end)
+        return Tokenised(encoded.counts[0], ids, rendered_end=end, calls=encoded.calls)
 
 
 def _size(text: Text) -> int:

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import msgspec
 
+from tokenpod.core.constraints import Tagged
 from tokenpod.core.message import Message
 from tokenpod.service.serving.chats import ChatPrompt
 
@@ -75,10 +76,18 @@ class EncodeTexts(Message, frozen=True, array_like=True, tag=True):
 
 
 class EncodeChat(Message, frozen=True, array_like=True, tag=True):
-    """Render a conversation with the model's template, and tokenise the result."""
+    """Render a conversation with the model's template, and tokenise the result.
+
+    Args:
+        chat: the conversation.
+        keep: as a text's.
+        call_format: name of the format in which the model writes calls, to make a constraint of
+            the chat's tools; "": none is wanted.
+    """
 
     chat: ChatPrompt
     keep: int
+    call_format: str = ""
 
 
 class Loaded(Message, frozen=True, array_like=True, tag=True):
@@ -89,24 +98,29 @@ class Encoded(Message, frozen=True, array_like=True, tag=True):
     """The number of tokens of each text, and the last of them as packed ids.
 
     `offsets`, where asked for: the begin and end of each of those tokens in turn, packed likewise.
-    `rendered_end`: of a chat, what the template's text ends with.
+    `rendered_end`: of a chat, what the template's text ends with. `calls`: how its tools may be
+    called, where that was asked for.
     """
 
     counts: list[int]
     ids: list[bytes]
     offsets: list[bytes]
     rendered_end: str = ""
+    calls: Tagged | None = None
 
 
 class Refusal(IntEnum):
     """Why a job has no tokens."""
 
-    #: The model's template refuses the messages or fails; the text says how.
-    TEMPLATE = 1
+    #: The model's template refuses the messages or fails, or the tools are too much; the text says
+    #: how.
+    CHAT = 1
     #: The tokenizer fails on the text: a panic of the library.
     TOKENIZER = 2
     #: The job takes more memory than a worker may.
     MEMORY = 3
+    #: A bug of ours; the text is for the log.
+    FAULT = 4
 
 
 class Refused(Message, frozen=True, array_like=True, tag=True):

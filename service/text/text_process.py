@@ -62,6 +62,10 @@ class TextProcess(AsyncLink[FromWorker]):
         """Whether it has hung up."""
         return self._hung_up.done()
 
+    async def hung_up(self) -> None:
+        """Wait until it ends."""
+        await asyncio.wait([self._hung_up])
+
     async def loaded(self) -> None:
         """Wait until it takes jobs. Raises WorkerEnded."""
         await asyncio.wait([self._loaded, self._hung_up], return_when="FIRST_COMPLETED")

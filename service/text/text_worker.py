@@ -17,10 +17,13 @@ from typing import Any
 
 from msgspec import structs
 
+from tokenpod.core.constraints import Tagged
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.own_limits import be_first_to_go, limit_memory
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.text.chat_template import ChatTemplateError
+from tokenpod.service.text.parsers.calls import ToolsError
+from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.text_messages import (
     EncodeChat,
     Encoded,
@@ -37,6 +40,7 @@ from tokenpod.service.text.text_messages import (
     packed,
 )
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
+from tokenpod.service.text.tool_constraints import calls_constraint
 
 #: Characters at the end of a rendered chat that a front end is told.
 _RENDERED_END = 64
@@ -68,13 +72,17 @@ def main() -> int:
 def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
     try:
         if isinstance(job, EncodeChat):
+            calls = _calls(tokenizer, job) if job.call_format else None
+            if isinstance(calls, Refused):
+                return calls
             rendered = tokenizer.render_chat(job.chat)
             # Templates write special tokens: none is added.
             encoded = _encoded(tokenizer, EncodeTexts([Text(rendered, False, job.keep)]))
-            return structs.replace(encoded, rendered_end=rendered[-_RENDERED_END:])
+            end = rendered[-_RENDERED_END:]
+            return structs.replace(encoded, rendered_end=end, calls=calls)
         return _encoded(tokenizer, job)
     except ChatTemplateError as error:
-        return Refused(Refusal.TEMPLATE, str(error), error.field)
+        return Refused(Refusal.CHAT, str(error), error.field)
     except TokenizerPanic as error:
         return Refused(Refusal.TOKENIZER, str(error))
     except MemoryError:
@@ -82,6 +90,20 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
     except Exception as error:
         traceback.print_exc()
         return Refused(Refusal.TOKENIZER, type(error).__name__)
+
+
+def _calls(tokenizer: Tokenizer, job: EncodeChat) -> Tagged | Refused:
+    """How the tools of a chat may be called, or why there is no constraint for it."""
+    (calls,) = (each for each in CALL_FORMATS if each.name == job.call_format)
+    try:
+        return calls_constraint(job.chat, calls, tokenizer.template_source or "")
+    except ToolsError as error:
+        return Refused(Refusal.CHAT, str(error), "tools")
+    except MemoryError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        return Refused(Refusal.FAULT, type(error).__name__)
 
 
 def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:

@@ -4,7 +4,9 @@
                   | time is over, or the caller has left -> SIGKILL, a new worker takes its place
                   | memory is over -> its allocation fails -> answer, or its end, and a new worker
 
-A call's job ends with the call, at the latest. Workers die with the front end (core/parent.py).
+A call's job ends with the call, at the latest. A worker that ends is replaced, whatever it was
+doing; if the job is not to blame, another worker does it: it changes nothing. Workers die with the
+front end (core/parent.py).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.rpc.errors import Internal, InvalidArgument, ServiceError, Unavailable
 from tokenpod.service.text.text_messages import (
     EncodeChat,
     Encoded,
@@ -55,6 +57,10 @@ class _Waiting:
     worker: asyncio.Future[TextProcess] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+
+class _WorkerLost(Unavailable):
+    """A worker has ended, and its job is not to blame."""
 
 
 class TextWorkers:
@@ -99,8 +105,15 @@ class TextWorkers:
             size: small jobs go first.
 
         InvalidArgument: the template refuses, the library fails, or time or memory is over.
-        Unavailable: the worker was lost by no fault of the job's.
+        Unavailable: two workers were lost by no fault of the job's.
         """
+        try:
+            return await self._once(job, field, size)
+        except _WorkerLost:
+            return await self._once(job, field, size)
+
+    async def _once(self, job: Job, field: str, size: int) -> Encoded:
+        """As `run`, by one worker. Raises _WorkerLost if it was lost."""
         worker = await self._take(size)
         answering = asyncio.ensure_future(worker.ask(job))
         try:
@@ -111,12 +124,11 @@ class TextWorkers:
         except asyncio.CancelledError:
             self._spawn(self._abandon(worker, answering))
             raise
+        self._give(worker)
         try:
             answer = answering.result()
         except WorkerEnded as ended:
-            self._replace(worker)
             raise self._failure(job, field, ended.status if done else None) from ended
-        self._give(worker)
         if isinstance(answer, Refused):
             raise self._refusal(job, field, answer)
         return answer
@@ -144,8 +156,10 @@ class TextWorkers:
         """A worker without a job."""
         if self._closed:
             raise _stopping()
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.has_ended:
+                return worker
         waiting = _Waiting(size)
         self._queue.append(waiting)
         try:
@@ -159,9 +173,8 @@ class TextWorkers:
             raise
 
     def _give(self, worker: TextProcess) -> None:
-        """A worker is free."""
+        """A worker is free; nothing if it has ended."""
         if worker.has_ended:
-            self._replace(worker)
             return
         # A job whose caller has left stays in the queue until its task has run.
         queue = [waiting for waiting in self._queue if not waiting.worker.done()]
@@ -190,15 +203,15 @@ class TextWorkers:
             await self._forget(worker)
             problem = "takes too long to load" if isinstance(error, TimeoutError) else str(error)
             raise TokenizerError(f"the tokenizer can't be used in a worker: {problem}") from error
+        self._spawn(self._replace(worker))
         self._give(worker)
 
-    def _replace(self, worker: TextProcess) -> None:
-        """A worker has ended, or was killed."""
-        if worker in self._workers and not self._closed:
-            self._spawn(self._replaced(worker))
-
-    async def _replaced(self, worker: TextProcess) -> None:
-        await self._forget(worker)
+    async def _replace(self, worker: TextProcess) -> None:
+        """Wait until a worker ends, and start another."""
+        await worker.hung_up()
+        idle, status = worker in self._idle, await self._forget(worker)
+        if idle:
+            log.warning("an idle text worker has ended", extra={"status": status})
         while True:
             try:
                 await self._add()
@@ -207,11 +220,13 @@ class TextWorkers:
                 log.error("a text worker can't be started", extra={"reason": str(error)})
                 await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _forget(self, worker: TextProcess) -> None:
+    async def _forget(self, worker: TextProcess) -> int:
+        """Take a worker that ends out of the pool; its exit status."""
         if worker in self._idle:
             self._idle.remove(worker)
-        await worker.ended()
+        status = await worker.ended()
         self._workers.discard(worker)
+        return status
 
     async def _abandon(
         self, worker: TextProcess, answering: asyncio.Future[Encoded | Refused]
@@ -223,10 +238,7 @@ class TextWorkers:
         if not done:
             worker.kill()
             await asyncio.wait([answering])
-        if answering.exception() is not None:
-            self._replace(worker)
-        else:
-            self._give(worker)
+        self._give(worker)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -249,11 +261,16 @@ class TextWorkers:
         if status in _FAULTS:
             return InvalidArgument(field, f"makes {_work(job)} fail")
         log.error("a text worker has ended", extra={"status": status})
-        return Unavailable("the process that tokenises was lost; retry", retry_after=1.0)
+        return _WorkerLost("the process that tokenises was lost; retry", retry_after=1.0)
 
     def _refusal(self, job: Job, field: str, refused: Refused) -> ServiceError:
         if refused.reason is Refusal.MEMORY:
             return self._too_much_memory(job, field)
+        if refused.reason is Refusal.FAULT:
+            fault = Internal()
+            extra = {"error_id": fault.error_id, "reason": refused.message}
+            log.error("internal error in a text worker", extra=extra)
+            return fault
         if refused.reason is Refusal.TOKENIZER:
             log.error("the tokenizer has panicked", extra={"reason": refused.message})
             return InvalidArgument(field, "makes the model's tokenizer fail")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -31,6 +32,11 @@ from harness import SERVING, text_request
 from chaos.scene import OPTIONS, Pod, answer, gone
 from chaos.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (
+    GenerationServiceStub,
+)
 
 _CONNECTIONS = 8
 _CALL_SECONDS = 300.0
@@ -147,6 +153,53 @@ def fuzz(pod: Pod, draw: random.Random, amount: int) -> str:
     return _said(codes, allowed)
 
 
+def tools(pod: Pod, draw: random.Random, amount: int) -> str:
+    """Tools whose schemas are many, long or odd, of which the model may or must call some."""
+    allowed = {_OK, "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    requests = [_odd_tools(draw) for _ in range(amount)]
+    return _many(
+        pod,
+        amount,
+        lambda stub: _chat(stub, requests.pop()),
+        allowed,
+        service=GenerationServiceStub,
+    )
+
+
+def _odd_tools(draw: random.Random) -> v1.GenerateRequest:
+    few, many = draw.randrange(1, 20), draw.choice([300, 2000, 9000, 100_000])
+    schema = draw.choice(
+        [
+            {"properties": {f"p{at}": {"format": "date-time"} for at in range(many)}},
+            {"anyOf": [{}] * many},
+            {"required": [f"p{at}" for at in range(many)], "type": "object"},
+            {"$defs": {"a": {"enum": ["x"] * few}}, "properties": {"x": {"$ref": "#/$defs/a"}}},
+            {"properties": {"x": {"format": []}}},
+            {"anyOf": [{"type": "string"}], "$ref": "#/anyOf/²"},
+            {"pattern": "(a*)*b" * few},
+            {"type": {}, "minItems": 1e300, "enum": [float(few)]},
+        ]
+    )
+    odd = draw.choice(["[" * many, '"\\ud800"', "1e999"])
+    text = json.dumps(schema) if draw.random() < 0.7 else odd
+    said = [{"role": "user", "content": [{"text": "hello"}]}]
+    request = v1.GenerateRequest(chat={"messages": said}, stopping={"max_new_tokens": 8})
+    for at in range(draw.choice([1, 2, 400]) if many < 1000 else 1):
+        request.chat.tools.add(name=f"f{at}", parameters_schema=text)
+    if draw.random() < 0.5:
+        request.chat.tool_choice.mode = chat_pb2.TOOL_MODE_REQUIRED
+    return request
+
+
+async def _chat(stub: Any, request: v1.GenerateRequest) -> str:
+    try:
+        async for _ in stub.Generate(request, timeout=_CALL_SECONDS):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return _OK
+
+
 def constraints(pod: Pod, draw: random.Random, amount: int) -> str:
     """Schemas, regexes, grammars and tools that are nearly right, beside innocent requests."""
     work = constraint_fuzz.fuzz(pod.address, pod.socket, draw.randrange(1 << 30), amount)
@@ -229,6 +282,25 @@ def hang_front_end(pod: Pod, draw: random.Random, amount: int) -> str:
     return f"{amount} replaced"
 
 
+def kill_text_workers(pod: Pod, draw: random.Random, amount: int) -> str:
+    """kill -9 of every text worker while it is idle, and chats at once, which need one."""
+    said = [{"role": "user", "content": [{"text": "hello"}]}]
+    request = v1.GenerateRequest(chat={"messages": said}, stopping={"max_new_tokens": 4})
+    seen = ""
+    for _ in range(amount):
+        killed = {*pod.text_workers()}
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        seen = _many(
+            pod, 16, lambda stub: _chat(stub, request), {_OK}, service=GenerationServiceStub
+        )
+        wait_for(
+            lambda old=killed: len({*pod.text_workers()} - old) == len(old),
+            "a text worker was not replaced",
+        )
+    return f"{amount} times, then {seen}"
+
+
 def kill_engine(pod: Pod, draw: random.Random, amount: int) -> str:
     """kill -9 of the engine."""
     return _end(pod, amount, lambda: os.kill(draw.choice(pod.engines()), signal.SIGKILL), 1)
@@ -287,6 +359,8 @@ ATTACKS = (
     Attack("odd messages and bytes", fuzz, 1500, 150, plays_router=True),
     Attack("odd constraints", constraints, 3000, 60, plays_router=True),
     Attack("odd connections", connections, 300, 30),
+    Attack("odd tools", tools, 200, 20),
+    Attack("kill -9, text workers", kill_text_workers, 5, 1),
     Attack("floods", flood, 5, 1),
     Attack("SIGSTOP, engine, 1 s", stop_engine, 3, 1),
     Attack("SIGSTOP, first front end, 1 s", stop_first, 3, 1),
@@ -310,12 +384,13 @@ def _many(
     act: Callable[[Any], Awaitable[str]],
     allowed: Iterable[str],
     at_once: int = 32,
+    service: Any = rpc.TextGenerationServiceStub,
 ) -> str:
     """So many calls over a few connections; the codes that they ended with."""
 
     async def strike() -> Counter[str]:
         channels = [grpc.aio.insecure_channel(pod.address, OPTIONS) for _ in range(_CONNECTIONS)]
-        stubs = [rpc.TextGenerationServiceStub(channel) for channel in channels]
+        stubs = [service(channel) for channel in channels]
         free = asyncio.Semaphore(at_once)
 
         async def one(at: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess, free_port, serve, text_request
+from harness import SERVING, ServerProcess, children_of, free_port, serve, text_request
 
 from chaos.waiting import PATIENCE_SECONDS, wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
@@ -34,6 +34,8 @@ OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 _PROBE_EVERY_SECONDS = 0.05
+#: For chats with tools: the demo model has none of its own.
+TEMPLATE = "{{ tools | tojson }} {{ messages[-1].content }}"
 
 
 class Pod:
@@ -52,6 +54,9 @@ class Pod:
         self._folder = tempfile.TemporaryDirectory()
         self._flags = (*flags, "--port", str(self.port), "--health-port", str(self.health_port))
         self._flags += ("--uds-path", f"{self._folder.name}/shard")
+        template = Path(self._folder.name, "template.jinja")
+        template.write_text(TEMPLATE)
+        self._flags += ("--chat-template", str(template), "--tool-parser", "hermes")
         self._life = contextlib.ExitStack()
         self._start()
 
@@ -67,6 +72,12 @@ class Pod:
     def further(self) -> list[int]:
         """Process ids of the further front ends."""
         return [pid for pid in self.server.children() if _runs(pid, b"pod.front_end")]
+
+    def text_workers(self) -> list[int]:
+        """Process ids of all front ends' text workers."""
+        fronts = [self.server.process.pid, *self.further()]
+        found = [pid for front in fronts for pid in children_of(front)]
+        return [pid for pid in found if _runs(pid, b"text_worker")]
 
     def engines(self) -> list[int]:
         """Process ids of the engine, or of its ranks."""

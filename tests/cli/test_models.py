@@ -66,6 +66,7 @@ def test_the_command_lists_who_computes_what(capsys):
     assert main(["models", "no such model"]) == 1
 
 
+@pytest.mark.pod
 def test_the_page_is_what_the_data_gives():
     command = [sys.executable, "-P", str(ROOT / "tools" / "models_page.py"), "--check"]
     subprocess.run(command, check=True)

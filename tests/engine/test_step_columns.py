@@ -20,6 +20,8 @@ from step_scenes import SCENES, Scene, Told
 
 from tokenpod.engine.executor import Executor
 
+pytestmark = pytest.mark.compute
+
 #: Those that are run where kernels are interpreted, and take seconds there.
 INTERPRETED_SCENES = ("found_drafts", "masks", "masks_alone")
 #: Those that two ranks run on a device: others have all that these leave out.
@@ -33,6 +35,8 @@ def cases() -> Iterator[Any]:
             marks: list[Any] = [pytest.mark.slow] if kind == "reference" else []
             if kind == "device" and name not in INTERPRETED_SCENES:
                 marks = [pytest.mark.gpu]
+            if kind == "device" and name == "found_trees":
+                marks = [pytest.mark.slow]
             yield pytest.param(kind, name, marks=marks)
 
 
@@ -122,6 +126,7 @@ def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, wanted):
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*rank_cases()], indirect=["ranks"])
+@pytest.mark.pod
 def test_two_ranks_come_to_the_tokens_of_one(name, ranks, wanted):
     leader, follower = ranks
     check(name, leader[name], wanted[name])

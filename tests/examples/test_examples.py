@@ -145,7 +145,7 @@ def test_the_node_lock_pins_checksums_and_names_no_registry():
     assert not [name for name, package in installed.items() if "resolved" in package]
 
 
-@pytest.mark.parametrize("page", ["client/README.md", "docs/constraints.md"])
+@pytest.mark.parametrize("page", ["client/README.md", "docs/clients.md", "docs/constraints.md"])
 def test_what_pages_say_of_the_client_runs(server, page):
     """As it stands, but for the address."""
     found = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)

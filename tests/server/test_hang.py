@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -91,6 +92,19 @@ def test_an_engine_that_goes_on_in_time_is_as_before(server: ServerProcess) -> N
     assert len(generate(server.stub(), SHORT).samples[0].token_ids) == 3
     running.seconds(0.0)
     assert running.code is None
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_front_end_that_stood_still_does_not_end_a_healthy_engine(server: ServerProcess) -> None:
+    running = Call(server, PROMPT, 300)
+    running.wait_for_token()
+    stop(server.process.pid)
+    time.sleep(2 * STALL)
+    os.kill(server.process.pid, signal.SIGCONT)
+    running.seconds(0.0)
+    assert running.code is None, server.log.read_text()
+    assert server.health("liveness") == SERVING
     assert server.stop() == 0
 
 

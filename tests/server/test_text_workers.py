@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from costs import cpu_seconds
 from harness import SERVING, ServerProcess, generate, serve, text_request, violations
 from hostile import with_template, with_token, with_tokenizer
 
@@ -94,7 +96,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     limits = ["--text-timeout", "3", "--text-memory-bytes", str(128 * 2**20)]
     limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", "1200000"]
     limits += ["--max-message-bytes", str(2**20)]
-    with serve("--model-id", str(model), *limits) as running:
+    # What a worker has loaded, and so what it may use, is that of its command line.
+    with serve("--model-id", str(model), *limits, own_imports=True) as running:
         yield running
         assert running.stop() == 0
 
@@ -143,13 +146,17 @@ def test_a_rendering_ends_when_its_caller_leaves(server: ServerProcess, stub: An
     wait_for(lambda: len(workers - set(server.text_worker_pids())) == 1)
 
 
-def test_a_killed_worker_costs_its_own_call_and_is_replaced(
+def test_a_call_that_has_lost_two_workers_is_refused_and_they_are_replaced(
     server: ServerProcess, stub: Any
 ) -> None:
+    both = {*server.text_worker_pids()}
     future = stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS)
-    wait_for(lambda: len(busy(server)) == 1)
-    (worker,) = busy(server)
-    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: bool(busy(server)))
+    (first,) = both.intersection(busy(server))
+    os.kill(first, signal.SIGKILL)
+    (second,) = both - {first}
+    wait_for(lambda: second in busy(server))
+    os.kill(second, signal.SIGKILL)
     assert future.code() is grpc.StatusCode.UNAVAILABLE
     assert "grpc-retry-pushback-ms" in dict(future.trailing_metadata())
 
@@ -295,6 +302,31 @@ def test_a_wrong_schema_is_refused_by_its_path_and_ends_no_worker(
     request.chat.tools[0].parameters_schema = '{"type": {}}'
     asks = service.TokenizeRequest(chat=request.chat)
     assert api.Tokenize(asks, timeout=SECONDS).token_count > 1
+
+
+def test_tools_are_limited_and_cost_the_front_end_little(server: ServerProcess, stub: Any) -> None:
+    api = GenerationServiceStub(server.channel())
+
+    def with_tool(schema: dict[str, Any]) -> v1.GenerateRequest:
+        return asked("hello", tools=[{"name": "f", "parameters_schema": json.dumps(schema)}])
+
+    def dates(count: int) -> dict[str, Any]:
+        return {"properties": {f"p{at}": {"format": "date-time"} for at in range(count)}}
+
+    before = cpu_seconds(server.process.pid)
+    # The engine may find that it takes too long: that is told by another field.
+    with contextlib.suppress(grpc.RpcError):
+        list(api.Generate(with_tool(dates(2000)), timeout=SECONDS))
+    for call in (with_tool({"anyOf": [{}] * 9000}), with_tool(dates(20_000))):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(api.Generate(call, timeout=SECONDS))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert [*violations(caught.value)] == ["chat.tools"]
+    with pytest.raises(grpc.RpcError) as caught:
+        api.Tokenize(service.TokenizeRequest(chat=call.chat), timeout=SECONDS)
+    assert "--max-constraint-bytes" in violations(caught.value)["chat.tools"]
+    # Their check on the event loop took several seconds.
+    assert cpu_seconds(server.process.pid) - before < 1.0
 
 
 def test_a_call_of_a_tool_is_streamed_and_ends_the_turn(server: ServerProcess) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tokenpod.core.constraints import Regex
 from tokenpod.core.link import FrameDecoder, encode_frame
 from tokenpod.core.messages import (
     Abort,
@@ -38,7 +39,7 @@ from tokenpod.core.outputs import (
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.errors import Unavailable
+from tokenpod.service.rpc.errors import Internal, Unavailable
 
 OPTIONS = EngineOptions("/model", None, "cpu", 1, 8, 64)
 READY = Ready("float32", "float32", "cpu", "contiguous", None, 100, 128, 1000, 1, 4, 0.1, 0.1)
@@ -53,6 +54,8 @@ class Notes:
     started: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     drafted: list[Drafted] = field(default_factory=list)
+    satisfied: list[tuple[int, bool]] = field(default_factory=list)
+    faults: list[tuple[int, str]] = field(default_factory=list)
     wakes: int = 0
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -62,6 +65,9 @@ class Notes:
     def on_drafted(self, drafted: Drafted) -> None:
         self.drafted.append(drafted)
 
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        self.satisfied.append((sequence_id, whole))
+
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
     ) -> None:
@@ -70,6 +76,9 @@ class Notes:
 
     def on_failure(self, failure: Failure) -> None:
         self.failures.append(failure)
+
+    def on_fault(self, sequence_id: int, fault: Internal) -> None:
+        self.faults.append((sequence_id, fault.error_id))
 
     def wake(self) -> None:
         self.wakes += 1
@@ -168,6 +177,70 @@ async def test_each_sink_hears_of_its_own_sequences_and_wakes_once_a_step() -> N
         assert (one.tops, two.tops) == ([None, None], [top])
         assert (one.wakes, two.wakes) == (1, 1)
         assert client.load.waiting_tokens == 3
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
+class Faulty(Notes):
+    """Raises in one of its methods."""
+
+    def __init__(self, method: str, error: type[BaseException]) -> None:
+        super().__init__()
+        self._error = error
+        setattr(self, method, self._raise)
+
+    def _raise(self, *_: object, **__: object) -> None:
+        raise self._error("a secret text")
+
+
+@pytest.mark.parametrize("error", [OverflowError, RecursionError, Panic])
+@pytest.mark.parametrize(
+    "method", ["on_started", "on_satisfied", "on_drafted", "on_token", "on_failure", "wake"]
+)
+async def test_a_sink_that_raises_ends_alone(
+    method: str, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine hears of it, the log has the error under an id, and other sinks go on."""
+    async with linked() as (client, engine):
+        faulty, other = Faulty(method, error), Notes()
+        client.submit(request(0, 1), faulty)
+        client.submit(request(2), other)
+        engine.say(
+            step(
+                *((0, 10, RUNNING), (2, 12, RUNNING)),
+                started=[Started(0, 0, 1)],
+                satisfied={0: True},
+                drafted=[Drafted(0, 1, 1)],
+                failures=[Failure(1, FailureCode.DATA_LOSS, "NaN")],
+            )
+        )
+        await other.news()
+        ((sequence_id, error_id),) = faulty.faults
+        assert sequence_id == (1 if method in ("on_failure", "wake") else 0)
+        heard = [await engine.hear() for _ in range(3)]
+        assert heard == [request(0, 1), request(2), Abort([sequence_id])]
+        assert [record.error_id for record in caplog.records] == [error_id]
+        engine.say(step((0, 11, RUNNING), (2, 13, LENGTH)))
+        await other.news()
+        assert other.tokens == [(2, 12, RUNNING), (2, 13, LENGTH)]
+
+
+async def test_a_request_that_cannot_be_sent_is_not_waited_for() -> None:
+    """Else work would be pending for ever, and the engine would seem to be stuck."""
+    async with linked() as (client, engine):
+        # Half of a character, as JSON can write it: no message can hold it.
+        bad = msgspec.structs.replace(request(0), constraint=Regex("\ud800"))
+        with pytest.raises(UnicodeEncodeError):
+            client.submit(bad, Notes())
+        with pytest.raises(UnicodeEncodeError):
+            await client.advance(
+                start=[bad], start_chunks=[0], resume=[], waits=False, sink=Notes()
+            )
+        assert not client.pending
+        client.submit(request(1), Notes())
+        assert await engine.hear() == request(1)
 
 
 async def test_a_finished_sequence_is_forgotten() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import grpc
 import pytest
 
-from tokenpod.core.outputs import FinishCode, Top
+from tokenpod.core.outputs import FinishCode, StepOutputs, Top
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
+from tokenpod.service.pod.client import NO_LOAD
+from tokenpod.service.pod.sinks import Sinks
+from tokenpod.service.rpc.errors import Internal
 from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
 from tokenpod.service.serving.generation import UNREAD_BYTES, Generation
 from tokenpod.service.serving.sample import Sample
@@ -42,13 +45,21 @@ class Names:
 
 
 class Call:
-    """A call with `n` samples whose engine is this test."""
+    """A call with `n` samples, sequences `first` and on, whose engine is this test."""
 
-    def __init__(self, n: int = 1, *, stream: bool = True, top_n: int = 0) -> None:
+    def __init__(
+        self,
+        n: int = 1,
+        *,
+        stream: bool = True,
+        top_n: int = 0,
+        first: int = 0,
+        detokenizer: type[Detokenizer] = Words,
+    ) -> None:
         self.aborted: list[int] = []
         self.top = TOP if top_n else None
         request = Request(
-            sequence_ids=list(range(n)),
+            sequence_ids=list(range(first, first + n)),
             prompt=[1, 2],
             sampling=SamplingParams(),
             stopping=StoppingParams(max_new_tokens=1_000_000),
@@ -56,8 +67,8 @@ class Call:
         samples = [
             Sample(
                 index=index,
-                sequence_id=index,
-                detokenizer=Words(),
+                sequence_id=first + index,
+                detokenizer=detokenizer(),
                 stops=StopMatcher((), include=False),
                 min_new_tokens=0,
                 streamed=stream,
@@ -158,3 +169,28 @@ async def test_one_answer_for_all_may_be_as_long_as_it_gets():
     assert call.generation.failure is None
     assert len(tokens.tokens.token_ids) == UNREAD_BYTES // 4 + 1
     assert tokens.tokens.text == finished.finished.text
+
+
+class Unreadable(Words):
+    """Fails at token 3."""
+
+    def push(self, token_id: int) -> str:
+        if token_id == 3:
+            raise OverflowError("a secret text")
+        return super().push(token_id)
+
+
+async def test_a_text_that_cannot_be_read_ends_its_call_and_no_other() -> None:
+    faulty, other = Call(n=2, detokenizer=Unreadable), Call(first=2)
+    sinks = Sinks(faulty.aborted.extend)
+    sinks.watch([0, 1], faulty.generation)
+    sinks.watch([2], other.generation)
+    for token in range(5):
+        ids, finishes = [0, 1, 2], [FinishCode.RUNNING] * 3
+        sinks.forget(faulty.aborted)
+        sinks.deliver(StepOutputs(1, 1, ids, [token] * 3, [0.0] * 3, finishes, NO_LOAD))
+    with pytest.raises(Internal, match=r"internal error [0-9a-f]{12}"):
+        await faulty.generation.news()
+    assert {*faulty.aborted} == {0, 1}
+    await other.generation.news()
+    assert other.generation.samples[0].text == "w0 w1 w2 w3 w4 "

@@ -229,6 +229,18 @@ async def test_an_engine_that_never_moves_again_is_restarted_and_one_that_does_i
         await probe.wait("liveness", SERVING)
 
 
+async def test_time_in_which_this_process_did_not_run_is_not_the_engines_silence() -> None:
+    board, engine = HealthBoard(stall_timeout=3.0), pulse()
+    board.watch(engine)
+    await several_polls()
+    engine.last_step_at = engine.heard_at = time.monotonic_ns()
+    # The loop is held: what the engine says meanwhile is not read.
+    time.sleep(6.0)  # noqa: ASYNC251
+    await asyncio.sleep(0.3)
+    assert not board.stuck.done()
+    board.close()
+
+
 async def test_an_engine_that_has_nobody_to_step_is_not_restarted(probe: Probe) -> None:
     await probe.board.set_serving(True)
     with probe.watching(pulse(age=70.0, silent=1.0)):

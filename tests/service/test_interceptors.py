@@ -280,13 +280,24 @@ async def test_a_rotated_file_counts_at_once(tokens: Path) -> None:
         assert (await code(running.channel, bearer("third-token"))).name == "OK"
 
 
-async def test_an_unreadable_file_lets_nobody_in_until_it_is_back(tokens: Path) -> None:
+async def test_a_file_that_is_away_keeps_its_tokens_and_is_told_of_once(
+    tokens: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     interceptors = [ErrorInterceptor(), AuthInterceptor(tokens)]
     async with serving(handlers=[arities(nothing)], interceptors=interceptors) as running:
+        assert (await code(running.channel, bearer("first-token"))).name == "OK"
         os.rename(tokens, f"{tokens}-away")
-        assert (await code(running.channel, bearer("first-token"))).name == "UNAUTHENTICATED"
+        for _ in range(5):
+            assert (await code(running.channel, bearer("first-token"))).name == "OK"
+            assert (await code(running.channel, bearer("wrong"))).name == "UNAUTHENTICATED"
         os.rename(f"{tokens}-away", tokens)
         assert (await code(running.channel, bearer("first-token"))).name == "OK"
+    assert "Traceback" not in caplog.text
+    told = [record.message for record in caplog.records if record.name == "tokenpod.rpc"]
+    assert [text.partition(";")[0] for text in told] == [
+        "the token file can't be read: No such file or directory",
+        "the token file is good again",
+    ]
 
 
 async def test_an_empty_token_file_lets_nobody_in() -> None:

@@ -14,6 +14,7 @@ from tokenpod.core.constraints import Constraint, Grammar, JsonSchema
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import Refused
 from tokenpod.service.constraints.json_schema import (
+    MOST_SCHEMAS,
     SUPPORTED,
     SchemaError,
     check_schema,
@@ -71,6 +72,16 @@ def test_drafts_are_told_apart_by_their_names(draft: str) -> None:
     list(check_schema({"$schema": f"http://json-schema.org/{draft}"}))
     with pytest.raises(SchemaError, match="no draft that is known"):
         list(check_schema({"$schema": "http://json-schema.org/draft-03/schema#"}))
+
+
+def test_schemas_within_schemas_are_counted() -> None:
+    def check(count: int) -> None:
+        for _ in check_schema({"anyOf": [{}] * (count - 1)}):
+            pass
+
+    check(MOST_SCHEMAS)
+    with pytest.raises(SchemaError, match=f"more than {MOST_SCHEMAS} schemas"):
+        check(MOST_SCHEMAS + 1)
 
 
 @pytest.mark.parametrize("value", [[], {}, [["date"]], None, 5, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from typing import get_args
 
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.service.settings import Settings
 from tokenpod.service.text.parsers.parts import Kind, Part, Parts
+from tokenpod.service.text.parsers.reasoning import ReasoningFormat
 from tokenpod.service.text.parsers.turn import (
     CALL_FORMATS,
     REASONING_FORMATS,
@@ -27,11 +30,13 @@ THINK, MISTRAL_THINK = REASONING_FORMATS
 TOOLS = ("f", "get_weather")
 
 
-def turn(name: str, *, opened: bool = False, several: bool = True) -> TurnParser:
+def turn(
+    name: str, *, opened: bool = False, several: bool = True, reasoning: ReasoningFormat = THINK
+) -> TurnParser:
     ids = (f"id{at}" for at in itertools.count())
     return TurnParser(
-        Formats(FORMATS[name], THINK),
-        prompt_end="assistant\n<think>\n" if opened else "assistant\n",
+        Formats(FORMATS[name], reasoning),
+        prompt_end=f"assistant\n{reasoning.begin}\n" if opened else "assistant\n",
         tools=TOOLS,
         several=several,
         new_id=ids.__next__,
@@ -158,8 +163,13 @@ WRITTEN: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "a list": ("pythonic", "[1, 2]", "[1, 2]", []),
     "another's function": ("pythonic", "[print(x=1)]", "[print(x=1)]", []),
     "no number": ("pythonic", "[f(x=NaN)]", "[f(x=NaN)]", []),
-    "half a character": ("pythonic", "[f(x='\\ud800')]", "", [("f", '{"x": "\\ud800"}')]),
+    "half a character": ("pythonic", "[f(x='\\ud800')]", "", [("f", '{"x": "\ufffd"}')]),
+    "both halves": ("pythonic", "[f(x='\\ud83d\\ude00')]", "", [("f", '{"x": "😀"}')]),
     "a code that is none": ("pythonic", "[f(x='\\uZZZZ')]", "[f(x='\\uZZZZ')]", []),
+    "a code beyond all": ("pythonic", '[f(x="\\U98765432")]', '[f(x="\\U98765432")]', []),
+    "a code with a sign": ("pythonic", "[f(x='\\x+1')]", "[f(x='\\x+1')]", []),
+    "a number beyond floats": ("pythonic", "[f(x=1e999)]", "[f(x=1e999)]", []),
+    "many digits": ("pythonic", f"[f(x={'9' * 200})]", "", [("f", f'{{"x": {"9" * 200}}}')]),
     "too deep": ("pythonic", "[f(x=" + "[" * 99, "[f(x=" + "[" * 99, []),
 }
 
@@ -233,6 +243,7 @@ SCRAPS = [
     ),
     *('"f"', "f(", "x=", "f", "1", ", ", '"', "'", "\\", "\n", " ", " " * 40, ":", "é", "\0"),
     *("[f(x='a', y=[1])]", "True", "text", '"\\ud800"', "get_weather(city=''"),
+    *("[f(x=", ")]", "1e999", "-1e999", "NaN", "Infinity", "\\U98765432", "\\U0010", "\\x", "1_0"),
 ]
 TEXTS = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=3), max_size=24).map("".join)
 
@@ -248,23 +259,70 @@ def cut(text: str, sizes: Sequence[int]) -> list[str]:
     return pieces
 
 
+WRITTEN_SO = [written for _, written, _, _ in WRITTEN.values()]
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> str:
+    """What a model may write: a family's calls with some characters lost, doubled or others."""
+    text = draw(st.sampled_from(WRITTEN_SO))
+    for _ in range(draw(st.integers(0, 4))):
+        begin = draw(st.integers(0, len(text)))
+        end = min(begin + draw(st.integers(0, 5)), len(text))
+        instead = draw(st.sampled_from(SCRAPS) | st.just(text[begin:end] * 2) | st.just(""))
+        text = text[:begin] + instead + text[end:]
+    return text
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@given(text=TEXTS, sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), opened=st.booleans())
-@example(
-    text="<think>" + " " * 200 + "</think>" + " " * 200 + "<tool_call>", sizes=[3], opened=False
+@given(
+    text=TEXTS | edited(),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    opened=st.booleans(),
+    reasoning=st.sampled_from(REASONING_FORMATS),
 )
-@settings(max_examples=150, deadline=None)
+@example(
+    text="<think>" + " " * 200 + "</think>" + " " * 200 + "<tool_call>",
+    sizes=[3],
+    opened=False,
+    reasoning=THINK,
+)
+@example(text='[f(x="\\U98765432")]', sizes=[1], opened=False, reasoning=THINK)
+@settings(max_examples=examples(250), deadline=None)
 def test_pieces_make_no_difference_and_no_text_fails(
-    name: str, text: str, sizes: list[int], opened: bool
+    name: str, text: str, sizes: list[int], opened: bool, reasoning: ReasoningFormat
 ) -> None:
-    whole = told(turn(name, opened=opened), [text])
-    assert told(turn(name, opened=opened), cut(text, sizes)) == whole
+    whole = told(turn(name, opened=opened, reasoning=reasoning), [text])
+    assert told(turn(name, opened=opened, reasoning=reasoning), cut(text, sizes)) == whole
     calls = [part for part in whole if part.kind is Kind.CALL]
     for part in whole:
         (part.text + part.name).encode()
     assert all(part.name for part in calls if part.call_id)
-    if not calls and not any(mark in text for mark in ("<think>", "</think>")) and not opened:
+    if not calls and not any(mark in text for mark in reasoning.marks) and not opened:
         assert "".join(part.text for part in whole) == text, "what is no call is text"
+
+
+def strict(text: str) -> object:
+    """A JSON text as a client reads it that knows floats of 64 bits alone."""
+    (found,) = json.loads(
+        f"[{text}]", parse_constant=pytest.fail, parse_int=finite, parse_float=finite
+    )
+    text.encode()
+    return found
+
+
+def finite(digits: str) -> float:
+    assert math.isfinite(float(digits)), f"{digits} is no number to many clients"
+    return float(digits)
+
+
+@given(values=st.lists(st.sampled_from(SCRAPS) | st.text(max_size=4), max_size=6).map("".join))
+@example(values='"\\U98765432"')
+@example(values="{1e999: [1e999, -1e999]}")
+@settings(max_examples=examples(300), deadline=None)
+def test_the_arguments_of_a_python_call_are_json_for_every_client(values: str) -> None:
+    for _, arguments in read("pythonic", f"[f(x={values})]")[2]:
+        strict(arguments)
 
 
 # -- names -------------------------------------------------------------------------------------

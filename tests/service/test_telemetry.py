@@ -74,6 +74,7 @@ async def call_info(telemetry: Telemetry, act: Any = nothing, **call: Any) -> No
             await running.stub.Info(pb.InfoRequest(), **call)
 
 
+@pytest.mark.pod
 def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
     code = (
         "import sys\n"

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from chats import turns
+from harness import children_of
 from hostile import TEMPLATE
+from msgspec import structs
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
+from tokenpod.service.serving.chats import Tool
+from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.text_messages import (
     EncodeChat,
     EncodeTexts,
@@ -24,6 +31,9 @@ from tokenpod.service.text.text_messages import (
 )
 from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.tool_constraints import calls_constraint
+
+pytestmark = pytest.mark.pod
 
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
@@ -51,6 +61,21 @@ async def test_a_worker_encodes_as_the_front_end_does() -> None:
     plain = DEMO.encode(text, add_special_tokens=False)
     assert [unpacked(ids) for ids in encoded.ids] == [DEMO.encode(text), plain[-3:]]
     assert encoded.counts == [len(plain) + 1, len(plain)]
+
+
+async def test_a_chat_comes_with_the_constraint_of_its_tools() -> None:
+    schema = '{"type": "object", "properties": {"at": {"format": "date-time"}}}'
+    chat = structs.replace(turns(("user", "hello")), tools=[Tool("f", "", schema)])
+    (hermes,) = (each for each in CALL_FORMATS if each.name == "hermes")
+    async with pool() as workers:
+        plain = await workers.run(EncodeChat(chat, 9), field="chat", size=1)
+        asked = await workers.run(EncodeChat(chat, 9, "hermes"), field="chat", size=1)
+        assert (asked.ids, plain.calls) == (plain.ids, None)
+        assert asked.calls == calls_constraint(chat, hermes, TEMPLATE)
+        many = json.dumps({"anyOf": [{}] * 9000})
+        chat = structs.replace(chat, tools=[Tool("f", "", many)])
+        with pytest.raises(InvalidArgument, match=r"^chat.tools have more than 8192 schemas"):
+            await workers.run(EncodeChat(chat, 9, "hermes"), field="chat", size=1)
 
 
 async def test_the_smallest_is_next_and_now_and_then_the_oldest() -> None:
@@ -85,6 +110,50 @@ async def test_a_job_whose_time_is_over_names_the_limit_and_the_next_one_is_serv
     async with pool(seconds=1.0) as workers:
         with pytest.raises(InvalidArgument, match=r"chat takes .* more than 1 s"):
             await workers.run(ENDLESS, field="chat", size=1)
+        assert (await workers.run(SHORT, field="text", size=1)).counts
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what happens in the pool
+        await asyncio.sleep(0.01)
+
+
+def the_worker() -> int:
+    """The process id of the only one."""
+    (pid,) = children_of(os.getpid())
+    return pid
+
+
+async def test_the_end_of_an_idle_worker_costs_no_call() -> None:
+    async with pool() as workers:
+        for seconds in (0.0, 0.0, 0.5):
+            os.kill(the_worker(), signal.SIGKILL)
+            await asyncio.sleep(seconds)
+            assert (await workers.run(SHORT, field="text", size=1)).counts
+
+
+async def test_a_job_whose_worker_ends_is_done_by_another() -> None:
+    async with pool() as workers:
+        first = the_worker()
+        # It takes the job, and can't begin.
+        os.kill(first, signal.SIGSTOP)
+        job = asyncio.create_task(workers.run(SHORT, field="text", size=1))
+        await asyncio.sleep(0.1)
+        os.kill(first, signal.SIGKILL)
+        assert (await job).counts
+        assert the_worker() != first
+
+
+async def test_a_job_that_loses_two_workers_is_refused() -> None:
+    async with pool() as workers:
+        job = asyncio.create_task(workers.run(ENDLESS, field="chat", size=1))
+        async with asyncio.timeout(60):
+            for killed in range(2):
+                await until(lambda: not workers._queue and not workers._idle)
+                os.kill(the_worker(), signal.SIGKILL)
+                await until(lambda last=killed: last or bool(workers._queue))
+        with pytest.raises(Unavailable, match="was lost"):
+            await job
         assert (await workers.run(SHORT, field="text", size=1)).counts
 
 

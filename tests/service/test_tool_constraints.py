@@ -11,14 +11,16 @@ import constrained
 import jsonschema
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tokenpod.core.constraints import Constraint, Reasoned, Tagged
 from tokenpod.engine.constraints.guidance import Guidance
-from tokenpod.service.constraints.tools import calls_constraint
+from tokenpod.service.constraints.json_schema import MOST_SCHEMAS
 from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool
-from tokenpod.service.text.parsers.calls import CallParser
+from tokenpod.service.text.parsers.calls import CallParser, ToolsError
 from tokenpod.service.text.parsers.parts import Part
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
+from tokenpod.service.text.tool_constraints import calls_constraint
 
 SCHEMA = {
     "type": "object",
@@ -91,10 +93,10 @@ def chat(**more: Any) -> ChatPrompt:
 
 
 @pytest.mark.parametrize(("name", "template"), FAMILIES)
-async def test_calls_that_must_be_made_are_calls_with_valid_arguments(
+def test_calls_that_must_be_made_are_calls_with_valid_arguments(
     library: Guidance, name: str, template: str
 ) -> None:
-    constraint = await calls_constraint(chat(), FORMATS[name], template)
+    constraint = calls_constraint(chat(), FORMATS[name], template)
     several = 0
     for seed in range(12):
         parts = parts_of(name, written(library, constraint, seed))
@@ -109,20 +111,18 @@ async def test_calls_that_must_be_made_are_calls_with_valid_arguments(
 
 
 @pytest.mark.parametrize(("name", "template"), FAMILIES)
-async def test_a_tool_that_is_named_is_called_once(
-    library: Guidance, name: str, template: str
-) -> None:
-    constraint = await calls_constraint(chat(only="now"), FORMATS[name], template)
+def test_a_tool_that_is_named_is_called_once(library: Guidance, name: str, template: str) -> None:
+    constraint = calls_constraint(chat(only="now"), FORMATS[name], template)
     for seed in range(3):
         assert calls_in(parts_of(name, written(library, constraint, seed))) == [("now", {})]
 
 
 @pytest.mark.parametrize(("name", "template"), FAMILIES)
-async def test_in_auto_there_is_text_and_marks_begin_valid_calls(
+def test_in_auto_there_is_text_and_marks_begin_valid_calls(
     library: Guidance, name: str, template: str
 ) -> None:
     asked = ChatPrompt([ChatMessage("user", "x")], tools=TOOLS[:2])
-    constraint = await calls_constraint(asked, FORMATS[name], template)
+    constraint = calls_constraint(asked, FORMATS[name], template)
     assert written(library, constraint, 1) is not None
     (mark,) = FORMATS[name].marks
     special = mark.encode() in SPECIAL
@@ -139,12 +139,12 @@ async def test_in_auto_there_is_text_and_marks_begin_valid_calls(
             matcher.take(at)
 
 
-async def test_a_schema_that_is_not_supported_means_any_object(library: Guidance) -> None:
+def test_a_schema_that_is_not_supported_means_any_object(library: Guidance) -> None:
     overlapping = '{"oneOf": [{"type": "object"}, {"type": "object", "maxProperties": 9}]}'
     tools = [TOOLS[2], Tool("too", "", overlapping)]
     for tool in tools:
         asked = ChatPrompt([], tools=[tool], must_call=True, only=tool.name)
-        constraint = await calls_constraint(asked, FORMATS["hermes"], "")
+        constraint = calls_constraint(asked, FORMATS["hermes"], "")
         assert isinstance(constraint, Tagged)
         call = json.dumps({"name": tool.name, "arguments": {"a": [1, None]}})
         text = f"<tool_call>\n{call}\n</tool_call>"
@@ -154,8 +154,8 @@ async def test_a_schema_that_is_not_supported_means_any_object(library: Guidance
         assert matcher.whole
 
 
-async def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> None:
-    calls = await calls_constraint(chat(only="now"), FORMATS["hermes"], "")
+def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> None:
+    calls = calls_constraint(chat(only="now"), FORMATS["hermes"], "")
     assert isinstance(calls, Tagged)
     text = "hm, </x>\n</think>\n\n" + '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for is_open, begin in ((True, ""), (False, "<think>")):
@@ -163,6 +163,26 @@ async def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> No
         for byte in (begin + text).encode():
             matcher.take(TOKENS.index(bytes([byte])))
         assert matcher.whole
+
+
+@pytest.mark.parametrize(("name", "template"), FAMILIES)
+def test_tools_with_too_many_schemas_are_refused_together(name: str, template: str) -> None:
+    half = {"properties": {f"p{at}": {"format": "date-time"} for at in range(MOST_SCHEMAS // 2)}}
+    tools = [Tool("a", "", json.dumps(half)), Tool("b", "", json.dumps(half))]
+    asked = ChatPrompt([], tools=tools[:1], must_call=True)
+    assert len(calls_constraint(asked, FORMATS[name], template).tags) == 1
+    with pytest.raises(ToolsError, match=f"more than {MOST_SCHEMAS} schemas"):
+        calls_constraint(structs.replace(asked, tools=tools), FORMATS[name], template)
+
+
+def test_definitions_that_each_argument_repeats_are_limited() -> None:
+    words = {f"d{at}": {"enum": ["x" * 50]} for at in range(2000)}
+    uses = {f"p{at}": {"$ref": f"#/$defs/d{at}"} for at in range(2000)}
+    schema = json.dumps({"type": "object", "$defs": words, "properties": uses})
+    asked = ChatPrompt([], tools=[Tool("f", "", schema)], must_call=True)
+    with pytest.raises(ToolsError, match="more than 8388608 bytes"):
+        calls_constraint(asked, FORMATS["pythonic"], "")
+    assert calls_constraint(asked, FORMATS["hermes"], "").tags
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -175,10 +195,10 @@ async def test_reasoning_comes_before_what_is_asked_for(library: Guidance) -> No
         '{"anyOf": [{"type": "object"}], "$ref": "#/anyOf/²"}',
     ],
 )
-async def test_a_schema_that_makes_no_sense_means_any_object(
+def test_a_schema_that_makes_no_sense_means_any_object(
     library: Guidance, name: str, schema: str
 ) -> None:
     asked = ChatPrompt([], tools=[Tool("now", "", schema)], must_call=True, only="now")
-    constraint = await calls_constraint(asked, FORMATS[name], "")
+    constraint = calls_constraint(asked, FORMATS[name], "")
     ((tool, arguments),) = calls_in(parts_of(name, written(library, constraint, 1)))
     assert (tool, type(arguments)) == ("now", dict)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chats import turns
+from msgspec import structs
 
 from tokenpod.core.requests import BeamParams
 from tokenpod.service.dialects import validate
@@ -24,6 +25,7 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod.service.serving.chats import Tool
 from tokenpod.service.serving.sampling import sampling_params, shard_sampling_params
 
 LIMITS = RequestLimits(
@@ -175,9 +177,22 @@ def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
 
 
 def test_a_text_to_count_may_be_empty_but_a_chat_may_not() -> None:
-    validate.check_tokens(TokensCall(""))
+    validate.check_tokens(TokensCall(""), LIMITS)
     with pytest.raises(InvalidArgument, match=r"chat\.messages"):
-        validate.check_tokens(TokensCall(turns()))
+        validate.check_tokens(TokensCall(turns()), LIMITS)
+
+
+def test_the_schemas_of_tools_are_limited_together() -> None:
+    tools = [Tool("a", "x" * 1000, "é" * 25), Tool("b", "", "é" * 25)]
+    chat = structs.replace(turns(("user", "x")), tools=tools)
+    validate.check_tokens(TokensCall(chat), LIMITS)
+    _check(prompt=chat)
+    chat = structs.replace(chat, tools=[*tools, Tool("c", "", "{}")])
+    refused = r"^chat\.tools has schemas of 102 bytes; .* 100 "
+    with pytest.raises(InvalidArgument, match=refused):
+        validate.check_tokens(TokensCall(chat), LIMITS)
+    with pytest.raises(InvalidArgument, match=refused):
+        _check(prompt=chat)
 
 
 # -- prompt and output together ----------------------------------------------------------------

@@ -26,6 +26,15 @@ from tokenpod.service.text.parsers.parts import Kind, Part, Parts
 _MOST_SPACE = 64
 
 
+#: Bytes of a tool's schema once its formats and definitions are written out.
+MOST_WRITTEN = 8 * 1024**2
+TOO_LONG = f"have a schema of more than {MOST_WRITTEN} bytes, its definitions written out"
+
+
+class ToolsError(ValueError):
+    """The tools of a chat are more than can be made a constraint. The text is for the client."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCallShape:
     """A tool that may be called, by its name and its arguments' schema, which is an object's."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import string
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tokenpod.core.constraints import Arguments, Tag, Tagged
-from tokenpod.service.text.parsers.calls import CallFormat, Calls, ToolCallShape
+from tokenpod.service.text.parsers.calls import (
+    MOST_WRITTEN,
+    TOO_LONG,
+    CallFormat,
+    Calls,
+    ToolCallShape,
+    ToolsError,
+)
 from tokenpod.service.text.parsers.grammar import (
     Grammar,
     Reading,
@@ -29,6 +39,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS |= {word: word for word in ("true", "false", "null")}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
 _CODES = {"x": 2, "u": 4, "U": 8}
+_HEX = frozenset(string.hexdigits)
 
 
 class Pythonic(CallFormat):
@@ -78,14 +89,17 @@ class Pythonic(CallFormat):
 def _named(schema: Mapping[str, Any]) -> Arguments:
     """An object's properties as named arguments: what they refer to goes with each."""
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    needed = schema.get("required", [])
-    return Arguments(
-        tuple(
-            (name, json.dumps(each | shared if isinstance(each, dict) else shared), name in needed)
-            for name, each in schema.get("properties", {}).items()
-            if _ARGUMENT.fullmatch(name)
-        )
-    )
+    needed = {name for name in schema.get("required", []) if isinstance(name, str)}
+    found, size = list[tuple[str, str, bool]](), 0
+    for name, each in schema.get("properties", {}).items():
+        if _ARGUMENT.fullmatch(name):
+            text = json.dumps(each | shared if isinstance(each, dict) else shared)
+            # Each has the definitions: together they may be as long as the schema's square.
+            size += len(text)
+            if size > MOST_WRITTEN:
+                raise ToolsError(TOO_LONG)
+            found.append((name, text, name in needed))
+    return Arguments(tuple(found))
 
 
 def _word(source: Source) -> Reading:
@@ -139,9 +153,15 @@ def _value(source: Source, depth: int) -> Reading:
     if word in _CONSTANTS:
         return _CONSTANTS[word]
     try:
-        return _json(json.loads(word, parse_constant=_no_number))
+        json.loads(word, parse_constant=_no_number)
     except ValueError as error:
         raise Unexpected from error
+    # JSON's grammar allows 1e999, but many clients can't read it: decoders of Go and Rust refuse
+    # it, those of JavaScript and Python make an infinity of it, which has no JSON.
+    if not math.isfinite(float(word)):
+        raise Unexpected
+    # As the model wrote it: a float might have rounded it.
+    return word
 
 
 def _several(source: Source, end: str, depth: int) -> Reading:
@@ -192,12 +212,12 @@ def _unescaped(text: str) -> str:
 
 
 def _coded(kind: str, digits: str) -> str:
-    try:
-        if len(digits) < _CODES[kind]:
-            raise Unexpected
-        return chr(int(digits, 16))
-    except ValueError as error:
-        raise Unexpected from error
+    if len(digits) < _CODES[kind] or not _HEX.issuperset(digits):
+        raise Unexpected
+    code = int(digits, 16)
+    if code > sys.maxunicode:
+        raise Unexpected
+    return chr(code)
 
 
 def _no_number(word: str) -> NoReturn:
@@ -205,15 +225,7 @@ def _no_number(word: str) -> NoReturn:
     raise ValueError(word)
 
 
-def _json(value: Any) -> str:
-    """JSON text. Halves of characters stay escaped: no message could hold them."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if _is_whole(text) else json.dumps(value)
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _json(text: str) -> str:
+    """A JSON string. Halves of characters become U+FFFD: no message could hold them."""
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return json.dumps(whole, ensure_ascii=False)

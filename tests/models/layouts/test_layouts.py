@@ -18,6 +18,8 @@ from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 
+pytestmark = pytest.mark.compute
+
 
 def gptq(**more: Any) -> tuple[dict[str, Any], partial]:
     version = more.get("version", 1)

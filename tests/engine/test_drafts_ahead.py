@@ -28,14 +28,15 @@ class Sums:
     """
 
     def __init__(self, spare: int) -> None:
-        self.most = MOST
+        self.most, self.each, self.behind = MOST, 1, False
         self.pool = KVPool(
             slots=SLOTS + spare, layouts=[alike(1, 1)], dtype=torch.float32, device=DEVICE
         )
         self.kept = self.pool.keys[0][:, 0, 0]
         self.passes = 0
 
-    def logits(self, batch: SimpleNamespace) -> torch.Tensor:
+    def logits(self, batch: SimpleNamespace, drafts: int) -> torch.Tensor:
+        assert drafts == 1
         self.passes += 1
         self.kept[batch.t_slot] = batch.t_token.float()
         guesses = []

@@ -169,7 +169,7 @@ class Ones:
 
     watched = True
 
-    def propose(self, sequence, most):
+    def find(self, sequence, most):
         return [1] * most
 
     def forget(self, sequence):

@@ -55,7 +55,7 @@ class Guesses:
 
     watched = True
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def find(self, sequence: Sequence, most: int) -> list[int]:
         return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
 
     def forget(self, sequence: Sequence) -> None:

@@ -90,6 +90,7 @@ class Proposals:
 
     def _find(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown) -> Ints:
         """Queue them; [n] of each draft, its row's column."""
+        self.ahead.overwrite()
         known = _known(plan, unknown, self._draft.each)
         shape = self._small.shape(len(unknown.rows), unknown.most)
         words = self._small.fill(mailbox.draft_words, known, shape.counts)

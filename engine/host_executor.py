@@ -108,20 +108,18 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         """Find drafts, small step after small step, and put them into the plan."""
         for first in range(0, unknown.most, draft.each):
             which = unknown.counts > first
-            rows, at = unknown.rows[which], unknown.firsts[which] + first
-            outputs, rows = plan.r_output[rows], plan.r_row[rows]
+            planned, at = unknown.rows[which], unknown.firsts[which] + first
+            rows, positions = plan.r_row[planned], plan.r_start[planned] + first
             tokens = self._resolved(plan.t_token[at], rows)
-            positions = plan.r_start[unknown.rows[which]] + first
             batch = self._small_step(rows, tokens, positions, plan.t_slot[at])
-            found = min(draft.each, unknown.most - first)
-            logits = draft.logits(batch, found).float().view(found, len(rows), -1)
-            for place in range(first, first + found):
-                some = unknown.counts[which] > place
-                scores = logits[place - first][torch.from_numpy(some)]
-                drafts = self._sampler.propose(
-                    scores, rows[some].tolist(), (outputs[some] + place).tolist()
-                )
-                plan.t_token[at[some] + 1 + place - first] = drafts.numpy()
+            n = min(draft.each, unknown.most - first)
+            logits = draft.logits(batch, n).float().view(n, len(rows), -1)
+            for i, scores in enumerate(logits):
+                some = unknown.counts[which] > first + i
+                outputs = plan.r_output[planned[some]] + first + i
+                scores = scores[torch.from_numpy(some)]
+                drafts = self._sampler.propose(scores, rows[some].tolist(), outputs.tolist())
+                plan.t_token[at[some] + 1 + i] = drafts.numpy()
         mailbox.drafted()
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:

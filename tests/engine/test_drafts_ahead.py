@@ -194,6 +194,14 @@ def test_what_was_found_for_rows_that_are_free_or_have_moved_on_is_not_used():
         assert device.draft.passes - before == (2 if change == "none" else 4)
 
 
+def test_what_was_found_goes_where_drafts_of_other_rows_are_found():
+    """They lie in the same place, as where a router's rows draft between two steps of a stream."""
+    ahead, later = Device(ahead=True), Device(ahead=False)
+    for starts, right in (({0: 2}, 1), ({1: 2}, 0), ({0: 4}, 0), ({1: 3}, 2)):
+        plan = planned(starts, dict.fromkeys(starts, 3))
+        assert ahead.step(plan, [right]) == later.step(plan, [right])
+
+
 def test_nothing_is_found_beyond_the_longest_sequence():
     device = Device(ahead=True)
     for start, passes in ((POSITIONS - 7, 6), (POSITIONS - 6, 0)):

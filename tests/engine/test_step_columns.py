@@ -35,8 +35,6 @@ def cases() -> Iterator[Any]:
             marks: list[Any] = [pytest.mark.slow] if kind == "reference" else []
             if kind == "device" and name not in INTERPRETED_SCENES:
                 marks = [pytest.mark.gpu]
-            if kind == "device" and name == "found_trees":
-                marks = [pytest.mark.slow]
             yield pytest.param(kind, name, marks=marks)
 
 

@@ -15,6 +15,8 @@ from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScale
 from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.kv_rounding import quantise_each
 
+pytestmark = pytest.mark.compute
+
 SLOTS = 700
 
 #: A few units in the last place of results around 1 to 4.

@@ -16,6 +16,8 @@ from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs, StepTimes
 
+pytestmark = pytest.mark.compute
+
 MOST = 4
 MILLISECOND = 1_000_000
 #: What is drawn, always; a wrong guess is another token.

@@ -154,6 +154,14 @@ def test_a_token_that_the_configuration_calls_special_is_skipped(folder):
         ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "<s>"}}, {0}),
         ({"tokenizer_config.json": {}, "config.json": {"eos_token_id": [9]}}, {9}),
         ({"tokenizer_config.json": {}, "config.json": {"text_config": {"eos_token_id": 8}}}, {8}),
+        ({"tokenizer_config.json": {}, "config.json": {"llm_config": {"eos_token_id": 8}}}, {8}),
+        (
+            {
+                "tokenizer_config.json": {},
+                "config.json": {"thinker_config": {"text_config": {"eos_token_id": 8}}},
+            },
+            {8},
+        ),
         ({"tokenizer_config.json": {}}, set()),
     ],
 )

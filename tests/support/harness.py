@@ -135,7 +135,7 @@ class ServerProcess:
         return self._running("tokenpod.service.text.text_worker")
 
     def _running(self, module: str) -> list[int]:
-        return [pid for pid in self.children() if module in _arguments(pid)]
+        return children_of(self.process.pid, running=module)
 
     def stop(self) -> int:
         """SIGTERM, and wait; the exit status."""
@@ -146,10 +146,18 @@ class ServerProcess:
         return self.process.wait(60)
 
 
-def children_of(pid: int) -> list[int]:
-    """Process ids of a process's children, as far as its first thread has started them."""
+def children_of(pid: int, *, running: str = "") -> list[int]:
+    """Process ids of a process's children, as far as its first thread has started them.
+
+    `running`: a module; only those that run it.
+    """
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [child for child in map(int, listed.split()) if FORKER not in _arguments(child)]
+    commands = {child: _arguments(child) for child in map(int, listed.split())}
+    return [
+        child
+        for child, words in commands.items()
+        if FORKER not in words and (not running or running in words)
+    ]
 
 
 def _arguments(pid: int) -> list[str]:

@@ -105,6 +105,15 @@ def test_the_other_parts_are_counted_and_take_no_memory(golden):
     )
 
 
+def test_layers_that_predict_further_tokens_are_a_part(golden, tmp_path):
+    """As Qwen 3.5 has them, beside the text model."""
+    folder = golden("qwen3.5").folder
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, "mtp.fc.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert Engine(tmp_path).model.unused["mtp"] == 1
+
+
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5", "llama4-images"])
 def test_a_tensor_of_no_part_is_named_as_the_checkpoint_does(name, golden, tmp_path):
     folder = golden(name).folder

@@ -275,6 +275,16 @@ class ServerSettings(Settings):
         return f"{host_of(self.hostname)}:{self.health_port}" if self.health_port else None
 
     @property
+    def metrics_address(self) -> str | None:
+        """Where Prometheus fetches metrics; None: nowhere."""
+        return f"{host_of(self.hostname)}:{self.metrics_port}" if self.metrics_port else None
+
+    @property
+    def resolved_metrics_names(self) -> frozenset[str]:
+        """Of which other servers the metrics port shows the names."""
+        return frozenset(name.strip() for name in (self.metrics_names or "").split(",") if name)
+
+    @property
     def socket_path(self) -> str | None:
         """The unix socket's path, by this pod's first rank; None: there is none."""
         return f"{self.uds_path}-{self.first_rank}" if self.uds_path else None

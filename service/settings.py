@@ -315,6 +315,12 @@ class Settings(BaseSettings):
     """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
     line; read again on change, as auth-token-file. Tokens of auth-token-file do not count there."""
 
+    metrics_port: int = _telemetry(0, ge=0, le=65535)
+    """Port from which Prometheus fetches metrics (HTTP, `/metrics`; customarily 9464): plaintext,
+    without authentication, and for nothing else. 0: none."""
+    metrics_names: str | None = _telemetry(min_length=1)
+    """Names of other servers under which the metrics port shows the same numbers as well: `vllm`,
+    which llm-d's picker reads too, `tgi`, or both with a comma."""
     otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
     """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""
     otlp_service_name: str = _telemetry("tokenpod", min_length=1)

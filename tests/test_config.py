@@ -138,6 +138,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
         "port": "11",
         "tgis_port": "10",
     }
+    odd |= {"metrics_port": "16", "metrics_names": "vllm,tgi"}
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
@@ -238,6 +239,9 @@ def test_every_fault_is_told_on_a_line_of_its_own():
         ({"config_override": "[1"}, "--config-override is [1: it is not JSON"),
         ({"config_override": "[1]"}, "--config-override is [1]: it must be a JSON object"),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
+        ({"port": 7, "metrics_port": 7}, "--port and --metrics-port are both 7"),
+        ({"metrics_names": "vllm"}, "--metrics-names is vllm: --metrics-port is needed with it"),
+        ({"metrics_port": 7, "metrics_names": "vllm,x"}, "--metrics-names has 'x': there are vllm"),
         ({"health_port": 7, "tgis_port": 7}, "--health-port and --tgis-port are both 7"),
         ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),

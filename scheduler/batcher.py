@@ -57,8 +57,6 @@ class Batcher:
         *,
         swaps: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> None:
-        #: Times that a decoding sequence had to pause for want of a slot.
-        self.stalls = 0
         #: Times that a sequence was preempted.
         self.preemptions = 0
         self._kv = kv
@@ -151,7 +149,6 @@ class Batcher:
         searched = self._beams.plan(step, slots) if beams else 0
         slots -= searched
         if len(sequences) > slots:
-            self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
         ahead = self._may_run_ahead(slots)
         decoded = self._decoding.add_to(step, sequences, places, ahead=ahead)

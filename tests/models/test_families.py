@@ -159,6 +159,7 @@ def test_golden_checkpoints_vary_what_the_config_decides(family):
         ("cohere2-varied", "layer_types", {"sliding_window_pattern": 2}),
         ("smollm3", "no_rope_layers", {"no_rope_layer_interval": 4}),
         ("gpt-bigcode", "num_key_value_heads", {"multi_query": True}),
+        ("minimax-m2", "rope_parameters", {"rotary_dim": 8, "rope_theta": 1e4}),
     ],
 )
 def test_terse_configs(name, written, terse):
@@ -210,6 +211,8 @@ def test_published_layouts_load(family, golden, tmp_path):
 
 #: Tensors of published files that transformers ignores by these patterns; {layers}: of the model.
 IGNORED = {
+    r"model\.layers\.47.*": "model.layers.{layers}.eh_proj.weight",
+    r"model\.layers\.80.*": "model.layers.{layers}.eh_proj.weight",
     r"model\.layers\.46.*": "model.layers.{layers}.eh_proj.weight",
     r"model\.layers\.61.*": "model.layers.{layers}.eh_proj.weight",
     r"model\.layers\.92.*": "model.layers.{layers}.eh_proj.weight",

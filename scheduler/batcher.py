@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tokenpod.scheduler.admission import Admission, Ledger
+from tokenpod.scheduler.admission import Admission
 from tokenpod.scheduler.batching import Batching
 from tokenpod.scheduler.beams import Beams, Group
 from tokenpod.scheduler.decoding import Decoding
@@ -26,6 +26,7 @@ from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.siblings import Siblings
@@ -238,12 +239,9 @@ class Batcher:
     @property
     def _to_come(self) -> int:
         """Slots that all of these sequences may still take, up to their bounds."""
-        started = [*self._decoding, *self._ready, *self._prefilling]
-        places = np.array([sequence.place for sequence in started], np.int64)
-        table = self._kv.table
-        to_come = int((table.bound[places] - table.computed[places]).sum())
-        to_come += sum(sequence.bound - sequence.needed + 1 for sequence in self._siblings)
-        return to_come + self._beams.to_come
+        to_come = self._decoding.to_come + self._beams.to_come
+        to_come += sum(each.bound - each.computed for each in (*self._ready, *self._prefilling))
+        return to_come + sum(each.bound - each.needed + 1 for each in self._siblings)
 
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add pieces of prompts, in the order of admission."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import BeamParams, Request
-from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.beam_search import BeamSearch, Top
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import StepBuilder

@@ -12,9 +12,9 @@ from itertools import compress
 
 import numpy as np
 
-from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import StepBuilder
 from tokenpod.scheduler.table import Ints, Table
@@ -73,6 +73,12 @@ class Decoding:
     def enter(self, ledger: Ledger) -> None:
         """Add what they need."""
         ledger.decoding(*self._all())
+
+    @property
+    def to_come(self) -> int:
+        """Slots that they may still take, up to their bounds."""
+        _, places = self._all()
+        return int((self._table.bound[places] - self._table.computed[places]).sum())
 
     def next(self) -> tuple[list[Sequence], Ints]:
         """Those that can have a token in the next step; [n] their places."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokenpod.scheduler.adapter_slots import AdapterSlots
-from tokenpod.scheduler.admission import Admission, Ledger
+from tokenpod.scheduler.admission import Admission
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.probe import Probes
 from tokenpod.scheduler.queue import Queue
 from tokenpod.scheduler.routed import Routed

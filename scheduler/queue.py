@@ -15,9 +15,9 @@ from itertools import islice
 from typing import Protocol
 
 from tokenpod.scheduler.adapter_slots import AdapterSlots, needs_slot
-from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.batching import Joining
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from tokenpod.core.messages import Advance
 from tokenpod.core.outputs import Advanced
-from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.decoding import add_ahead
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step, StepBuilder

@@ -1,0 +1,339 @@
+"""What sequences will need of the KV pool: now, at the peak, and until when.
+
+An entry is (held, growth, end): slots that a sequence holds, by how many it grows, one per step,
+and the step by which they are free again. An admission policy says these of each sequence, in
+columns; the ledger adds what no policy decides: prefixes in the tree count once, until the last
+sequence ends that locks them, and the prompt of several samples until the last sample ends.
+
+Entries are only added. Adding one never lets more fit, so the first request that does not fit can
+be found by bisection. Mostly even the bounds of all sequences fit together: their sum is kept, and
+nothing else is computed before it exceeds the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.requests import Request
+from tokenpod.scheduler.peak import FOREVER, peak_tokens
+from tokenpod.scheduler.radix import Node, new_ledger_number
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.table import Ints, Table, places_of
+
+#: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
+SLACK = 1
+#: Steps that beams take for a token at most: overlapped, they are in every other one.
+_STEPS_OF_BEAMS = 2
+#: Until a sample begins to grow behind the prompt of another: that prompt must have settled, and
+#: each of the two rounds up to whole steps.
+_ROUNDING = 3
+
+
+class _Kind(IntEnum):
+    """How a sequence goes on."""
+
+    DECODING = 0
+    #: It is a beam of a search whose prompt has been computed.
+    SEARCHING = 1
+    #: It has ended or was preempted: nothing comes but the end of the step in flight, or (STAYING)
+    #: of copies, of which nobody knows when they arrive.
+    LEAVING = 2
+    STAYING = 3
+    #: All of its bound is reserved, for ever.
+    RESERVED = 4
+    #: It computes its needed positions, or (SAMPLE) the last one behind another's prompt.
+    PROMPT = 5
+    SAMPLE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What policies are asked about: some sequences, in columns of [n]."""
+
+    #: Positions that it has computed, or will have when it begins to grow.
+    computed: Ints
+    #: Of these, the ones that are counted elsewhere: in the tree, or with another sample.
+    shared: Ints
+    #: Positions that it will compute at most.
+    bound: Ints
+    #: Outputs that it has, or that are in flight.
+    outputs: Ints
+    #: 1: its next output comes of the prompt, before it grows.
+    prompt: Ints
+    #: Steps until it begins to grow, at most; and those that it takes to grow by one.
+    delay: Ints
+    pace: Ints
+    #: Drafted tokens in flight, all of which may be wrong.
+    drafted: Ints
+    #: Whether it may miss steps, for want of a mask or a copy.
+    uneven: npt.NDArray[np.bool_]
+    #: How many futures are looked at.
+    draws: int
+
+    @property
+    def left(self) -> Ints:
+        """[n] positions by which it can grow."""
+        return self.bound - self.computed
+
+
+class Policy(Protocol):
+    """What a ledger asks; see `admission.Admission`."""
+
+    preempts: bool
+    margin: int
+
+    def draws(self, running: int) -> int: ...  # noqa: D102
+    def held(self, needs: Needs) -> Ints: ...  # noqa: D102
+    def growth(self, needs: Needs) -> Ints: ...  # noqa: D102
+    def end(self, needs: Needs, growth: Ints) -> Ints: ...  # noqa: D102
+
+
+class _Added(NamedTuple):
+    """Sequences that were added together."""
+
+    kind: _Kind
+    sequences: Listing[Sequence]
+    #: [n] where they are in the table.
+    places: Ints
+    #: Of samples: the one whose prompt they wait for.
+    first: Sequence | None = None
+
+
+class Ledger:
+    """What all admitted sequences need, and then, in the queue's order, some that wait.
+
+    Args:
+        policy: says what each sequence holds, by how much it grows, and until when.
+        table: the sequences' columns.
+        slots: of the KV pool.
+        quantum: prompt tokens that every step with prompts is sure to compute.
+    """
+
+    def __init__(self, policy: Policy, table: Table, slots: int, quantum: int) -> None:
+        self._policy = policy
+        self._table = table
+        self._slots = slots
+        self._quantum = quantum
+        self._number = new_ledger_number()
+        self._added: list[_Added] = []
+        #: How many of these are among the entries.
+        self._entered = 0
+        #: After each: what all need together at their bounds.
+        self._bounds = [0]
+        #: From which mark on sequences belong to several of the batcher's requests.
+        self._several_from: int | None = None
+        self._request: Request | None = None
+        self._draws = 0
+        #: Entries: [1 + 1 + 2 * draws, n] each the mark from which they count, held, and of each
+        #: draw growth and end.
+        self._entries: list[Ints] = []
+        #: Until when nodes were counted, by the index that is their `kept_until`.
+        self._kept: list[list[int]] = []
+        #: Of each draw: the step by which a sequence has ended, by its id.
+        self._ends: dict[int, list[int]] = {}
+        self._prompt_tokens = 0
+
+    # -- adding --------------------------------------------------------------------------------
+
+    def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
+        """Add sequences that take one slot per step from now on. Called once, before the others.
+
+        `at`: [n] int64, their places in the table.
+        """
+        self._draws = self._policy.draws(len(sequences))
+        self._add(_Kind.DECODING, sequences, at)
+
+    def searching(self, sequences: Listing[Sequence]) -> None:
+        """Add beams, which take one slot per step or less often and are never preempted."""
+        self._add(_Kind.SEARCHING, sequences)
+
+    def leaving(self, sequences: Listing[Sequence]) -> None:
+        """Add sequences whose slots will be free once what is in flight has settled."""
+        for sequence in sequences:
+            self._add(_Kind.STAYING if sequence.hosted.flying else _Kind.LEAVING, [sequence])
+
+    def reserved(self, sequence: Sequence) -> None:
+        """Add one whose whole bound must stay reserved: a router decides when it runs."""
+        self._add(_Kind.RESERVED, [sequence])
+
+    def prefilling(self, sequence: Sequence) -> None:
+        """Add one that is computed after those that were added before."""
+        self._add(_Kind.PROMPT, [sequence])
+
+    def siblings(self, first: Sequence, sequences: Listing[Sequence]) -> None:
+        """Add samples that wait for the prompt of `first`, which was added before."""
+        if sequences:
+            self._add(_Kind.SAMPLE, sequences, first=first)
+
+    def _add(
+        self,
+        kind: _Kind,
+        sequences: Listing[Sequence],
+        at: Ints | None = None,
+        first: Sequence | None = None,
+    ) -> None:
+        at = places_of(sequences) if at is None else at
+        self._added.append(_Added(kind, sequences, at, first))
+        bounds = sequences[0].bound if len(sequences) == 1 else int(self._table.bound[at].sum())
+        self._bounds.append(self._bounds[-1] + bounds)
+        if kind not in _OF_NO_COMPANY and self._several_from is None:
+            self._note(sequences)
+
+    def _note(self, sequences: Listing[Sequence]) -> None:
+        for sequence in sequences:
+            self._request = self._request or sequence.request
+            if sequence.request is not self._request:
+                self._several_from = self.mark
+                return
+
+    # -- asking --------------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> int:
+        """Names what has been added so far."""
+        return len(self._added)
+
+    def fits(self, mark: int) -> bool:
+        """Whether the policy lets everything join that was added until `mark`.
+
+        Its margin stays free where several requests run: whatever fits into the pool by itself is
+        admitted by itself, or it would wait for ever.
+        """
+        most = self._slots
+        if self._several_from is not None and mark >= self._several_from:
+            most -= self._policy.margin
+        return self._bounds[mark] <= most or self.peak(mark) <= most
+
+    def peak(self, mark: int | None = None) -> int:
+        """The most slots that will ever be taken at once by what was added until `mark`."""
+        self._enter()
+        if not self._entries:
+            return 0
+        entries = np.concatenate(self._entries, axis=1)
+        if mark is not None:
+            entries = entries[:, entries[0] <= mark]
+        _, held, *drawn = entries
+        futures = zip(drawn[: self._draws], drawn[self._draws :], strict=True)
+        return max(peak_tokens(held, growth, end) for growth, end in futures)
+
+    # -- entries -------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Make entries of what has been added since the last call."""
+        added = self._added[self._entered :]
+        if not added:
+            return
+        self._draws = self._draws or self._policy.draws(0)
+        counts = [len(each.sequences) for each in added]
+        marks = np.arange(self._entered + 1, len(self._added) + 1).repeat(counts)
+        held, growth, ends = self._counted(added, counts)
+        self._entries.append(np.vstack((marks, held, growth, ends)))
+        if further := self._shared(added, ends.T.tolist()):
+            columns = np.array([(mark, n) for mark, n, _ in further], np.int64).T
+            until = np.array([end for _, _, end in further], np.int64).T
+            self._entries.append(np.vstack((columns, np.zeros_like(until), until)))
+        self._entered = len(self._added)
+
+    def _counted(self, added: list[_Added], counts: list[int]) -> tuple[Ints, Ints, Ints]:
+        """[n] held, [draws, n] growth and [draws, n] end of all these sequences, in order."""
+        table, at = self._table, np.concatenate([each.places for each in added])
+        kinds = np.array([each.kind for each in added], np.int64).repeat(counts)
+        prompt, sample = kinds >= _Kind.PROMPT, kinds == _Kind.SAMPLE
+        shared, needed = table.shared[at], table.needed[at]
+        shared[sample] = needed[sample] - 1
+        computed = np.where(prompt, needed, table.computed[at])
+        to_compute = np.where(sample, 1, needed - table.computed[at]) * prompt
+        so_far = self._prompt_tokens + to_compute.cumsum()
+        self._prompt_tokens += int(to_compute.sum())
+        beams, late = self._beams_and_late(added, kinds)
+        needs = Needs(
+            computed=computed,
+            shared=shared,
+            bound=table.bound[at],
+            outputs=table.launched[at],
+            prompt=prompt.astype(np.int64),
+            delay=np.where(prompt, -(-so_far // self._quantum) + _ROUNDING, 0),
+            pace=np.where(beams, _STEPS_OF_BEAMS, 1),
+            drafted=table.drafted[at],
+            uneven=(table.masked[at] > 0) | late,
+            draws=self._draws,
+        )
+        held, growth = self._policy.held(needs), self._policy.growth(needs)
+        ends = self._policy.end(needs, growth)
+        growth, ends = (np.broadcast_to(each, (self._draws, len(at))) for each in (growth, ends))
+        going = kinds <= _Kind.RESERVED
+        fixed = going & (kinds >= _Kind.LEAVING)
+        if self._policy.preempts:
+            # Beams are never preempted.
+            fixed |= beams
+        if fixed.any():
+            whole = fixed & ((kinds == _Kind.RESERVED) | beams)
+            held = np.where(whole, needs.bound - shared, np.where(fixed, computed - shared, held))
+            growth = np.where(fixed, 0, growth)
+            until = np.where(kinds == _Kind.LEAVING, 1 + SLACK, FOREVER)
+            ends = np.where(fixed, until, ends)
+        return held, growth, ends
+
+    @staticmethod
+    def _beams_and_late(
+        added: list[_Added], kinds: Ints
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """[n] which are beams, and which wait for copies from the host's memory."""
+        beams = kinds == _Kind.SEARCHING
+        late = np.zeros(len(kinds), np.bool_)
+        at = 0
+        for kind, sequences, _, first in added:
+            if kind >= _Kind.PROMPT:
+                one = first or sequences[0]
+                beams[at : at + len(sequences)] = one.group is not None
+                late[at : at + len(sequences)] = one.hosted.late
+            at += len(sequences)
+        return beams, late
+
+    def _shared(
+        self, added: list[_Added], ends: list[list[int]]
+    ) -> list[tuple[int, int, list[int]]]:
+        """Entries of what sequences have in common: mark, tokens, and end of each draw."""
+        found: list[tuple[int, int, list[int]]] = []
+        until = iter(ends)
+        for mark, (_, sequences, _, first) in enumerate(added, self._entered + 1):
+            last = before = self._ends[first.id] if first else []
+            for sequence in sequences:
+                end = self._ends[sequence.id] = next(until)
+                last = [*map(max, last, end)]
+                if sequence.node is not None:
+                    self._lock(sequence.node, end, mark, found)
+            if first is not None:
+                prompt = first.needed - first.shared
+                found += (mark, -prompt, before), (mark, prompt, last)
+                if first.node is not None:
+                    self._lock(first.node, last, mark, found)
+        return found
+
+    def _lock(
+        self, node: Node, end: list[int], mark: int, found: list[tuple[int, int, list[int]]]
+    ) -> None:
+        """Count the path to `node` until `end`."""
+        while node.parent is not None:
+            tokens = len(node.tokens)
+            if node.seen_by == self._number:
+                before = self._kept[node.kept_until]
+                end = [*map(max, before, end)]
+                if end == before:
+                    # Then those above it are kept as long too.
+                    return
+                found.append((mark, -tokens, before))
+            found.append((mark, tokens, end))
+            node.seen_by, node.kept_until = self._number, len(self._kept)
+            self._kept.append(end)
+            node = node.parent
+
+
+#: Those that have ended, and a router's, are nobody's company.
+_OF_NO_COMPANY = (_Kind.LEAVING, _Kind.STAYING, _Kind.RESERVED)

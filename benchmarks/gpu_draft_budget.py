@@ -107,7 +107,6 @@ def main() -> None:
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
     parser.add_argument("--within", action="store_true")
-    parser.set_defaults(tree=0)
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--profile", type=int, default=0, metavar="KERNELS")
     options = parser.parse_args()

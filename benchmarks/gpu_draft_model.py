@@ -1,7 +1,6 @@
 """What a draft model brings on one GPU, its own time included, at an acceptance that is set.
 
     python -P benchmarks/gpu_draft_model.py [--draft 150m] [--right 0.75] [--speculate 8]
-                                            [--tree 31]
 
 The served model is that of gpu_drafts.py, an 8B Llama shape that says t + 1 after token t. The
 draft model has random weights of a small shape and the same head, but that after a set share of all
@@ -12,10 +11,6 @@ head of the published sizes for the served model, with random weights; what it s
 behind its last product, which costs a few launches more. `medusa` are as many heads as --speculate
 says (publishers have 3 to 5), with products over the vocabulary of their own, right as the draft
 model's head is; `medusa-shared` go through the served model's, and are overruled.
-
-With `--tree` drafts may be trees: of the tokens that the draft model is wrong about some are its
-second or third choice, as often as those of a trained pair are (docs/drafts.md). `always`
-is without the choice of what pays.
 
 Each case runs on two engines by turns, one of which has no draft model; ratios are of the medians
 of tokens per second from the first token on. `small step`, `forward` and `drawing` are medians of
@@ -60,7 +55,6 @@ from tokenpod.models.medusa import MedusaHeads, MedusaSpec
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
-from tokenpod.scheduler.tree_shapes import CHANCES
 
 #: Few, so that few sizes of steps are captured.
 POSITIONS, ROWS, PREFILL, SLOTS = 4096, 16, 256, 1 << 16
@@ -146,8 +140,7 @@ class _Timed:
         self.into.last = now if self.plan.drafts else None
         if self.plan.drafts:
             self.into.whole.append(1e3 * (now - last) if last is not None else 0.0)
-            tree = self.plan.branches
-            drafts = int(self.plan.r_samples.max() - 1 if tree is None else tree.t_depth.max())
+            drafts = int(self.plan.r_samples.max()) - 1
             took = 1e3 * (now - self.began)
             small = result.drafting_ns / drafts / 1e6
             forward = (result.forward_ns - result.drafting_ns) / 1e6
@@ -161,7 +154,6 @@ def main() -> None:
     parser.add_argument("--draft", choices=drafts, default="150m")
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
-    parser.add_argument("--tree", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=[*CASES])
     parser.add_argument("--json", type=Path)
@@ -198,7 +190,7 @@ def models(options: argparse.Namespace) -> tuple[Decoder, DraftModel]:
 
 def drafting_engine(served: Decoder, draft: DraftModel, options: argparse.Namespace) -> Assembled:
     """An engine with the draft model."""
-    asked = _asked(speculate=options.speculate, draft_tree=options.tree)
+    asked = _asked(speculate=options.speculate)
     return assemble(served, asked, positions=POSITIONS, device=_DEVICE, draft=draft)
 
 
@@ -216,38 +208,25 @@ def _asked(**more: Any) -> EngineOptions:
 
 
 def counting(shape: dict[str, Any], device: torch.device, right: float = 1.0) -> Decoder:
-    """A model that says t + 1 after token t, or with the others does so later: see `choices`."""
+    """A model that says t + 1 after token t, if that is one of this share of all tokens."""
 
     def count(weights: dict[str, Any]) -> None:
         head = weights["embedding"].roll(1, 0) / 64
-        own, choice = head.clone(), choices(right).to(device)
-        for n, far in enumerate(_OTHERS, 1):
-            # Behind token t, t + 1 + far is said n + 1 times as loudly.
-            later = (choice >= n)[:, None]
-            head += (own * later * (n + 1)).roll(far, 0)
-        head -= own * (choice > len(_OTHERS))[:, None]
-        weights["head"] = head
+        weights["head"] = head * guessed(right).to(head)[:, None]
 
     return random_model(family_of(shape), config_of(shape), device, change=count)
 
 
-#: What is said before a token that is the second or third choice lies so far behind it.
-_OTHERS = (7, 13)
-
-
-def choices(right: float) -> torch.Tensor:
-    """[vocabulary] int64: as the how manieth choice each token is guessed, from 0; 3: never."""
-    first, *others = CHANCES[: 1 + len(_OTHERS)]
-    shares = [right, *(other * (1 - right) / (1 - first) for other in others)]
-    bounds = torch.tensor(shares).cumsum(0)
+def guessed(right: float) -> torch.Tensor:
+    """[vocabulary] bool: which tokens are guessed, this share of all."""
     chance = torch.rand(_LLAMA["vocab_size"], generator=torch.Generator().manual_seed(3))
-    return torch.bucketize(chance, bounds, right=True)
+    return chance < right
 
 
 class Told(EagleHead):
     """A head whose guess is token t + 1 behind token t, or some other one."""
 
-    choice: torch.Tensor
+    guessed: torch.Tensor
 
     def forward(
         self, t_token: torch.Tensor, t_before: torch.Tensor, batch: ForwardBatch, pool: KVPool
@@ -256,13 +235,9 @@ class Told(EagleHead):
         return super().forward(t_token, t_before, batch, pool)
 
     def logits(self, stream: torch.Tensor) -> torch.Tensor:
-        logits, choice = super().logits(stream), self.choice[self._next]
-        own = torch.where(choice > len(_OTHERS), -torch.inf, 1e4).to(logits)
-        logits.scatter_(1, self._next[:, None], own[:, None])
-        for n, far in enumerate(_OTHERS, 1):
-            other = torch.where(choice >= n, 1e4 * (n + 1), -torch.inf).to(logits)
-            logits.scatter_(1, self._next[:, None] + far, other[:, None])
-        return logits
+        logits = super().logits(stream)
+        own = torch.where(self.guessed[self._next], 1e4, -torch.inf).to(logits)
+        return logits.scatter_(1, self._next[:, None], own[:, None])
 
 
 def told_head(served: Decoder, device: torch.device, right: float) -> Told:
@@ -276,7 +251,7 @@ def told_head(served: Decoder, device: torch.device, right: float) -> Told:
     guesses = torch.randperm(spec.vocab_size)[:_EAGLE_GUESSES].sort().values
     ops = operations_for(device, torch.bfloat16)
     head = Told(spec, weights, ops, served, guesses)
-    head.choice = choices(right).to(device)
+    head.guessed = guessed(right).to(device)
     return head
 
 
@@ -298,7 +273,7 @@ def medusa_heads(
     served: Decoder, device: torch.device, heads: int, *, own: bool, right: float
 ) -> MedusaHeads:
     """Heads of one block each, which are right about this share of all tokens."""
-    config, wrong = served.config, choices(right) > 0
+    config, wrong = served.config, ~guessed(right)
     width, tokens = config.hidden_size, config.vocab_size
     spec = MedusaSpec(heads, 1, width, tokens if own else None, tokens, None, None, ())
     kind = {"device": device, "dtype": torch.bfloat16}
@@ -323,8 +298,7 @@ class Way:
     """How requests are answered, and what came of it."""
 
     name: str
-    #: None: without drafts.
-    tree: int | None
+    drafts: bool
     costs: Costs | None = None
     rates: list[float] = field(default_factory=list)
     drafted: int = 0
@@ -339,16 +313,13 @@ def measure(
     plain: Assembled, drafting: Assembled, name: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One case, without drafts and with them by turns."""
-    ways = [Way("without", None), Way("chain", 0, Costs())]
-    if options.tree:
-        ways += [Way("always a chain", 0), Way("always a tree", options.tree)]
-        ways.append(Way("tree", options.tree, Costs()))
+    ways = [Way("without", drafts=False), Way("drafts", drafts=True, costs=Costs())]
     for way in ways[1:]:
         way.timed = Timed(drafting.executor)
     order = random.Random(1)
     for turn in range(options.rounds + 1):
         for way in order.sample(ways, len(ways)):
-            rate, client = answer(plain if way.tree is None else drafting, way, name, turn, options)
+            rate, client = answer(drafting if way.drafts else plain, way, name, turn, options)
             if turn:  # the first one warms up
                 way.rates.append(rate)
                 way.drafted = client.drafted - way.before[0]
@@ -407,9 +378,9 @@ def answer(
         limits = Limits(made.slots, ROWS, POSITIONS, PREFILL, prefix_caching=False)
 
         def drafting(kv: Any) -> Drafting:
-            return Drafting(ModelDrafts(), options.speculate, kv, way.costs, tree=way.tree or 0)
+            return Drafting(ModelDrafts(), options.speculate, kv, way.costs)
 
-        scheduler = Scheduler(limits, drafting=None if way.tree is None else drafting)
+        scheduler = Scheduler(limits, drafting=drafting if way.drafts else None)
         executor: Any = way.timed or made.executor
         way.loop = EngineLoop(client, scheduler, executor, overlap=made.overlap)  # type: ignore[arg-type]
     loop = way.loop

@@ -179,7 +179,6 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=["greedy 1", "sampled 1"])
     parser.add_argument("--texts", type=int, default=3)
     parser.add_argument("--within", action="store_true")
-    parser.set_defaults(tree=0)
     options = parser.parse_args()
     variants = [(draft, False) for draft in options.drafts]
     variants += [(options.drafts[0], True)] * options.within

@@ -179,13 +179,6 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
 def _draft_faults(s: ServerSettings) -> Iterator[str]:
     if s.draft_model is not None and not s.speculate:
         yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
-    if s.draft_tree and s.draft_model is None:
-        yield f"--draft-tree is {s.draft_tree}: --draft-model is needed with it"
-    if 0 < s.draft_tree <= s.speculate:
-        yield (
-            f"--draft-tree is {s.draft_tree}: it must be more than --speculate, which is"
-            f" {s.speculate}"
-        )
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

@@ -86,6 +86,17 @@ def test_what_is_wrong_in_a_file_is_told_by_its_name(tmp_path, text, problem):
     assert "\n" not in told
 
 
+def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(monkeypatch, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("draft-tree: 31")
+    instead = "drafts of a sequence are a chain now; --speculate alone says how many"
+    assert fault(config=path) == f"--config is {path}: draft-tree was removed: {instead}"
+    monkeypatch.setenv("TOKENPOD_DRAFT_TREE", "31")
+    assert fault() == f"TOKENPOD_DRAFT_TREE is 31: it was removed: {instead}"
+    monkeypatch.setenv("TOKENPOD_DRAFT_TREE", "")
+    load_settings()
+
+
 def test_a_file_that_is_not_there_is_named():
     assert fault(config="/no/such").startswith("--config is /no/such: it can't be read (No such")
 
@@ -107,7 +118,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
-    odd |= {"prefix_eviction": "lfu", "draft_tree": "13"}
+    odd |= {"prefix_eviction": "lfu"}
     odd |= {
         "require_manifest": "true",
         "quantize_head": "true",

@@ -533,6 +533,15 @@ def test_every_name_that_a_foreign_flag_gets_is_ours():
     assert {f"TOKENPOD_{name}" for name in foreign._VARIABLES} <= settings
 
 
+@pytest.mark.parametrize("command", ["serve", "size"])
+def test_a_flag_that_was_removed_is_refused_with_what_to_use_instead(capsys, command):
+    assert main([command, "--draft-tree", "31"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: No such option: --draft-tree. It was removed: drafts of a")
+    assert "--speculate" in said
+    assert said.count("\n") == 1
+
+
 async def test_tgis_variable_for_the_model_does_not_start_the_demo():
     done = await tokenpod_("serve", MODEL_ID="org/name")
     said = "error: MODEL_ID is org/name, which is TGI's variable; here it is TOKENPOD_MODEL_ID\n"

@@ -21,7 +21,7 @@ from step_scenes import SCENES, Scene, Told
 from tokenpod.engine.executor import Executor
 
 #: Those that are run where kernels are interpreted, and take seconds there.
-INTERPRETED_SCENES = ("found_trees", "masks", "masks_alone")
+INTERPRETED_SCENES = ("found_drafts", "masks", "masks_alone")
 #: Those that two ranks run on a device: others have all that these leave out.
 DEVICE_RANKS_SCENES = tuple(name for name in SCENES if name not in ("plain", "drafts"))
 

@@ -54,7 +54,6 @@ class SchedulerLife(RuleBasedStateMachine):
         admission=st.sampled_from(["exact", "exact", *ADMISSIONS]),
         alternate=st.sampled_from([False, False, True]),
         drafts=st.sampled_from([0, 0, 1, 3]),
-        tree=st.sampled_from([0, 7]),
     )
     def begin(
         self,
@@ -69,7 +68,6 @@ class SchedulerLife(RuleBasedStateMachine):
         admission,
         alternate,
         drafts,
-        tree,
     ):
         chance = random.Random(seed)
 
@@ -91,7 +89,7 @@ class SchedulerLife(RuleBasedStateMachine):
             adapters=frozenset(range(1, 6)),
             admission=ADMISSIONS[admission],
             batching=batching("alternate" if alternate else "mixed", max_waiting_tokens=4),
-            **({"drafting": partial(Drafting, Guesses(seed), drafts, tree=tree)} if drafts else {}),
+            **({"drafting": partial(Drafting, Guesses(seed), drafts)} if drafts else {}),
         )
         self.drafts = drafts
         self.ids = 0

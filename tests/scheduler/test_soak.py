@@ -16,8 +16,7 @@ def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed")
     chance = random.Random(seed)
     nan = chance.choice([0.0, 0.0, 0.02])
     most = seed % 4
-    tree = 7 * (seed % 8 > 4)
-    drafts = {"drafting": partial(Drafting, Guesses(seed), most, tree=tree)} if most else {}
+    drafts = {"drafting": partial(Drafting, Guesses(seed), most)} if most else {}
     driver = Driver(
         overlap=chance.random() < 0.5,
         choose=lambda sequence_id, index: -1 if chance.random() < nan else chance.choice((1, 2)),
@@ -74,7 +73,6 @@ def test_nothing_ever_runs_out_of_memory(seed):
     lives = [soak(each, 150) for each in range(seed, seed + 20)]
     assert sum(life.steps for life in lives) > 2000
     assert sum(life.accepted for life in lives) > 100
-    assert sum(life.executor.moved for life in lives) > 50
 
 
 PAIRS = [(a, b) for a in ADMISSIONS for b in BATCHINGS if (a, b) != ("exact", "mixed")]

@@ -7,13 +7,12 @@ import msgspec
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.adapter_slots import AdapterSlots
-from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.queue import Queue
 from tokenpod.scheduler.refusals import never_fits
-from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.sequence import Group, Owner, Sequence
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from tokenpod.scheduler.admission import Admission
 from tokenpod.scheduler.batching import Batching
-from tokenpod.scheduler.beams import Beams, Group
+from tokenpod.scheduler.beams import Beams
 from tokenpod.scheduler.decoding import Decoding
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
@@ -28,7 +28,7 @@ from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequence import Group, Sequence
 from tokenpod.scheduler.siblings import Siblings
 from tokenpod.scheduler.step import StepBuilder
 from tokenpod.scheduler.table import Ints

@@ -9,14 +9,13 @@ from tokenpod.core.outputs import Drafted, FailureCode, Started
 from tokenpod.core.plan import UNSAMPLED
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.beam_search import Top
-from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.counts import Counts
 from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.ends import failures
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.routed import Routed
-from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
+from tokenpod.scheduler.sequence import END_STATES, EndState, Group, Owner, Sequence
 from tokenpod.scheduler.step import Step
 from tokenpod.scheduler.work import Settled
 

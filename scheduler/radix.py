@@ -16,15 +16,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenpod.scheduler.block_keys import Key, root_key
-
-if TYPE_CHECKING:
-    from tokenpod.scheduler.blocks import BlockLog
 
 Tokens = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]
@@ -80,6 +77,19 @@ class Node:
         self.keys: list[Key] = []
 
 
+class Log(Protocol):
+    """Notes what changes in a tree; see `blocks.BlockLog`."""
+
+    def added(self, node: Node) -> None:
+        """A leaf has been added."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A node has been cut in two."""
+
+    def cut(self, node: Node, keep: int) -> None:
+        """All but the first `keep` tokens of a leaf are evicted."""
+
+
 class RadixTree:
     """Prefixes by salt.
 
@@ -103,7 +113,7 @@ class RadixTree:
         #: By time: what matches have; by uses: what was evicted last.
         self._clock = 0
         #: Hears of what is added and removed; None: nobody asks.
-        self.log: BlockLog | None = None
+        self.log: Log | None = None
         #: Called with a leaf and how many of its tokens stay, before the others are evicted.
         self.spill: Callable[[Node, int], None] | None = None
 

@@ -149,6 +149,7 @@ class Scheduler:
             end=self._ends.end,
             refuse=self.end_constrained,
         )
+        self._cache_log: BlockLog | None = None
         self._steps = 0
         self._clock = StepClock()
         #: What has happened since the last message. Whoever ends a sequence notes it here, once,
@@ -324,12 +325,11 @@ class Scheduler:
     def watch_cache(self, *, wanted: bool) -> None:
         """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
         tree = self.kv.tree
-        tree.log = BlockLog(tree.root()) if wanted else None
+        tree.log = self._cache_log = BlockLog(tree.root()) if wanted else None
 
     def cache_events(self) -> CacheEvents | None:
         """What has changed in the prefix cache since the last call; None: nothing, or unwatched."""
-        log = self.kv.tree.log
-        return None if log is None else log.take()
+        return None if self._cache_log is None else self._cache_log.take()
 
     def flush_cache(self) -> None:
         """Forget every cached prefix that no sequence uses."""

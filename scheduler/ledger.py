@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.peak import FOREVER, peak_tokens
 from tokenpod.scheduler.radix import Node, new_ledger_number
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.table import Ints, Table, places_of
 
 #: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
@@ -105,6 +106,32 @@ class _Added(NamedTuple):
     first: Sequence | None = None
 
 
+class _Shared:
+    """Entries of what several sequences have in common."""
+
+    __slots__ = ("_marks", "_tokens", "_until")
+
+    def __init__(self) -> None:
+        self._marks: list[int] = []
+        self._tokens: list[int] = []
+        self._until: list[list[int]] = []
+
+    def add(self, mark: int, tokens: int, until: list[int]) -> None:
+        """So many slots are held, and by each draw until then."""
+        self._marks.append(mark)
+        self._tokens.append(tokens)
+        self._until.append(until)
+
+    def entries(self, draws: int) -> Ints:
+        """[2 + 2 * draws, n] see `Ledger`."""
+        n = len(self._marks)
+        entries = np.zeros((2 + 2 * draws, n), np.int64)
+        entries[0], entries[1] = self._marks, self._tokens
+        until = np.fromiter(chain.from_iterable(self._until), np.int64, draws * n)
+        entries[2 + draws :] = until.reshape(n, draws).T
+        return entries
+
+
 class Ledger:
     """What all admitted sequences need, and then, in the queue's order, some that wait.
 
@@ -133,8 +160,6 @@ class Ledger:
         #: Entries: [1 + 1 + 2 * draws, n] each the mark from which they count, held, and of each
         #: draw growth and end.
         self._entries: list[Ints] = []
-        #: Until when nodes were counted, by the index that is their `kept_until`.
-        self._kept: list[list[int]] = []
         #: Of each draw: the step by which a sequence has ended, by its id.
         self._ends: dict[int, list[int]] = {}
         self._prompt_tokens = 0
@@ -170,6 +195,15 @@ class Ledger:
         """Add samples that wait for the prompt of `first`, which was added before."""
         if sequences:
             self._add(_Kind.SAMPLE, sequences, first=first)
+
+    def joining(self, samples: Listing[Sequence]) -> None:
+        """Add a request that has begun, or may: its cached prefix is locked."""
+        first, *others = samples
+        if first.owner is Owner.ROUTER:
+            self.reserved(first)
+        else:
+            self.prefilling(first)
+            self.siblings(first, others)
 
     def _add(
         self,
@@ -234,10 +268,7 @@ class Ledger:
         marks = np.arange(self._entered + 1, len(self._added) + 1).repeat(counts)
         held, growth, ends = self._counted(added, counts)
         self._entries.append(np.vstack((marks, held, growth, ends)))
-        if further := self._shared(added, ends.T.tolist()):
-            columns = np.array([(mark, n) for mark, n, _ in further], np.int64).T
-            until = np.array([end for _, _, end in further], np.int64).T
-            self._entries.append(np.vstack((columns, np.zeros_like(until), until)))
+        self._entries.append(self._shared(added, ends.T.tolist()).entries(self._draws))
         self._entered = len(self._added)
 
     def _counted(self, added: list[_Added], counts: list[int]) -> tuple[Ints, Ints, Ints]:
@@ -296,42 +327,42 @@ class Ledger:
             at += len(sequences)
         return beams, late
 
-    def _shared(
-        self, added: list[_Added], ends: list[list[int]]
-    ) -> list[tuple[int, int, list[int]]]:
-        """Entries of what sequences have in common: mark, tokens, and end of each draw."""
-        found: list[tuple[int, int, list[int]]] = []
-        until = iter(ends)
+    def _shared(self, added: list[_Added], ends: list[list[int]]) -> _Shared:
+        """What sequences have in common: prefixes in the tree, and prompts of samples."""
+        found, until, number = _Shared(), iter(ends), self._number
         for mark, (_, sequences, _, first) in enumerate(added, self._entered + 1):
-            last = before = self._ends[first.id] if first else []
-            for sequence in sequences:
-                end = self._ends[sequence.id] = next(until)
-                last = [*map(max, last, end)]
-                if sequence.node is not None:
-                    self._lock(sequence.node, end, mark, found)
+            for sequence, end in zip(sequences, until):  # noqa: B905 - each takes its own
+                self._ends[sequence.id] = end
+                node = sequence.node
+                # Mostly it has the last node for itself.
+                while node is not None and node.parent is not None and node.seen_by != number:
+                    found.add(mark, len(node.tokens), end)
+                    node.seen_by, node.kept_until = number, end
+                    node = node.parent
+                if node is not None and node.parent is not None:
+                    self._lock(node, end, mark, found)
             if first is not None:
-                prompt = first.needed - first.shared
-                found += (mark, -prompt, before), (mark, prompt, last)
+                before, prompt = self._ends[first.id], first.needed - first.shared
+                waiting = (self._ends[sequence.id] for sequence in sequences)
+                last = [max(each) for each in zip(before, *waiting, strict=True)]
+                found.add(mark, -prompt, before)
+                found.add(mark, prompt, last)
                 if first.node is not None:
                     self._lock(first.node, last, mark, found)
         return found
 
-    def _lock(
-        self, node: Node, end: list[int], mark: int, found: list[tuple[int, int, list[int]]]
-    ) -> None:
+    def _lock(self, node: Node, end: list[int], mark: int, found: _Shared) -> None:
         """Count the path to `node` until `end`."""
         while node.parent is not None:
-            tokens = len(node.tokens)
             if node.seen_by == self._number:
-                before = self._kept[node.kept_until]
+                before = node.kept_until
                 end = [*map(max, before, end)]
                 if end == before:
                     # Then those above it are kept as long too.
                     return
-                found.append((mark, -tokens, before))
-            found.append((mark, tokens, end))
-            node.seen_by, node.kept_until = self._number, len(self._kept)
-            self._kept.append(end)
+                found.add(mark, -len(node.tokens), before)
+            found.add(mark, len(node.tokens), end)
+            node.seen_by, node.kept_until = self._number, end
             node = node.parent
 
 

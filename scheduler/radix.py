@@ -70,9 +70,9 @@ class Node:
         self.listed = True
         #: Whether it is in the queue for eviction.
         self.queued = False
-        #: The last ledger that counted it, and where that has noted until when it is locked.
+        #: The last ledger that counted it, and until which step it is locked there: by each draw.
         self.seen_by = 0
-        self.kept_until = 0
+        self.kept_until: list[int] = []
         #: What `spill` notes of it: keys of blocks that end in it, and perhaps of some before it.
         self.keys: list[Key] = []
 

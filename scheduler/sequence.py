@@ -22,7 +22,7 @@ _NOT_SAMPLED = -1
 
 
 class Owner(Enum):
-    """The planner that decides when a sequence is stepped."""
+    """Whose a sequence is, and so which planner steps it."""
 
     #: The batcher: a token in every step.
     BATCHER = auto()
@@ -30,6 +30,50 @@ class Owner(Enum):
     ROUTER = auto()
     #: The scheduler: a liveness probe runs at once, in a row that is reserved for it.
     PROBE = auto()
+
+
+class Planner:
+    """Decides when its sequences are stepped; what the scheduler tells it about one of them.
+
+    A planner does nothing about what it has not overridden; `planner.StepPlanner` has the rest.
+    """
+
+    owner = Owner.BATCHER
+
+    def start(self, samples: list[Sequence]) -> None:
+        """A request has been admitted: its first sample has a row, the others are promised one."""
+
+    def inputs_settled(self, sequence: Sequence) -> None:
+        """The first output after a sequence's needed positions has settled."""
+
+    def taken_back(self, sequence: Sequence, n: int) -> None:
+        """The last `n` positions of a sequence are to be computed again: drafts were wrong."""
+
+    def unsampled(self, sequence: Sequence, n: int) -> None:
+        """A sequence got none of the `n` tokens of the step that settles: its mask was late."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """An admitted sequence has ended, as `ended_as` says; it has its slots until `released`."""
+
+    def released(self, sequence: Sequence) -> None:
+        """The slots and the row of a sequence that has ended are free."""
+
+
+#: Of sequences that nobody steps: in tests of memory.
+NO_PLANNER = Planner()
+
+
+class State(Enum):
+    """Where a sequence is on its way."""
+
+    #: In the queue, or held until its first mask is there.
+    WAITING = auto()
+    #: The same, and the host's memory has what it had computed before it was preempted.
+    SWAPPED = auto()
+    #: Admitted: its planner steps it.
+    RUNNING = auto()
+    #: Nothing more is planned, and what comes back is dropped.
+    ENDED = auto()
 
 
 class EndState(Enum):
@@ -85,7 +129,7 @@ class Sequence:
         stream: which of the request's samples.
         prompt: the request's, as an array that all samples share.
         table: has the columns, at `place`, until `leave`.
-        owner: decides when it is stepped.
+        planner: decides when it is stepped.
     """
 
     def __init__(
@@ -94,11 +138,11 @@ class Sequence:
         stream: int,
         prompt: Tokens,
         table: Table,
-        owner: Owner = Owner.BATCHER,
+        planner: Planner = NO_PLANNER,
     ) -> None:
         self.id = request.sequence_ids[stream]
         self.request = request
-        self.owner = owner
+        self.planner = planner
         self.stream = stream
         self.table = table
         self.place = table.take()
@@ -114,6 +158,10 @@ class Sequence:
         table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
+        #: The queue has given it to its planner (see `Queue`).
+        self.admitted = False
+        #: All samples of its request whose slots are not free yet, itself among them.
+        self.samples = [self]
         #: Its place in the queue within its priority.
         self.arrival = 0
         self.outputs: list[int] = []
@@ -145,6 +193,7 @@ class Sequence:
         self.table.adapted -= self.request.adapter > 0
         self.table.constrained -= self.constrained
         self.place = 0
+        self.samples.remove(self)
 
     def begin_after(self, node: Node, length: int) -> None:
         """Begin behind a prefix of `length` tokens, which ends at the locked `node`."""
@@ -179,9 +228,33 @@ class Sequence:
     drafted = Counted("Drafted tokens in the step in flight.")
 
     @property
+    def owner(self) -> Owner:
+        """Whose it is."""
+        return self.planner.owner
+
+    @property
+    def state(self) -> State:
+        """Where it is: the queue admits it and takes it back, the scheduler ends it."""
+        if self.ended_as is not None:
+            return State.ENDED
+        if self.admitted:
+            return State.RUNNING
+        return State.SWAPPED if self.hosted.swapped else State.WAITING
+
+    @property
     def dead(self) -> bool:
         """Ended, aborted or failed: nothing more is planned, and what comes back is dropped."""
         return self.ended_as is not None
+
+    @property
+    def alive(self) -> int:
+        """Samples of its request that have not ended."""
+        return sum(not sample.dead for sample in self.samples)
+
+    @property
+    def reported(self) -> list[int]:
+        """The ids by which clients hear of it."""
+        return [self.id] if self.group is None else self.request.reported
 
     @property
     def prompt_length(self) -> int:

@@ -73,7 +73,7 @@ def test_exact_never_needs_more_than_reserve(seed):
             ids += 1
             driver.advance(op, [request(ids, [3] * 4, max_new_tokens=6)])
         driver.turn()
-        exact = scheduler._planners.ledger()
+        exact = scheduler.ledger()
         bounds = Reserve(scheduler.kv.table, scheduler.limits, 8).ledger()
         scheduler._batcher.add_to(bounds)
         scheduler._routed.add_to(bounds)

@@ -36,9 +36,9 @@ def draw(figures: dict[str, Any], target: Path) -> None:
         height=0.66,
     )
     for place, (case, ratio) in enumerate(zip(cases, ratios, strict=True)):
-        figures_of = f"{ratio:.2f}   {case['tokenpod']:,} and {case['vllm']:,} {case['unit']}"
+        shown = f"{ratio:.2f}   {case['tokenpod']:,} and {case['vllm']:,} {case['unit']}"
         ink = "white" if ratio >= 1 else "black"
-        axis.text(0.02, place, figures_of, color=ink, va="center", fontsize=8)
+        axis.text(0.02, place, shown, color=ink, va="center", fontsize=8)
         if "limit" in case:
             limit = times_as_fast(case, "limit")
             axis.plot([limit, limit], [place - 0.35, place + 0.35], color="#d9534f", linewidth=2)
@@ -52,11 +52,6 @@ def draw(figures: dict[str, Any], target: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    """See above."""
+if __name__ == "__main__":
     for path in sorted((HERE / "results").glob("*.json")):
         draw(json.loads(path.read_text()), IMAGES / f"{path.stem}.png")
-
-
-if __name__ == "__main__":
-    main()

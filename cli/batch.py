@@ -199,5 +199,5 @@ async def _answer(
             progress.note(None)
             problem = {"code": error.code.name, "message": error.message}
             return json.dumps({**about, "error": problem}, ensure_ascii=False)
-    progress.note(answer)
-    return json_line(answer, **about)
+    progress.note(answer.response)
+    return json_line(answer.response, **about)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from tokenpod_client.aio import AsyncClient
 from tokenpod_client.channel import OPTIONS
 from tokenpod_client.cli.connection import Remote
 from tokenpod_client.errors import ServerError
@@ -42,18 +43,34 @@ def credentials_of(remote: Remote) -> grpc.ChannelCredentials | None:
 
 
 @asynccontextmanager
+async def connected(remote: Remote) -> AsyncIterator[AsyncClient]:
+    """The library's client, which tries once. What fails within becomes a RemoteError."""
+    client = AsyncClient(
+        remote.address,
+        token=remote.token,
+        credentials=credentials_of(remote),
+        deadline=remote.deadline,
+        attempts=1,
+    )
+    async with client:
+        try:
+            yield client
+        except ServerError as error:
+            raise RemoteError(describe(error, remote.address)) from error
+
+
+@asynccontextmanager
 async def calling(remote: Remote) -> AsyncIterator[grpc.aio.Channel]:
     """An open channel. What fails within becomes a RemoteError; what runs is cancelled."""
     async with open_channel(remote) as channel:
         try:
             yield channel
         except grpc.aio.AioRpcError as error:
-            raise RemoteError(describe(error, remote.address)) from error
+            raise RemoteError(describe(ServerError.of(error), remote.address)) from error
 
 
-def describe(error: grpc.aio.AioRpcError, address: str) -> str:
+def describe(found: ServerError, address: str) -> str:
     """What went wrong, for the operator: a line for each field that the server complains of."""
-    found = ServerError.of(error)
     text = found.message
     if found.code is grpc.StatusCode.UNAVAILABLE and text.startswith(_NO_CONNECTION):
         return f"can't reach {address}: {_ATTEMPT.sub('', text)}"

@@ -203,6 +203,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     draft_method: str = ""
     #: Tokens whose keys and values the host's memory holds.
     host_slots: int = 0
+    #: Prompt tokens of a step, at most; 0: not said.
+    prefill_tokens: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -223,9 +225,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: CPU threads; 0: one per core, less one for the front end.
     threads: int
     max_batch_size: int
+    #: Prompt tokens of a step, at most.
     max_batch_prefill_tokens: int
     #: Tokens of one sequence, prompt and output; None: as many as the model can address.
     max_total_tokens: int | None = None
+    #: Choose fewer prompt tokens for a step where a CPU takes long for so many.
+    short_prompt_steps: bool = False
     #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
     max_batch_total_tokens: int | None = None
     memory_fraction: float = 0.9

@@ -20,7 +20,14 @@ from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
 from tokenpod.engine.draft import Draft, DraftModel, draft_of
 from tokenpod.engine.executor import Executor
-from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up
+from tokenpod.engine.first_steps import (
+    TIMED_BEHIND,
+    prompt_seconds,
+    run_worst_steps,
+    short_prompt,
+    warm_copies,
+    warm_up,
+)
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_room import make_host_pool
 from tokenpod.engine.kv_scales import (
@@ -57,6 +64,8 @@ class Assembled:
     kv_dtype: torch.dtype
     #: Whether a step can be launched before the one before has been waited for.
     overlap: bool
+    #: Prompt tokens of a step, at most.
+    prefill_tokens: int
     #: None: the model takes none.
     adapters: AdapterStore | None = None
     #: Tokens whose keys and values the host's memory holds.
@@ -139,11 +148,19 @@ def _on_host(
         host=host,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
+    prefill_tokens = options.max_batch_prefill_tokens
+    if options.short_prompt_steps:
+        most = min(prefill_tokens, room.slots, positions)
+        # Where a row has a state of its own, no slots can stand for what it has computed.
+        cached = TIMED_BEHIND if model.config.own_state is None else 0
+        cached = min(cached, room.slots - most, positions - most)
+        prefill_tokens = short_prompt(lambda n: prompt_seconds(executor, n, cached, group), most)
     return Assembled(
         executor,
         room,
         dtype,
         overlap=False,
+        prefill_tokens=prefill_tokens,
         adapters=model.adapters,
         host_slots=0 if host is None else host.slots,
     )
@@ -267,6 +284,7 @@ def _on_device(
         room,
         dtype,
         overlap=True,
+        prefill_tokens=options.max_batch_prefill_tokens,
         adapters=model.adapters,
         host_slots=0 if host is None else host.slots,
     )

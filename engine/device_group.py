@@ -21,7 +21,7 @@ from tokenpod.engine.rendezvous import one_line
 from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
 
 #: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each
-#: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py).
+#: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py at 487f27e9).
 LONGEST_SUM = {2: 4 << 20, 4: 1 << 20, 8: 1 << 19}
 #: Tokens that the leader can broadcast at once without NCCL.
 _MOST_BROADCAST = 4 * BLOCK
@@ -62,11 +62,6 @@ class DeviceGroup:
             self._symmetric_buffers(self._longest_sum, device, together=1) if self._sums else None
         )
         self._broadcasts = self._symmetric_buffers(_MOST_BROADCAST, device) if self._sums else None
-
-    @property
-    def reaches_peers(self) -> bool:
-        """Whether short messages go through the peers' memory."""
-        return self._broadcasts is not None
 
     def sum(self, x: torch.Tensor) -> None:
         """See `Group.sum`."""

@@ -196,7 +196,7 @@ def load(
         slots=room.slots,
         max_rows=room.rows,
         max_positions=positions,
-        prefill_tokens=options.max_batch_prefill_tokens,
+        prefill_tokens=assembled.prefill_tokens,
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,
@@ -236,6 +236,7 @@ def load(
         adapters=adapters,
         quantization=model.quantization,
         host_slots=assembled.host_slots,
+        prefill_tokens=assembled.prefill_tokens,
     )
     return assembled, ready, limits
 

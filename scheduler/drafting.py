@@ -151,9 +151,12 @@ class Drafting:
         each = table.bound[places] - table.computed[places] - 1
         if owner is Owner.BATCHER and planner.flying:
             ready[:] = False
-        for at in np.flatnonzero(ready).tolist():
+        drafting = np.flatnonzero(ready).tolist()
+        for before, at in enumerate(drafting):
             sequence = sequences[at]
-            most = min(choice.drafts, sequence.request.drafts, int(each[at]), step.drafts_left)
+            # Equal shares: each has waited for the step that it was in.
+            share = step.drafts_left // (len(drafting) - before)
+            most = min(choice.drafts, sequence.request.drafts, int(each[at]), share)
             tokens = self._source.propose(sequence, most) if most > 0 else []
             self._watched.pop(sequence.id, None)
             if tokens:

@@ -408,11 +408,16 @@ class Scheduler:
     def _add_rows(self, step: StepBuilder) -> None:
         """Add to a step: if routers and the batcher have prompts, each gets half of the budget.
 
-        Probes have a budget of their own.
+        Of its drafts each can have as many as its sequences are of all. Probes have a budget of
+        their own.
         """
         budget = self.limits.prefill_tokens
-        of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
-        self._routed.next_rows(step, of_routers, self._routed.reserved)
+        if self._routed.ops:
+            of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
+            running = self._batcher.running
+            share = step.drafts_left * running // max(running + len(self._routed.sequences), 1)
+            with step.kept_drafts(share):
+                self._routed.next_rows(step, of_routers, self._routed.reserved)
         left = budget - step.prompt_tokens
         self._batcher.next_rows(step, left, self._slots_for_batcher)
         self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -106,6 +108,13 @@ class StepBuilder:
     def forced_left(self) -> int:
         """Forced tokens that may still be added."""
         return min(self._forced_left, self.drafts_left)
+
+    @contextmanager
+    def kept_drafts(self, n: int) -> Iterator[None]:
+        """Keep so many of the drafts that are left for who comes after."""
+        self.drafts_left -= n
+        yield
+        self.drafts_left += n
 
     def decode(self, sequences: list[Sequence], places: Ints) -> None:
         """Add the next token of sequences whose needed positions have all been launched.

@@ -208,11 +208,17 @@ class ServerSettings(Settings):
 
     @property
     def resolved_prefill_tokens(self) -> int:
-        """Prompt tokens of one step."""
+        """Prompt tokens of one step; fewer if the engine finds that they take too long."""
         if self.max_batch_prefill_tokens is not None:
             return self.max_batch_prefill_tokens
         usual = 512 if self.resolved_device == "cpu" else 4096
         return min(usual, self.max_batch_total_tokens or usual)
+
+    @property
+    def short_prompt_steps(self) -> bool:
+        """Whether the engine may choose smaller steps. `alternate` computes prompts whole."""
+        chosen = self.max_batch_prefill_tokens is not None or self.batching == "alternate"
+        return self.resolved_device == "cpu" and not chosen
 
     @property
     def resolved_waiting_served_ratio(self) -> float:
@@ -267,6 +273,16 @@ class ServerSettings(Settings):
     def health_address(self) -> str | None:
         """Where the health port listens; None: nowhere."""
         return f"{host_of(self.hostname)}:{self.health_port}" if self.health_port else None
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where Prometheus fetches metrics; None: nowhere."""
+        return f"{host_of(self.hostname)}:{self.metrics_port}" if self.metrics_port else None
+
+    @property
+    def resolved_metrics_names(self) -> frozenset[str]:
+        """Of which other servers the metrics port shows the names."""
+        return frozenset(name.strip() for name in (self.metrics_names or "").split(",") if name)
 
     @property
     def socket_path(self) -> str | None:

@@ -9,6 +9,8 @@ The order matters to those who watch from outside:
     SIGTERM                   NOT_SERVING but still serving for the lame-duck seconds
                               -> new work is refused while streams and routers' batches go on
                               -> what is left after the grace ends with UNAVAILABLE
+                              -> ports are closed and child processes ended; then "stopped" is
+                                 logged, and the process ends
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +53,7 @@ from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.state import Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.certificates import credentials
+from tokenpod.service.rpc.certificates import credentials, expiry
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
@@ -60,6 +63,7 @@ from tokenpod.service.rpc.listen import (
     bind_all,
     check_ports,
     public_server,
+    reason,
 )
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
@@ -69,12 +73,26 @@ from tokenpod.service.serving.overview import overview, summary
 from tokenpod.service.serving.serving import check_limits, request_limits
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.logs import configure_logging, print_error
+from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import TokenizerError
 
 log = logging.getLogger("tokenpod")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a server has ended.
+
+    Args:
+        status: the process's exit status.
+        stopped: what a stop has cut off, for the log; None: nobody has asked it to stop.
+    """
+
+    status: int
+    stopped: Mapping[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +109,15 @@ class Server:
     adapters: Sequence[tuple[str, str]] = ()
     draft: Path | None = None
 
-    async def run(self) -> int:
-        """Serve until a signal; the process's exit status. Raises StartError."""
+    async def run(self) -> Ended:
+        """Serve until a signal; on return nothing listens any more. Raises StartError."""
         async with contextlib.AsyncExitStack() as stack:
             state = await self._pod_state(stack)
-            while True:
+            status = None
+            while status is None:
                 async with contextlib.AsyncExitStack() as life:
                     status = await self._live(state, life)
-                if status is not None:
-                    return status
+        return Ended(status, state.stopped)
 
     # -- what lasts ------------------------------------------------------------------------------
 
@@ -132,9 +150,26 @@ class Server:
             stopping=stopping,
             startup=GroupStartup(settings.start_timeout),
             renewal=Renewal(),
+            telemetry=telemetry,
         )
         telemetry.watch(state.load)
+        started_at = time.time()
+        telemetry.watch_pod(lambda: self._readings(state, started_at))
+        stack.callback(telemetry.watch_loop())
         return state
+
+    def _readings(self, state: PodState, started_at: float) -> PodReadings:
+        """What metrics say of the pod; called from other threads, and only if telemetry is on."""
+        cert = self.settings.tls_cert
+        return PodReadings(
+            started_at=started_at,
+            ready=state.board.is_serving() and state.admission.closed is None,
+            stalled=state.counters.stalled,
+            admitted=state.counters.requests,
+            call_bytes=state.counters.call_bytes,
+            most_call_bytes=self.settings.resolved_front_end_bytes,
+            certificate_expires=None if cert is None else expiry(cert),
+        )
 
     async def _public(
         self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
@@ -173,6 +208,12 @@ class Server:
         if (health_address := settings.health_address) is not None:
             health, _ = await serve_health(health_address, board)
             stack.push_async_callback(health.stop, None)
+        try:
+            stack.callback(telemetry.listen())
+        except OSError as error:
+            where = settings.metrics_address or ""
+            why = reason(where, error)
+            raise StartError(f"cannot listen on {where} (--metrics-port): {why}") from error
         return Listener(public, make, address, shard_url, socket)
 
     # -- one life of the engines -----------------------------------------------------------------
@@ -194,6 +235,7 @@ class Server:
         await asyncio.wait([loading, state.stopping.task()], return_when="FIRST_COMPLETED")
         if not loading.done():
             loading.cancel()
+            state.stopped = {}
             return 0
         try:
             encoder, ready = loading.result()
@@ -266,7 +308,13 @@ class Server:
             relay_secret=secret,
             counters=counters.descriptor,
         )
-        others = FrontEnds(counters, config, ranks.first.spare_links, ranks.first.new_link)
+        others = FrontEnds(
+            counters,
+            config,
+            ranks.first.spare_links,
+            ranks.first.new_link,
+            state.telemetry.front_end_socket,
+        )
         life.push_async_callback(others.stop)
         return others
 
@@ -369,7 +417,11 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
     try:
         folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
         draft = draft_folder(settings)
-        return uvloop.run(Server(settings, folder, engine_command, adapters, draft).run())
+        ended = uvloop.run(Server(settings, folder, engine_command, adapters, draft).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1
+    if ended.stopped is not None:
+        # Last of all: who reads it may take the ports, or count on the memory of the processes.
+        log.info("stopped", extra=ended.stopped)
+    return ended.status

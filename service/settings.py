@@ -232,7 +232,9 @@ class Settings(BaseSettings):
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""
     max_batch_prefill_tokens: int | None = _memory(
-        derived="512 on a CPU, 4096 on a GPU, max-batch-total-tokens at most", ge=1
+        derived="4096 on a GPU; on a CPU what takes 50 ms, 64 to 512 (512 with batching alternate);"
+        " max-batch-total-tokens at most",
+        ge=1,
     )
     """Prompt tokens of one step; a longer prompt takes several."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
@@ -313,6 +315,12 @@ class Settings(BaseSettings):
     """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
     line; read again on change, as auth-token-file. Tokens of auth-token-file do not count there."""
 
+    metrics_port: int = _telemetry(0, ge=0, le=65535)
+    """Port from which Prometheus fetches metrics (HTTP, `/metrics`; customarily 9464): plaintext,
+    without authentication, and for nothing else. 0: none."""
+    metrics_names: str | None = _telemetry(min_length=1)
+    """Names of other servers under which the metrics port shows the same numbers as well: `vllm`,
+    which llm-d's picker reads too, `tgi`, or both with a comma."""
     otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
     """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""
     otlp_service_name: str = _telemetry("tokenpod", min_length=1)

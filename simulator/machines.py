@@ -43,9 +43,9 @@ _rows, _prompt = StepSize.of_rows, StepSize.of_prompt
 
 #: An 8B Llama shape in bfloat16 on one H200. Decode steps are those of docs/performance.md ("On one
 #: NVIDIA H200" and "Planning a step"); prompts are its TFLOP/s turned back into time with the
-#: operations that benchmarks/gpu.py counts: 2 * 6.98e9 for a token, 4 * 4096 * 32 for a pair; the
-#: mixed step is of benchmarks/NOTES.md ("The loop"), whose rows had some 400 tokens. The cache is
-#: 0.9 of what 16 GB of weights leave of 139 GiB, at 128 KiB a token.
+#: operations that benchmarks/support/limits.py counts: 2 * 6.98e9 for a token, 4 * 4096 * 32 for a
+#: pair; the mixed step is of benchmarks/NOTES.md ("The loop"), whose rows had some 400 tokens. The
+#: cache is 0.9 of what 16 GB of weights leave of 139 GiB, at 128 KiB a token.
 _H200 = Machine(
     name="an 8B Llama shape in bfloat16 on one NVIDIA H200",
     measured=[
@@ -69,8 +69,8 @@ _H200 = Machine(
 )
 
 #: The embedded model in float32 on one thread of a two-core machine that others used too
-#: (`benchmarks/policies.py steps`, 23 November 2026, whole turns of the loop, the least of 15
-#: decode steps and of 8 prompts each).
+#: (`benchmarks/policies.py steps` at 487f27e9, 23 November 2026, whole turns of the loop, the least
+#: of 15 decode steps and of 8 prompts each).
 _CPU = Machine(
     name="the embedded model in float32 on one CPU thread",
     measured=[

@@ -90,8 +90,3 @@ def fitted(measured: list[tuple[StepSize, float]]) -> StepTimes:
             break
         used[found.argmin()] = False
     return StepTimes(*(found / np.where(scale > 0, scale, 1)).tolist())
-
-
-def relative_errors(times: StepTimes, measured: list[tuple[StepSize, float]]) -> list[float]:
-    """Of each measured step: what the model says over what was measured, less 1."""
-    return [times.nanoseconds(size) / 1e9 / seconds - 1 for size, seconds in measured]

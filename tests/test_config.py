@@ -138,6 +138,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
         "port": "11",
         "tgis_port": "10",
     }
+    odd |= {"metrics_port": "16", "metrics_names": "vllm,tgi"}
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
@@ -238,6 +239,9 @@ def test_every_fault_is_told_on_a_line_of_its_own():
         ({"config_override": "[1"}, "--config-override is [1: it is not JSON"),
         ({"config_override": "[1]"}, "--config-override is [1]: it must be a JSON object"),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
+        ({"port": 7, "metrics_port": 7}, "--port and --metrics-port are both 7"),
+        ({"metrics_names": "vllm"}, "--metrics-names is vllm: --metrics-port is needed with it"),
+        ({"metrics_port": 7, "metrics_names": "vllm,x"}, "--metrics-names has 'x': there are vllm"),
         ({"health_port": 7, "tgis_port": 7}, "--health-port and --tgis-port are both 7"),
         ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),
@@ -277,6 +281,14 @@ def test_what_is_derived_fits_what_is_given():
     assert load_settings(device="cuda", dtype="float16").resolved_dtype == "float16"
 
 
+def test_a_cpus_engine_may_take_smaller_steps_unless_somebody_has_chosen():
+    assert load_settings(device="cpu").short_prompt_steps
+    assert not load_settings(device="cuda").short_prompt_steps
+    assert not load_settings(device="cpu", max_batch_prefill_tokens=512).short_prompt_steps
+    # Prompts that no step divides must fit into one.
+    assert not load_settings(device="cpu", batching="alternate").short_prompt_steps
+
+
 def test_one_front_end_is_enough_for_a_cpu_and_a_gpu_may_have_up_to_four():
     assert load_settings(device="cpu").resolved_front_ends == 1
     assert load_settings(device="cpu", front_ends=3).resolved_front_ends == 3
@@ -296,6 +308,7 @@ def test_every_setting_says_what_it_means_and_where_it_belongs():
         assert group_of(field) in list(Group), name
 
 
+@pytest.mark.pod
 def test_the_documentation_is_current_and_has_every_setting():
     check = [sys.executable, "-P", "tools/settings_docs.py", "--check"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)

@@ -27,8 +27,10 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 #: Flags of other programs, and those of TGI that do not exist here.
 FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
-    "--disable-grammar-support",
+    *("--disable-grammar-support", "--prometheus-port", "--usage-stats"),
     *("--http2-prior-knowledge", "--protocol"),
+    # Of smg.
+    *("--host", "--policy", "--worker-urls"),
     # Of docker and pip.
     *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),
 }
@@ -124,32 +126,34 @@ def test_make_targets_named_in_contributing_exist() -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
 
 
-def test_readme_shows_the_python_example_as_it_is() -> None:
-    assert blocks(ROOT / "README.md", "python") == [
-        (ROOT / "examples" / "python" / "generate.py").read_text()
-    ]
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 700
 
 
-def test_the_readme_lists_every_service_that_is_served() -> None:
-    (listing,) = (b for b in blocks(ROOT / "README.md", "console") if " list\n" in b)
+def test_the_page_of_clients_lists_every_service_that_is_served() -> None:
+    (listing,) = (b for b in blocks(ROOT / "docs/clients.md", "console") if " list\n" in b)
     told = listing.partition(" list\n")[2].partition("\n$")[0].splitlines()
     assert told == sorted({row.service for row in TABLE})
 
 
+def benchmark_cases() -> set[str]:
+    folder = ROOT / "benchmarks" / "cases"
+    return {path.stem.replace("_", "-") for path in folder.glob("*.py")}
+
+
 def test_every_benchmark_is_listed() -> None:
-    scripts = {
-        path.name
-        for path in (ROOT / "benchmarks").glob("*.py")
-        if 'if __name__ == "__main__"' in path.read_text()
-    }
     page = (ROOT / "benchmarks/README.md").read_text()
-    assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == benchmark_cases()
 
 
 @EVERY_PAGE
 def test_benchmarks_that_are_named_exist(page: Path) -> None:
-    for name in re.findall(r"benchmarks/(\w+\.py)", page.read_text()):
+    """`benchmarks/run.py CASE`, and files; a script of the past is named with its commit."""
+    text = re.sub(r"benchmarks/\w+\.py[^`\n]*` at [0-9a-f]{8}", "", page.read_text())
+    for name in re.findall(r"(?<!:)benchmarks/(\w+\.py)", text):
         assert (ROOT / "benchmarks" / name).is_file(), name
+    for case in re.findall(r"benchmarks/run\.py ([a-z][\w-]*)", text):
+        assert case in benchmark_cases(), case
 
 
 @EVERY_PAGE
@@ -161,3 +165,9 @@ def test_tests_that_are_named_exist(page: Path) -> None:
         path = ROOT / "tests" / file
         assert path.is_file(), file
         assert not name or re.search(rf"\bdef {name}\(", path.read_text()), f"{file}::{name}"
+
+
+def test_every_page_is_in_the_list_of_pages() -> None:
+    listed = set(LINK.findall((ROOT / "docs/README.md").read_text()))
+    there = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert there <= {link.partition("#")[0] for link in listed}

@@ -111,20 +111,21 @@ def docker(*words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
 
 def try_out(name: str, command: list[str]) -> None:
     """Look into an image, start the server as it does, generate, stop. Raises SystemExit if not."""
-    inside = ("run", "--rm", "--interactive", "--entrypoint", "/opt/tokenpod/bin/python", name)
+    inside = ("run", "--rm", "--interactive", "--network", "none", "--entrypoint", "python", name)
     with Path(__file__).open() as source:
         words = [*os.environ.get("DOCKER", "docker").split(), *inside, "-P", "-", "contents"]
         if subprocess.run(words, stdin=source).returncode:
             raise SystemExit(1)
-    check = json.loads(
-        docker("inspect", "--format", "{{json .Config.Healthcheck.Test}}", name).stdout
-    )
+    (about,) = json.loads(docker("inspect", name).stdout)
+    # Podman has it outside of the image's configuration.
+    _, *check = (about["Config"].get("Healthcheck") or about["Healthcheck"])["Test"]
     container = docker("run", "--detach", *RESTRICTED, name, *command).stdout.strip()
     try:
         began = time.monotonic()
-        while docker("exec", container, *check[1:], ok=False).returncode:
-            if time.monotonic() - began > START_SECONDS:
-                raise SystemExit(f"not healthy in time:\\n{docker('logs', container).stderr}")
+        while docker("exec", container, *check, ok=False).returncode:
+            state = docker("inspect", "--format", "{{.State.Running}}", container).stdout.strip()
+            if state != "true" or time.monotonic() - began > START_SECONDS:
+                raise SystemExit(f"the server was not healthy:\n{docker('logs', container).stderr}")
             time.sleep(0.5)
         print(f"healthy after {time.monotonic() - began:.1f} s")
         user = docker("exec", container, "stat", "--format", "%u:%g", "/proc/1").stdout.strip()

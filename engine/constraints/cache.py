@@ -14,8 +14,8 @@ import msgspec
 from tokenpod.core.constraints import Constraint
 from tokenpod.engine.constraints.library import Matcher, Words
 
-#: What a compiled constraint takes, about, as measured (benchmarks/constraints.py): so much
-#: whatever it says, and so many bytes for each of its text.
+#: What a compiled constraint takes, about, as measured (benchmarks/constraints.py at 487f27e9): so
+#: much whatever it says, and so many bytes for each of its text.
 _BASE_BYTES, _BYTES_PER_BYTE = 200_000, 100
 #: And a matcher that has followed a text, with what it has found out.
 _USED_BYTES = 600_000

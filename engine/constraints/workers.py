@@ -6,9 +6,9 @@
     dear    those that take long to compile: nobody else waits behind them
 
 Texts whose masks have been quick need none of them (`together`). The library lets go of the
-interpreter's lock while it works (measured by benchmarks/constraints.py). No thread has a lower
-priority: one that is preempted while it has that lock would hold up the step loop (measured:
-streams stood still for a second).
+interpreter's lock while it works (measured by benchmarks/constraints.py at 487f27e9). No thread
+has a lower priority: one that is preempted while it has that lock would hold up the step loop
+(measured: streams stood still for a second).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels: data, found by `benchmarks/gpu_attention.py`."""
+"""Tile sizes of the attention kernels: data, found by `benchmarks/run.py attention`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the experts' products: data, found by `benchmarks/gpu_experts.py`."""
+"""Tile sizes of the experts' products: timed by `benchmarks/run.py experts`."""
 
 from __future__ import annotations
 

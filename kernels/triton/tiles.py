@@ -1,4 +1,4 @@
-"""Which kernel and which tile a product gets: data, found offline by benchmarks/gpu_products.py."""
+"""Which kernel and which tile a product gets: data, found by `benchmarks/run.py products`."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def lone_options(
         threads=settings.threads,
         max_batch_size=settings.resolved_batch_size,
         max_batch_prefill_tokens=settings.resolved_prefill_tokens,
+        short_prompt_steps=settings.short_prompt_steps,
         max_total_tokens=settings.max_total_tokens,
         max_batch_total_tokens=settings.max_batch_total_tokens,
         memory_fraction=settings.memory_fraction,

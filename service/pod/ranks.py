@@ -26,9 +26,10 @@ from tokenpod.service.pod.engine_process import EngineProcess
 _REASON_SECONDS = 0.1
 #: Seconds in which such a process is gone.
 _END_SECONDS = 0.5
-#: Seconds that an engine gets to end after we hang up: while it serves, and while it loads.
-_LEAVE_SECONDS = 5.0
-_LEAVE_LOADING_SECONDS = 0.5
+#: Seconds that an engine gets to end after we hang up: a rank of a group that serves takes leave of
+#: the others; what is alone or loads has nothing to save, and may be in the middle of a long step.
+_LEAVE_GROUP_SECONDS = 5.0
+_LEAVE_SECONDS = 0.5
 #: Seconds that ranks get to report to those of other pods why the group ends.
 _REPORT_SECONDS = 0.7
 
@@ -106,7 +107,8 @@ class Ranks:
         if self.lost.done():
             # A lost engine may be stopped, or stuck in a collective.
             await asyncio.gather(*(engine.end(_REPORT_SECONDS) for engine in self._engines))
-        seconds = _LEAVE_SECONDS if self._serving else _LEAVE_LOADING_SECONDS
+        group = self._serving and self.first.control is not None
+        seconds = _LEAVE_GROUP_SECONDS if group else _LEAVE_SECONDS
         await asyncio.gather(*(engine.stop(seconds) for engine in self._engines))
 
     async def _await_end(self, engine: EngineProcess) -> None:

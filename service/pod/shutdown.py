@@ -36,14 +36,13 @@ async def drain(settings: ServerSettings, state: PodState, others: FrontEnds) ->
     await _lame_duck(settings, state)
     admission.drain()
     await _quiet(settings, state)
-    cut_off = {
+    state.stopped = {
         "cut_off": admission.counters.requests,
         "cut_off_batches": await state.backend.shard.end(stopping.sleep),
     }
     grace, patience = (_HASTE_SECONDS, 2 * _HASTE_SECONDS) if stopping.urgent else (0.5, None)
     # Closes the listener, so it comes last.
     await asyncio.gather(state.listener.stop(grace, stopping.sleep), others.stop(patience))
-    log.info("stopped", extra=cut_off)
 
 
 async def drain_for_follower(settings: ServerSettings, state: PodState) -> None:
@@ -70,7 +69,7 @@ async def stop_follower(
     drained.cancel()
     await asyncio.gather(drained, return_exceptions=True)
     await state.listener.stop(0.5, state.stopping.sleep)
-    log.info("stopped")
+    state.stopped = {}
 
 
 def send_away(settings: ServerSettings, state: PodState) -> None:

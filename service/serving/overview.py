@@ -33,6 +33,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "max_connections": settings.resolved_max_connections,
         "parameters": ready.parameters,
         "max_batch_size": ready.rows or settings.resolved_batch_size,
+        "max_batch_prefill_tokens": ready.prefill_tokens,
         "kv_slots": ready.slots,
         "kv_slots_from": ready.slots_from,
         "host_slots": ready.host_slots,
@@ -47,7 +48,7 @@ def overview(
     settings: ServerSettings, ready: Ready, limits: RequestLimits, address: str
 ) -> list[str]:
     """A table for people, in lines: what is served, then every limit by its flag."""
-    rows = [*_facts(settings, ready, address), *_limits(settings, limits)]
+    rows = [*_facts(settings, ready, address), *_limits(settings, ready, limits)]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
@@ -69,12 +70,14 @@ def _facts(settings: ServerSettings, ready: Ready, address: str) -> Iterator[tup
         yield "host's memory", f"{ready.host_slots} tokens more (--host-kv-bytes)"
 
 
-def _limits(settings: ServerSettings, limits: RequestLimits) -> Iterator[tuple[str, str]]:
+def _limits(
+    settings: ServerSettings, ready: Ready, limits: RequestLimits
+) -> Iterator[tuple[str, str]]:
     found = {
         "max_input_tokens": limits.max_input_tokens,
         "max_total_tokens": limits.max_total_tokens,
         "max_batch_total_tokens": limits.slots,
-        "max_batch_prefill_tokens": settings.resolved_prefill_tokens,
+        "max_batch_prefill_tokens": ready.prefill_tokens or settings.resolved_prefill_tokens,
         "max_batch_size": limits.rows,
         "max_concurrent_requests": settings.resolved_concurrent_requests,
         "max_queue_tokens": settings.resolved_queue_tokens(limits.slots),

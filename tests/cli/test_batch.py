@@ -78,7 +78,7 @@ def test_a_prompt_that_is_refused_fails_alone(server, tmp_path, capsys):
         ("{}", "line 2: has 0 of prompt, token_ids, messages; it must have one"),
         ('{"prompt": "a", "messages": []}', "line 2: has 2 of prompt, token_ids, messages"),
         ('{"prompt": 7}', "line 2: prompt is '7'"),
-        ('{"prompt": "a", "max_tokens": 7}', "GenerateRequest has no field max_tokens"),
+        ('{"prompt": "a", "tokens": 7}', "GenerateRequest has no field tokens"),
         ('{"prompt": "a", "top_k": "many"}', "line 2: "),
     ],
 )

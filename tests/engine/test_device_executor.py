@@ -35,6 +35,8 @@ from tokenpod.models.names import Names, weights_of
 from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
+pytestmark = pytest.mark.compute
+
 CPU = torch.device("cpu")
 ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY = 6, 160, 64, 12, 97
 

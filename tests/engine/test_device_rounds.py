@@ -15,6 +15,8 @@ from tokenpod.engine.executor import StepResult
 from tokenpod.engine.mailbox import Staging
 from tokenpod.engine.rounds import masked_rounds, masks_there, row_after_row, unmasked_rounds
 
+pytestmark = pytest.mark.compute
+
 VOCAB = 97
 #: By row of the plan: drafts, whether it waits for masks, and how many of these come.
 ROWS = [(0, True, 1), (0, False, 0), (0, True, 0), (2, True, 3), (1, True, 2), (2, True, 2)]

@@ -38,6 +38,8 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
+pytestmark = pytest.mark.compute
+
 MOST = 3
 
 
@@ -51,7 +53,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
 
 
 def drafted(asked, most=MOST):
@@ -246,6 +248,7 @@ def test_a_router_gets_no_drafts_beyond_what_it_has_reserved(exact):
 
 @pytest.mark.parametrize("kind", ["random", "right", "wrong"])
 @pytest.mark.sampled(3, "slow")
+@pytest.mark.pod
 def test_two_ranks_draft_as_one_does(kind):
     """Greedy, sampled and penalised rows that end by length, at an end of text, at a stop token."""
     options = EngineOptions(

@@ -100,6 +100,7 @@ def test_a_device_drafts_what_a_host_drafts(tmp_path):
     check_that_devices_draft_alike(folder, head, drafts=(2, 1, 0))
 
 
+@pytest.mark.pod
 def test_two_ranks_with_a_head_come_to_the_tokens_of_one(tmp_path):
     """The served model's embedding, which the head reads, is divided among them."""
     folder = step_scenes.save_model(tmp_path / "served", layers=3)

@@ -154,6 +154,7 @@ def test_a_device_drafts_what_a_host_drafts(small):
     check_that_devices_draft_alike(folder, heads, drafts=(2, 3, 0))
 
 
+@pytest.mark.pod
 def test_two_ranks_with_heads_come_to_the_tokens_of_one(small):
     folder, heads = small
     alone = step_scenes.Scene(

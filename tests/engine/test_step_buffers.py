@@ -269,5 +269,9 @@ def test_two_routers_and_streams_that_draft_in_the_same_steps(make, device, over
             executor.capture()
     expected, none = serve(executors[0], overlap)
     got, most = serve(executors[1], overlap, expected)
-    assert (none, most) == (0, MOST_DRAFTS)
+    routed = len(BATCHES[0]) + len(BATCHES[1])
+    # Where steps overlap, none of the streams may be able to draft when both routers do.
+    least = MOST_DRAFTS * routed // (routed + len(STREAMS)) if overlap else MOST_DRAFTS
+    assert none == 0
+    assert least <= most <= MOST_DRAFTS
     assert got == expected

@@ -34,6 +34,23 @@ async def test_a_turn_is_never_shortened(tmp_path: Path) -> None:
         assert result.generated_tokens == len(result.ids) == 8
 
 
+async def test_turns_may_bring_more_than_fits_beside_the_prompt(tmp_path: Path) -> None:
+    """Each turn's prompt is a text, which may have fewer tokens than were generated for it."""
+
+    def shorter(text: str) -> list[int]:
+        ids = tokenize(text)
+        return ids if text == "hello" else ids[:8]
+
+    settings = replace(SHORT_TURNS, max_input_tokens=8, max_total_tokens=12)
+    async with driven(tmp_path, settings=settings, tokenizer=shorter) as (router, fake):
+        # Without a limit, beside a prompt of 6: no more than 6 would fit into 12.
+        assert len((await router.generate(prompt(None))).ids) == 4 + 4
+    async with driven(tmp_path, settings=settings, tokenizer=shorter) as (router, fake):
+        # More than ever fit are served, in turns that each fit.
+        assert len((await router.generate(prompt(30))).ids) == 32
+        assert {each.stopping_parameters.max_new_tokens for each in fake.requests} == {4}
+
+
 async def test_no_turn_follows_one_that_brings_enough(tmp_path: Path) -> None:
     async with driven(tmp_path, settings=SHORT_TURNS, tokenizer=tokenize) as (router, fake):
         assert len((await router.generate(prompt(4))).ids) == 4

@@ -16,6 +16,8 @@ from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs, StepTimes
 
+pytestmark = pytest.mark.compute
+
 MOST = 4
 MILLISECOND = 1_000_000
 #: What is drawn, always; a wrong guess is another token.
@@ -164,6 +166,7 @@ def test_a_draft_model_that_was_given_up_is_tried_again():
     assert 0 < counts[0] < counts[1]
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("machine", [GPU, CPU, BUSY], ids=["gpu", "cpu", "busy"])
 @pytest.mark.parametrize("rows", [1, 8, MOST_ROWS])
 @pytest.mark.parametrize(
@@ -246,6 +249,32 @@ def test_a_router_that_drafts_in_every_step_keeps_no_stream_waiting(overlap):
     # Overlapped, a row with drafts is in every other step.
     assert len(driver.outputs(1)) > 80
     driver.abort(1, 10, 11)
+    driver.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
+def test_where_a_step_has_too_few_drafts_each_row_gets_its_share(overlap):
+    """A router's rows are added first, and want more drafts than a step holds."""
+    drafting, rows = partial(Drafting, Source(1.0), 8), [*range(10, 50)]
+    driver = Driver(
+        overlap=overlap,
+        slots=60_000,
+        max_rows=48,
+        prefill_tokens=64,
+        drafting=drafting,
+        choose=right,
+    )
+    driver.advance(1, [request(i, [i, 1], max_new_tokens=1000, drafts=8) for i in rows])
+    driver.submit(request(1, [1, 1], max_new_tokens=1000, drafts=8))
+    driver.run(6)
+    before = {i: len(driver.outputs(i)) for i in (1, *rows)}
+    for op in range(2, 22):
+        driver.advance(op, resume=rows)
+        driver.turn()
+    # 256 drafts for 41 rows. Overlapped, a row with drafts is in every other step.
+    least = 6 * (9 if overlap else 19)
+    assert all(len(driver.outputs(i)) - n >= least for i, n in before.items())
+    driver.abort(1, *rows)
     driver.drain()
 
 

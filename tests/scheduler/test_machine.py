@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from scheduler_driver import Driver, Guesses, request
 
+from examples import examples
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.policies import ADMISSIONS, batching
 
@@ -213,7 +214,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
 TestSchedulerLife = SchedulerLife.TestCase
 TestSchedulerLife.settings = settings(
-    max_examples=30,
+    max_examples=examples(30),
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -30,6 +30,11 @@ def test_the_table_has_the_model_and_every_limit_as_it_is_in_force() -> None:
     assert rows["--max-concurrent-requests"] == "256"
 
 
+def test_a_step_has_the_size_that_the_engine_has_found() -> None:
+    small = msgspec.structs.replace(READY, prefill_tokens=128)
+    assert told(small)["--max-batch-prefill-tokens"] == "128"
+
+
 def test_a_start_without_a_model_says_what_is_served_and_how_another_is() -> None:
     assert "`tokenpod serve MODEL` serves another" in told()["model"]
     assert told(model_id="demo")["model"] == "demo"

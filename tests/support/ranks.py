@@ -228,7 +228,11 @@ def as_on_a_gpu(
     )
     executor.capture()
     return Assembled(
-        executor, Room(slots, options.max_batch_size, "asked for"), model.dtype, overlap=True
+        executor,
+        Room(slots, options.max_batch_size, "asked for"),
+        model.dtype,
+        overlap=True,
+        prefill_tokens=options.max_batch_prefill_tokens,
     )
 
 

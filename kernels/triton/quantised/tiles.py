@@ -1,4 +1,4 @@
-"""Which kernel and tile a product of fewer bits gets; benchmarks/gpu_quantised.py finds them."""
+"""Which kernel and tile a product of fewer bits gets; `benchmarks/run.py products` finds them."""
 
 from __future__ import annotations
 

@@ -100,6 +100,21 @@ async def _leave_after(stream: Stream, tokens: int) -> None:
     stream.drop()
 
 
+async def test_who_hangs_up_is_out_of_the_shard_two_steps_later(shard_address: str) -> None:
+    """The router learns of it with the next token that it can't deliver, and filters at once."""
+    ids = await tokenized(shard_address)
+    router = await Router.start(shard_address, settings=SMALL)
+    stays, leaves = (router.submit(_prompt(text, ids, 20)) for text in PROMPTS[:2])
+    await _leave_after(leaves, 3)
+    before = len(router.calls)
+    assert len((await stays.result()).ids) == 20
+    methods = [call.method for call in router.calls[before:]]
+    assert methods.index("FilterBatch") <= 2
+    after = router.calls[before + methods.index("FilterBatch") :]
+    assert {call.size for call in after if call.method == "Decode"} == {1}
+    await router.stop()
+
+
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 async def test_a_router_that_was_killed_is_replaced_without_a_trace(
     shard_address: str, wire: Wire

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from router.client import ShardClient
-from router.conformance.fixtures import PROMPTS, SMALL, ask, assert_gone, batch_of, cached
+from router.conformance.fixtures import (
+    PROMPTS,
+    SMALL,
+    ask,
+    assert_gone,
+    batch_of,
+    cached,
+    finish,
+)
+from router.conformance.promises import assert_ended_alone
 from router.double import Router
+from router.records import FinishReason
 from router.startup import RouterSettings, warmup_batch
 from router.wire import V1, V3, WIRES, Wire
 
@@ -35,6 +46,20 @@ async def test_warmup_echoes_the_limits_and_tells_the_token_budget(shard: ShardC
     reply = await shard.warmup(warmup_batch(shard.wire, SMALL), 40, 80, 72)
     assert (reply.max_input_tokens, reply.max_total_tokens) == (40, 72)
     assert reply.max_supported_total_tokens >= 72
+
+
+async def test_a_request_may_fill_the_total_of_warmup_and_no_more(shard_address: str) -> None:
+    """Positions beyond the context are computed for nobody, whatever a router asks for."""
+    router = await Router.start(shard_address, settings=RouterSettings())
+    total = router.limits.max_total_tokens
+    await router.stop()
+    shard = ShardClient(shard_address, V3())
+    long = ask(0, PROMPTS[2] * total, truncate=total - 3, max_new_tokens=3)
+    reply = await shard.prefill(batch_of(0, long, replace(long, id=1, max_new_tokens=4)))
+    assert_ended_alone(reply, 1)
+    story = (await finish(shard, reply))[0]
+    assert (len(story.ids), story.end.finish_reason) == (3, FinishReason.LENGTH)
+    await shard.close()
 
 
 async def test_every_generation_learns_the_same_token_budget(shard_address: str) -> None:

@@ -1,0 +1,80 @@
+"""What the hardware allows: the bytes that a step must read, and its operations."""
+
+from __future__ import annotations
+
+import math
+
+from tokenpod.models.families import FAMILIES
+from tokenpod.models.layer_spec import Experts, Latent, LayerSpec
+from tokenpod.models.names import weights_of
+from tokenpod.models.spec import ModelSpec
+
+#: Measured on one H200: bytes per second of a plain read, bf16 operations per second.
+BANDWIDTH, MATRIX_RATE = 4.617e12, 687e12
+#: Bytes of a number of a weight, scales included; int4 has groups of 128.
+NUMBER_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 128}
+#: Operations per second of products in prompts, as a multiple of bf16's.
+RATE = {"fp8": 2.0}
+
+
+def multiplied(config: ModelSpec, rows: float) -> float:
+    """Numbers of the layers' products that a step of so many rows reads.
+
+    Of experts those that rows choose, evenly at random.
+    """
+    family = next(f for f in FAMILIES if config.architecture in f.architectures)
+    numbers = 0.0
+    for weight in weights_of(config, family.names_of(config)[0], ""):
+        if len(weight.shape) < 2 or not weight.name[0].isdigit():
+            continue
+        layer = config.layers[int(weight.name.partition(".")[0])]
+        share = 1.0
+        if weight.experts:
+            assert isinstance(layer.mlp, Experts)
+            share = 1 - (1 - layer.mlp.routing.per_token / layer.mlp.count) ** rows
+        numbers += math.prod(weight.shape) * share
+    return numbers
+
+
+def kv_bytes(config: ModelSpec, context: float, number: int = 2) -> float:
+    """Of keys and values that one more token of a sequence reads."""
+    return sum(
+        number * layer.attention.kv.numbers * min(context, layer.attention.window or math.inf)
+        for layer in config.layers
+    )
+
+
+def decode_bytes(
+    config: ModelSpec, rows: int, context: float, quantize: str = "none", *, head: bool = False
+) -> float:
+    """Bytes that a decode step must read: weights without the embedding, keys and values."""
+    wide, narrow = 2.0, NUMBER_BYTES[quantize]
+    weights = narrow * multiplied(config, max(rows, 1))
+    weights += (narrow if head else wide) * config.vocab_size * config.hidden_size
+    return weights + rows * kv_bytes(config, context)
+
+
+def attention_operations(layer: LayerSpec, tokens: int) -> float:
+    """Of queries with keys and weights with values, causal, within the window."""
+    attention = layer.attention
+    reach = min(tokens, attention.window or tokens)
+    pairs = reach * tokens - reach * reach / 2
+    if isinstance(attention, Latent):
+        widths = attention.nope_dim + attention.rope_dim + attention.value_dim
+    else:
+        widths = 2 * attention.head_dim
+    return 2 * pairs * attention.heads * widths
+
+
+def prefill_operations(config: ModelSpec, tokens: int) -> float:
+    """Multiplications and additions of a prompt: products, causal attention, no logits."""
+    attention = sum(attention_operations(layer, tokens) for layer in config.layers)
+    return 2 * multiplied(config, 1) * tokens + attention
+
+
+def limit_seconds(config: ModelSpec, lengths: list[tuple[int, int]], rows: int) -> float:
+    """Prefill at the matrix rate, then decode at the bandwidth in batches of up to `rows`."""
+    prefill = sum(prefill_operations(config, prompt) for prompt, _ in lengths) / MATRIX_RATE
+    kv = sum(kv_bytes(config, prompt + output / 2) * output for prompt, output in lengths)
+    steps = max(max(output for _, output in lengths), sum(output for _, output in lengths) / rows)
+    return prefill + (steps * decode_bytes(config, 0, 0) + kv) / BANDWIDTH

@@ -1,22 +1,56 @@
 """How memory is promised to requests: what every admission policy says.
 
-A policy is one module with one class (see reserve.py, the shortest). The queue asks its ledger
-whether requests may join, and the batcher asks which sequences to preempt when slots run out; none
-of them knows which policy it talks to.
+A policy is one module with one class (see reserve.py, the shortest). It is asked about sequences by
+the ledger (ledger.py), which the queue asks whether requests may join, and by the batcher, which
+sequences to preempt when slots run out. None of them knows which policy it talks to.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Listing
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from tokenpod.scheduler.ledger import Ledger, Needs
 from tokenpod.scheduler.peak import FOREVER
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.work import Limits
+
+#: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
+SLACK = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What policies are asked about: some sequences, in columns of [n]."""
+
+    #: Positions that it has computed, or will have when it begins to grow.
+    computed: Ints
+    #: Of these, the ones that are counted elsewhere: in the tree, or with another sample.
+    shared: Ints
+    #: Positions that it will compute at most.
+    bound: Ints
+    #: Outputs that it has, or that are in flight.
+    outputs: Ints
+    #: 1: its next output comes of the prompt, before it grows.
+    prompt: Ints
+    #: Steps until it begins to grow, at most; and those that it takes to grow by one.
+    delay: Ints
+    pace: Ints
+    #: Drafted tokens in flight, all of which may be wrong.
+    drafted: Ints
+    #: Whether it may miss steps, for want of a mask or a copy.
+    uneven: npt.NDArray[np.bool_]
+    #: How many futures are looked at.
+    draws: int
+
+    @property
+    def left(self) -> Ints:
+        """[n] positions by which it can grow."""
+        return self.bound - self.computed
 
 
 class Admission(ABC):
@@ -34,9 +68,10 @@ class Admission(ABC):
     margin = 0
 
     def __init__(self, table: Table, limits: Limits, quantum: int) -> None:
-        self._table = table
-        self._slots = limits.slots
-        self._quantum = quantum
+        self.table = table
+        #: Of the KV pool.
+        self.slots = limits.slots
+        self.quantum = quantum
 
     @abstractmethod
     def held(self, needs: Needs) -> Ints:
@@ -59,10 +94,6 @@ class Admission(ABC):
     def ended(self, sequence: Sequence) -> None:
         """Learn from a sequence that has ended; `ended_as` says how, its outputs are complete."""
         del sequence
-
-    def ledger(self) -> Ledger:
-        """An empty ledger."""
-        return Ledger(self, self._table, self._slots, self._quantum)
 
     def victims(self, running: Listing[Sequence]) -> Listing[Sequence]:
         """The sequences to preempt together when a step needs more slots than there are.

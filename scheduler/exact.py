@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.ledger import SLACK, Needs
+from tokenpod.scheduler.admission import SLACK, Admission, Needs
 from tokenpod.scheduler.peak import FOREVER
 from tokenpod.scheduler.table import Ints
 

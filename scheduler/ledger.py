@@ -13,22 +13,20 @@ nothing else is computed before it exceeds the pool.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.requests import Request
+from tokenpod.scheduler.admission import SLACK, Admission, Needs
 from tokenpod.scheduler.peak import FOREVER, peak_tokens
 from tokenpod.scheduler.radix import Node, new_ledger_number
 from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.table import Ints, Table, places_of
+from tokenpod.scheduler.table import Ints, places_of
 
-#: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
-SLACK = 1
 #: Steps that beams take for a token at most: overlapped, they are in every other one.
 _STEPS_OF_BEAMS = 2
 #: Until a sample begins to grow behind the prompt of another: that prompt must have settled, and
@@ -51,48 +49,6 @@ class _Kind(IntEnum):
     #: It computes its needed positions, or (SAMPLE) the last one behind another's prompt.
     PROMPT = 5
     SAMPLE = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What policies are asked about: some sequences, in columns of [n]."""
-
-    #: Positions that it has computed, or will have when it begins to grow.
-    computed: Ints
-    #: Of these, the ones that are counted elsewhere: in the tree, or with another sample.
-    shared: Ints
-    #: Positions that it will compute at most.
-    bound: Ints
-    #: Outputs that it has, or that are in flight.
-    outputs: Ints
-    #: 1: its next output comes of the prompt, before it grows.
-    prompt: Ints
-    #: Steps until it begins to grow, at most; and those that it takes to grow by one.
-    delay: Ints
-    pace: Ints
-    #: Drafted tokens in flight, all of which may be wrong.
-    drafted: Ints
-    #: Whether it may miss steps, for want of a mask or a copy.
-    uneven: npt.NDArray[np.bool_]
-    #: How many futures are looked at.
-    draws: int
-
-    @property
-    def left(self) -> Ints:
-        """[n] positions by which it can grow."""
-        return self.bound - self.computed
-
-
-class Policy(Protocol):
-    """What a ledger asks; see `admission.Admission`."""
-
-    preempts: bool
-    margin: int
-
-    def draws(self, running: int) -> int: ...  # noqa: D102
-    def held(self, needs: Needs) -> Ints: ...  # noqa: D102
-    def growth(self, needs: Needs) -> Ints: ...  # noqa: D102
-    def end(self, needs: Needs, growth: Ints) -> Ints: ...  # noqa: D102
 
 
 class _Added(NamedTuple):
@@ -137,16 +93,11 @@ class Ledger:
 
     Args:
         policy: says what each sequence holds, by how much it grows, and until when.
-        table: the sequences' columns.
-        slots: of the KV pool.
-        quantum: prompt tokens that every step with prompts is sure to compute.
     """
 
-    def __init__(self, policy: Policy, table: Table, slots: int, quantum: int) -> None:
+    def __init__(self, policy: Admission) -> None:
         self._policy = policy
-        self._table = table
-        self._slots = slots
-        self._quantum = quantum
+        self._table = policy.table
         self._number = new_ledger_number()
         self._added: list[_Added] = []
         #: How many of these are among the entries.
@@ -239,7 +190,7 @@ class Ledger:
         Its margin stays free where several requests run: whatever fits into the pool by itself is
         admitted by itself, or it would wait for ever.
         """
-        most = self._slots
+        most = self._policy.slots
         if self._several_from is not None and mark >= self._several_from:
             most -= self._policy.margin
         return self._bounds[mark] <= most or self.peak(mark) <= most
@@ -289,7 +240,7 @@ class Ledger:
             bound=table.bound[at],
             outputs=table.launched[at],
             prompt=prompt.astype(np.int64),
-            delay=np.where(prompt, -(-so_far // self._quantum) + _ROUNDING, 0),
+            delay=np.where(prompt, -(-so_far // self._policy.quantum) + _ROUNDING, 0),
             pace=np.where(beams, _STEPS_OF_BEAMS, 1),
             drafted=table.drafted[at],
             uneven=(table.masked[at] > 0) | late,

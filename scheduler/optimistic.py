@@ -7,8 +7,7 @@ watermark, stays free when a request joins; running ones may take it.
 
 from __future__ import annotations
 
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.ledger import Needs
+from tokenpod.scheduler.admission import Admission, Needs
 from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.work import Limits
 

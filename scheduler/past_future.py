@@ -16,8 +16,7 @@ from collections import deque
 
 import numpy as np
 
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.ledger import Needs
+from tokenpod.scheduler.admission import Admission, Needs
 from tokenpod.scheduler.sequence import EndState, Sequence
 from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.work import Limits

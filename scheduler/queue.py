@@ -18,6 +18,7 @@ from tokenpod.scheduler.admission import Admission
 from tokenpod.scheduler.batching import Joining
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.planner import StepPlanner
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence
@@ -221,7 +222,7 @@ class Queue:
 
     def _begin_fitting(self, limit: int, planners: Iterable[StepPlanner]) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
-        ledger, rows = self._admission.ledger(), self._rows.free
+        ledger, rows = Ledger(self._admission), self._rows.free
         for planner in planners:
             planner.add_to(ledger)
         adapters, is_full = self._adapters.in_used_slots, False

@@ -7,8 +7,7 @@ has ended. Prefixes in the tree count once.
 
 from __future__ import annotations
 
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.ledger import Needs
+from tokenpod.scheduler.admission import Admission, Needs
 from tokenpod.scheduler.table import Ints
 
 

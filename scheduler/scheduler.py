@@ -285,7 +285,7 @@ class Scheduler:
 
     def ledger(self) -> Ledger:
         """What the admission policy counts of all that has been admitted."""
-        ledger = self._admission.ledger()
+        ledger = Ledger(self._admission)
         for planner in self._planners:
             planner.add_to(ledger)
         return ledger

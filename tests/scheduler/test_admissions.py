@@ -8,6 +8,7 @@ import pytest
 from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.optimistic import Optimistic
 from tokenpod.scheduler.past_future import HISTORY, Lengths, PastFuture
 from tokenpod.scheduler.reserve import Reserve
@@ -74,7 +75,7 @@ def test_exact_never_needs_more_than_reserve(seed):
             driver.advance(op, [request(ids, [3] * 4, max_new_tokens=6)])
         driver.turn()
         exact = scheduler.ledger()
-        bounds = Reserve(scheduler.kv.table, scheduler.limits, 8).ledger()
+        bounds = Ledger(Reserve(scheduler.kv.table, scheduler.limits, 8))
         scheduler._batcher.add_to(bounds)
         scheduler._routed.add_to(bounds)
         # Exact allows for two steps in which a sequence that has ended is not seen yet.
@@ -216,7 +217,7 @@ def test_the_need_is_the_papers_formula():
             return np.broadcast_to([drawn[n] for n in needs.bound.tolist()], (needs.draws, 1))
 
     kv = KV(10_000)
-    ledger = Drawn(kv.table, Limits(10_000, 64, 10, prefill_tokens=8), 8).ledger()
+    ledger = Ledger(Drawn(kv.table, Limits(10_000, 64, 10, prefill_tokens=8), 8))
     for i, (h, rest) in enumerate(zip(held.tolist(), left.tolist(), strict=True), 1):
         one = request(i, [i] * h, max_new_tokens=1000 - h + i)
         drawn[1000 + i - 1] = rest

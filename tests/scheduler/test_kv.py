@@ -5,6 +5,7 @@ from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.peak import FOREVER
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.work import Limits
@@ -87,7 +88,7 @@ def test_the_cache_gives_way_to_who_needs_the_slots():
 
 
 def ledger_of(kv):
-    return Exact(kv.table, Limits(100, 8, 100, prefill_tokens=8), quantum=8).ledger()
+    return Ledger(Exact(kv.table, Limits(100, 8, 100, prefill_tokens=8), quantum=8))
 
 
 def test_the_forecast_counts_a_shared_prefix_once():

@@ -21,7 +21,7 @@ from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.planner import StepPlanner
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.sequence import Owner, Sequence, State
 
 #: (-priority, arrival, stream of the first sample, samples): sorts in the order of service.
 _Entry = tuple[int, int, int, list[Sequence]]
@@ -104,7 +104,8 @@ class Queue:
     def requeue(self, samples: list[Sequence]) -> None:
         """Take samples back that were admitted and have to begin anew, in their old place."""
         for sequence in samples:
-            sequence.admitted = False
+            swapped = sequence.hosted.swapped > 0
+            sequence.state = State.SWAPPED if swapped else State.WAITING
             self._adapters.give_back(sequence)
         self._wait(samples)
         self.freed()
@@ -115,11 +116,11 @@ class Queue:
             self._insert(samples)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended: it waits no more, if it did."""
+        """A sequence is about to end: it waits no more, if it did."""
         for samples in self.masks.forget(sequence):
             if samples:
                 self._insert(samples)
-        if sequence.admitted:
+        if sequence.state is State.RUNNING:
             return
         place = self._place_of(sequence)
         at = bisect_left(self._waiting, place, key=_place)
@@ -130,7 +131,7 @@ class Queue:
                 if not samples:
                     del self._waiting[at]
                     self.tokens -= sequence.needed
-                    self._swapped -= sequence.hosted.swapped > 0
+                    self._swapped -= sequence.state is State.SWAPPED
                 self._fitted = None
                 return
             at += 1
@@ -146,7 +147,7 @@ class Queue:
         entry = (*self._place_of(first), first.stream, samples)
         insort(self._waiting, entry)
         self.tokens += first.needed
-        self._swapped += first.hosted.swapped > 0
+        self._swapped += first.state is State.SWAPPED
         if self._waiting[0] is entry or (self._fitted and self._waiting[-1] is not entry):
             self._fitted = None
 
@@ -179,9 +180,9 @@ class Queue:
         for _, _, _, samples in self._waiting[:fitting]:
             first, *siblings = samples
             self.tokens -= first.needed
-            self._swapped -= first.hosted.swapped > 0
+            self._swapped -= first.state is State.SWAPPED
             for sequence in samples:
-                sequence.admitted = True
+                sequence.state = State.RUNNING
                 self._adapters.give(sequence)
             self._fill_virtual(first)
             self._rows.give(first)
@@ -200,7 +201,7 @@ class Queue:
             self._adapters.fill(sequence.request.adapter, slots, first)
 
     def _place_of(self, sequence: Sequence) -> tuple[int, int]:
-        first = self._swapped_first and sequence.hosted.swapped > 0
+        first = self._swapped_first and sequence.state is State.SWAPPED
         return _FIRST if first else -sequence.request.priority, sequence.arrival
 
     def _of_batcher(self) -> Iterator[_Entry]:

@@ -25,7 +25,7 @@ from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.planner import add_decoding
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Planner, Sequence
+from tokenpod.scheduler.sequence import Owner, Planner, Sequence, State
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.table import places_of
 
@@ -300,7 +300,7 @@ class Probes(Planner):
         if self._running is not None or not self._waiting:
             return
         self._running = sequence = self._waiting.popleft()
-        sequence.admitted = True
+        sequence.state = State.RUNNING
         self._kv.begin(sequence)
         self._rows.give_probe(sequence)
         step.prompt(sequence, sequence.to_compute)

@@ -45,7 +45,6 @@ from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.host_kv import HostKV, host_of
 from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.planner import StepPlanner
 from tokenpod.scheduler.preemption import Always, Preemption
@@ -60,6 +59,7 @@ from tokenpod.scheduler.sequence import (
     Owner,
     Planner,
     Sequence,
+    State,
 )
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.step_clock import StepClock
@@ -283,13 +283,6 @@ class Scheduler:
         )
         return load if kv.host is None else msgspec.structs.replace(load, **kv.host.counts)
 
-    def ledger(self) -> Ledger:
-        """What the admission policy counts of all that has been admitted."""
-        ledger = Ledger(self._admission)
-        for planner in self._planners:
-            planner.add_to(ledger)
-        return ledger
-
     def watch_cache(self, *, wanted: bool) -> None:
         """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
         tree = self.kv.tree
@@ -477,7 +470,7 @@ class Scheduler:
     def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
         """Append a token of a sequence, sample `at` of its step."""
         sequence.keep = sequence.keep and token >= 0
-        if sequence.ended_as is not None:
+        if sequence.dead:
             # Sampled after its end, before that was seen.
             return
         if token < 0 and sequence.constrained and sequence.request.sampling.bad_words:
@@ -560,11 +553,12 @@ class Scheduler:
         # Of a search the first one last: those that wait for its prompt would be queued again.
         beams = [sequence] if sequence.group is None else reversed(sequence.group.sequences)
         for each in beams:
+            running = each.state is State.RUNNING
+            self._queue.remove(each)
             each.end(state)
             if each.owner is not Owner.PROBE and not each.alive:
                 self._count_end(state)
-            self._queue.remove(each)
-            if each.admitted:
+            if running:
                 each.planner.drop(each)
             if not each.in_flight:
                 self._free(each)

@@ -158,8 +158,8 @@ class Sequence:
         table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
-        #: The queue has given it to its planner (see `Queue`).
-        self.admitted = False
+        #: The queue admits it and takes it back, and the scheduler ends it (see `end`).
+        self.state = State.WAITING
         #: All samples of its request whose slots are not free yet, itself among them.
         self.samples = [self]
         #: Its place in the queue within its priority.
@@ -204,7 +204,7 @@ class Sequence:
 
     def end(self, state: EndState) -> None:
         """Plan nothing more, and drop what comes back."""
-        self.ended_as = state
+        self.state, self.ended_as = State.ENDED, state
         self.table.ended[self.place] = 1
 
     def restart(self) -> None:
@@ -233,18 +233,9 @@ class Sequence:
         return self.planner.owner
 
     @property
-    def state(self) -> State:
-        """Where it is: the queue admits it and takes it back, the scheduler ends it."""
-        if self.ended_as is not None:
-            return State.ENDED
-        if self.admitted:
-            return State.RUNNING
-        return State.SWAPPED if self.hosted.swapped else State.WAITING
-
-    @property
     def dead(self) -> bool:
         """Ended, aborted or failed: nothing more is planned, and what comes back is dropped."""
-        return self.ended_as is not None
+        return self.state is State.ENDED
 
     @property
     def alive(self) -> int:

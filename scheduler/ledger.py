@@ -111,6 +111,8 @@ class Ledger:
         #: Entries: [1 + 1 + 2 * draws, n] each the mark from which they count, held, and of each
         #: draw growth and end.
         self._entries: list[Ints] = []
+        #: Whether nothing ends of what is among the entries: then no ends are noted.
+        self._endless = True
         #: Of each draw: the step by which a sequence has ended, by its id.
         self._ends: dict[int, list[int]] = {}
         self._prompt_tokens = 0
@@ -219,7 +221,9 @@ class Ledger:
         marks = np.arange(self._entered + 1, len(self._added) + 1).repeat(counts)
         held, growth, ends = self._counted(added, counts)
         self._entries.append(np.vstack((marks, held, growth, ends)))
-        self._entries.append(self._shared(added, ends.T.tolist()).entries(self._draws))
+        self._endless = self._endless and int(ends.min(initial=FOREVER)) >= FOREVER
+        shared = self._endless_shared(added) if self._endless else self._shared(added, ends)
+        self._entries.append(shared.entries(self._draws))
         self._entered = len(self._added)
 
     def _counted(self, added: list[_Added], counts: list[int]) -> tuple[Ints, Ints, Ints]:
@@ -278,9 +282,23 @@ class Ledger:
             at += len(sequences)
         return beams, late
 
-    def _shared(self, added: list[_Added], ends: list[list[int]]) -> _Shared:
+    def _endless_shared(self, added: list[_Added]) -> _Shared:
+        """What sequences have in common, if none of all ends: each node of the tree once."""
+        found, number, forever = _Shared(), self._number, [FOREVER] * self._draws
+        for mark, each in enumerate(added, self._entered + 1):
+            tokens = 0
+            for sequence in each.sequences:
+                node = sequence.node
+                while node is not None and node.parent is not None and node.seen_by != number:
+                    tokens += len(node.tokens)
+                    node.seen_by, node.kept_until = number, forever
+                    node = node.parent
+            found.add(mark, tokens, forever)
+        return found
+
+    def _shared(self, added: list[_Added], ends: Ints) -> _Shared:
         """What sequences have in common: prefixes in the tree, and prompts of samples."""
-        found, until, number = _Shared(), iter(ends), self._number
+        found, until, number = _Shared(), iter(ends.T.tolist()), self._number
         for mark, (_, sequences, _, first) in enumerate(added, self._entered + 1):
             for sequence, end in zip(sequences, until):  # noqa: B905 - each takes its own
                 self._ends[sequence.id] = end
@@ -293,7 +311,9 @@ class Ledger:
                 if node is not None and node.parent is not None:
                     self._lock(node, end, mark, found)
             if first is not None:
-                before, prompt = self._ends[first.id], first.needed - first.shared
+                forever = [FOREVER] * self._draws
+                before = self._ends.get(first.id, forever)
+                prompt = first.needed - first.shared
                 waiting = (self._ends[sequence.id] for sequence in sequences)
                 last = [max(each) for each in zip(before, *waiting, strict=True)]
                 found.add(mark, -prompt, before)

@@ -42,17 +42,21 @@ def credentials_of(remote: Remote) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(*(f.read_bytes() if f else None for f in files))
 
 
-@asynccontextmanager
-async def connected(remote: Remote) -> AsyncIterator[AsyncClient]:
-    """The library's client, which tries once. What fails within becomes a RemoteError."""
-    client = AsyncClient(
+def client_of(remote: Remote, *, attempts: int) -> AsyncClient:
+    """The library's client, which tries a call so often. Needs a running event loop."""
+    return AsyncClient(
         remote.address,
         token=remote.token,
         credentials=credentials_of(remote),
         deadline=remote.deadline,
-        attempts=1,
+        attempts=attempts,
     )
-    async with client:
+
+
+@asynccontextmanager
+async def connected(remote: Remote) -> AsyncIterator[AsyncClient]:
+    """The library's client, which tries once. What fails within becomes a RemoteError."""
+    async with client_of(remote, attempts=1) as client:
         try:
             yield client
         except ServerError as error:

@@ -83,6 +83,10 @@ class Ahead:
         for row in rows:
             self._found.pop(row, None)
 
+    def overwrite(self) -> None:
+        """Other drafts are found in the place of all these."""
+        self._found.clear()
+
     def columns(self, plan: StepPlan, unknown: Unknown) -> Ints | None:
         """[n] of each draft that a plan leaves open, its row's column; None: not all are found."""
         columns = []
@@ -96,6 +100,7 @@ class Ahead:
 
     def begin(self, before: Before) -> None:
         """Drafts of these rows are found from here on, each row's in a column of its own."""
+        self.overwrite()
         told = (before.rows, before.counts, before.starts, before.outputs)
         for column, (row, *more) in enumerate(zip(*(each.tolist() for each in told), strict=True)):
             self._found[row] = _Found(column, *more)

@@ -18,7 +18,7 @@ from tokenpod.core.capacity import (
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
-from tokenpod.engine.draft import Draft, DraftModel, draft_of
+from tokenpod.engine.draft import Drafter, DraftModel, draft_of
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.first_steps import (
     TIMED_BEHIND,
@@ -327,7 +327,7 @@ def _draft(
     options: EngineOptions,
     slots: int,
     device: torch.device,
-) -> Draft | None:
+) -> Drafter | None:
     """A draft model with a pool of so many slots, if there is one."""
     if draft is None:
         return None
@@ -336,7 +336,7 @@ def _draft(
 
 
 def make_pool(
-    model: LoadedModel | DraftModel,
+    model: DraftModel,
     slots: int,
     device: torch.device,
     dtype: torch.dtype | None = None,

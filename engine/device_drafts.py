@@ -14,38 +14,19 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.ahead import Ahead, Before
-from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import ChainDraft, Draft
+from tokenpod.engine.draft import Drafter
 from tokenpod.engine.mailbox import Mailbox
 from tokenpod.engine.open_drafts import Ints, Unknown
-from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.small_steps import Known, MakeBatch, SmallSteps, places_of
-
-
-def make_proposals(
-    draft: Draft,
-    sampler: DeviceSampler | LeaderTokens,
-    make_batch: MakeBatch,
-    *,
-    row_table: torch.Tensor,
-    last_token: torch.Tensor,
-    accepted: torch.Tensor,
-    upload: Callable[[np.ndarray], torch.Tensor],
-) -> Proposals | ParallelProposals:
-    """What finds drafts with a draft model, a head, or heads; see `Proposals`."""
-    if isinstance(draft, ParallelDraft):
-        return ParallelProposals(draft, sampler, last_token=last_token, upload=upload)
-    tables = {"row_table": row_table, "last_token": last_token, "accepted": accepted}
-    return Proposals(draft, sampler, make_batch, **tables, upload=upload)
 
 
 class Proposals:
     """Finds the drafts of steps.
 
     Args:
-        draft: the model.
+        draft: a model, a head or heads.
         sampler: of all rows.
         make_batch: of a small step.
         row_table: [rows + 1, positions] int32; the last row is padding's.
@@ -56,7 +37,7 @@ class Proposals:
 
     def __init__(
         self,
-        draft: ChainDraft,
+        draft: Drafter,
         sampler: DeviceSampler | LeaderTokens,
         make_batch: MakeBatch,
         *,
@@ -109,8 +90,10 @@ class Proposals:
 
     def _find(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown) -> Ints:
         """Queue them; [n] of each draft, its row's column."""
-        known, shape = _known(plan, unknown), self._small.shape(len(unknown.rows))
-        words = self._small.fill(mailbox.draft_words, known, shape[0])
+        self.ahead.overwrite()
+        known = _known(plan, unknown, self._draft.each)
+        shape = self._small.shape(len(unknown.rows), unknown.most)
+        words = self._small.fill(mailbox.draft_words, known, shape.counts)
         self._small.run(mailbox.draft_words[:words], shape)
         return np.arange(len(unknown.rows)).repeat(unknown.counts)
 
@@ -125,16 +108,18 @@ class Proposals:
         before = Before.of(plan, unknown, self._positions)
         if before is None or len(before.rows) > self._spare_rows:
             return
-        known, shape = self._known_ahead(before), self._small.shape(len(before.rows))
-        _, words = mailbox.staging.room((int(before.counts.max()) * shape[0].words,), np.int64)
-        self._small.fill(words, known, shape[0])
+        known, most = self._known_ahead(before), int(before.counts.max())
+        shape = self._small.shape(len(before.rows), most)
+        steps = int(known.place[-1]) + 1
+        _, words = mailbox.staging.room((steps * shape.counts.words,), np.int64)
+        self._small.fill(words, known, shape.counts)
         self.ahead.begin(before)
         self._small.run(words, shape, self._accepted)
         self.ahead.end()
 
     def _known_ahead(self, before: Before) -> Known:
         """The tokens if no draft is right: the device adds how many are."""
-        place, column = places_of(before.counts)
+        place, column = places_of(before.counts, self._draft.each)
         return Known(
             place=place,
             column=column,
@@ -146,9 +131,9 @@ class Proposals:
         )
 
 
-def _known(plan: StepPlan, unknown: Unknown) -> Known:
+def _known(plan: StepPlan, unknown: Unknown, each: int) -> Known:
     """What a plan says of the tokens behind which is guessed."""
-    place, column = places_of(unknown.counts)
+    place, column = places_of(unknown.counts, each)
     rows, at = unknown.rows[column], unknown.firsts[column] + place
     return Known(
         place=place,

@@ -3,7 +3,8 @@
 `launch` queues a step and returns: one copy of integers from pinned memory, the model, sampling,
 and copies of the results into pinned memory behind them. Tokens that one step samples and the next
 one processes never leave the device, so the next step can be launched before `wait` is called for
-this one. A step in which every row decodes replays a captured graph.
+this one. Most steps replay captured graphs (`captured_steps`): of rows that decode, of these beside
+prompts, and with drafts.
 """
 
 from __future__ import annotations
@@ -17,20 +18,17 @@ import torch
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.captured_steps import CapturedSteps
 from tokenpod.engine.device_copies import DeviceCopies
-from tokenpod.engine.device_drafts import Proposals, make_proposals
+from tokenpod.engine.device_drafts import Proposals
 from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws, drawn_late
-from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import BothTiles, Draft
+from tokenpod.engine.draft import BothTiles, Drafter
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, single_rows
-from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox, upload
 from tokenpod.engine.open_drafts import Unknown
-from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
@@ -71,7 +69,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         drafts: int = 0,
         adapted: bool = False,
         adapters: PlannedAdapters | None = None,
-        draft: Draft | None = None,
+        draft: Drafter | None = None,
         host: HostPool | None = None,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
@@ -88,14 +86,14 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         )
         self._masked_draws = MaskedDraws(sampler, self._last_token)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
-        self._proposals: Proposals | ParallelProposals | None = None
+        self._proposals: Proposals | None = None
         #: Drafts for the step that is being launched, see `Proposals.find`.
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         self._unknown: Unknown | None = None
         #: How many drafts of each row's last step were right.
         self._accepted = torch.zeros_like(self._last_token)
         if draft is not None:
-            self._proposals = make_proposals(
+            self._proposals = Proposals(
                 draft,
                 sampler,
                 self._small_batch,
@@ -104,10 +102,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 accepted=self._accepted,
                 upload=self._upload,
             )
-        if isinstance(self._proposals, Proposals):
             self._proposals.use(pool.slots)
-        if draft is not None and not isinstance(draft, ParallelDraft):
-            self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
+            if (own := draft.prepare_capture(rows)) is not None:
+                self._tiles = BothTiles(self._tiles, own, draft.tile_rows)
         self._captured = CapturedSteps(
             rows=rows,
             max_tokens=max_tokens,
@@ -115,7 +112,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             drafts=drafts,
             adapted=adapted,
             # A head can only follow a step; where the host waits, it does so behind its results.
-            behind=isinstance(draft, HeadDraft),
+            behind=draft is not None and draft.behind,
         )
         words = self._captured.words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -129,7 +126,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._pool = pool
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
-        if isinstance(self._proposals, Proposals):
+        if self._proposals is not None:
             self._proposals.use(pool.slots)
         self._copies.use(pools_of(pool, self._draft))
 
@@ -151,10 +148,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def release(self, rows: Sequence[int]) -> None:
         """See `StepExecutor.release`."""
         super().release(rows)
-        if isinstance(self._proposals, Proposals):
+        if self._proposals is not None:
             self._proposals.ahead.forget(rows)
 
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
         assert self._proposals is not None
         self._found = self._proposals.find(plan, mailbox, unknown)
         self._unknown = unknown
@@ -181,7 +178,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         flight = self._draw(flight, logits, integers, mailbox, captured)
         if captured is not None and captured.run_behind is not None:
             captured.run_behind()
-        if isinstance(self._proposals, Proposals):
+        if self._proposals is not None:
             self._proposals.find_ahead(plan, mailbox, unknown)
         return flight
 
@@ -269,7 +266,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def follow(self, integers: Integers, rows: RaggedRows) -> None:
         """See `CapturableSteps`."""
-        assert isinstance(self._draft, HeadDraft)
+        assert self._draft is not None
         batch = self._batch(integers, rows, integers.t_token)
         self._draft.follow(self._of_draft(batch, integers))
 

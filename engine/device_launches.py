@@ -23,7 +23,7 @@ class Launches:
 
 
 class Asked(NamedTuple):
-    """What is drawn, and from what; see `DeviceSampler.sample`."""
+    """What is drawn, and from what; see `DeviceSampler.begin`."""
 
     logits: torch.Tensor
     rows: torch.Tensor

@@ -127,10 +127,6 @@ class DeviceSampler(Sampler):
         """Whether some live row draws at random."""
         return self.launches.draws
 
-    def set_row(self, row: int, new: NewRow) -> None:
-        """Give a row to a sequence: see `set_rows`."""
-        self.set_rows([row], [new])
-
     def set_rows(self, rows: Sequence[int], asks: Sequence[NewRow]) -> None:
         """Give rows to sequences.
 
@@ -147,7 +143,7 @@ class DeviceSampler(Sampler):
                 raise ValueError(f"{problem} words; a row has room for {self._most_edits}")
         self._launches = None
         for row, new in zip(rows, asks, strict=True):
-            super().set_row(row, new)
+            super()._set_row(row, new)
             if self._words[row, self._table.place("flags")] & COUNTED:
                 prompt, outputs = new.request.prompt, new.outputs
                 counts = sampling_rows.pack_counts(prompt, outputs, self._vocab_size)
@@ -160,28 +156,6 @@ class DeviceSampler(Sampler):
         super().clear_row(row)
         self._launches = None
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        launches: Launches | None = None,
-        masks: torch.Tensor | None = None,
-    ) -> Samples:
-        """Draw one token for each row. Returns before the device has them.
-
-        Args:
-            logits: [n, vocab_size] floats, each row contiguous; not changed.
-            rows: [n] int64 on the device; no row twice but `padding_row`.
-            positions: [n] int64 on the device; which output token of its sequence is drawn, from 0.
-            launches: what to launch, no less than `rows` need; by default what the live rows do.
-            masks: [n, ceil(vocab_size / 32)] int32 on the device, contiguous: bit v % 32 of word
-                v // 32 says whether token v may be drawn. None: all may. Raw top tokens are of the
-                logits as they are.
-        """
-        self.begin(logits, rows, positions, masks)
-        return self.finish(logits, rows, positions, launches, masks)
-
     def begin(
         self,
         logits: torch.Tensor,
@@ -189,11 +163,19 @@ class DeviceSampler(Sampler):
         positions: torch.Tensor,
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The first part of `sample`, the same for any rows: what a captured step can hold.
+        """Draw for rows that are greedy. Its launches are the same for any: a graph can hold them.
 
-        Returns [n] tokens, which are those of rows that are greedy, and broadcasts them. Such rows'
-        tokens enter their history here: a row whose mask is not there yet must not be among them,
+        Returns [n] tokens, which are right for greedy rows, and broadcasts them. Such rows' tokens
+        enter their history here: a row whose mask is not there yet must not be among them,
         `padding_row` may stand in its place.
+
+        Args:
+            logits: [n, vocab_size] floats, each row contiguous; not changed.
+            rows: [n] int64 on the device; no row twice but `padding_row`.
+            positions: [n] int64 on the device; which output token of its sequence is drawn, from 0.
+            masks: [n, ceil(vocab_size / 32)] int32 on the device, contiguous: bit v % 32 of word
+                v // 32 says whether token v may be drawn. None: all may. Raw top tokens are of the
+                logits as they are.
         """
         assert logits.stride(1) == 1
         self._draw_greedy(Asked(logits, rows, positions, masks))
@@ -209,9 +191,11 @@ class DeviceSampler(Sampler):
         launches: Launches | None = None,
         masks: torch.Tensor | None = None,
     ) -> Samples:
-        """The rest of `sample`, with as many rows as `begin` had or the first of them.
+        """Draw for the others, and find what is reported: as many rows as `begin` had, or fewer.
 
-        Broadcasts all tokens once more if some row draws at random.
+        Broadcasts all tokens once more if some row draws at random. Returns before the device has
+        the samples. `launches`: no less than `rows` need; by default what the live rows do. The
+        other arguments are those of `begin`.
         """
         launches, asked = launches or self.launches, Asked(logits, rows, positions, masks)
         if launches.draws:
@@ -230,7 +214,7 @@ class DeviceSampler(Sampler):
     def draw(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, masks: torch.Tensor
     ) -> torch.Tensor:
-        """[n] tokens of `sample`, broadcast once.
+        """[n] tokens of `begin` and `finish`, broadcast once.
 
         Its launches are the same for any rows, so a captured step can hold them; see `drawn`.
         """
@@ -254,7 +238,7 @@ class DeviceSampler(Sampler):
         """[n] drafts for these rows, broadcast: see `HostSampler.propose`.
 
         Its launches are the same for any rows, so a captured step can hold them. The arguments are
-        those of `sample`; a draft is good until the next one is drawn.
+        those of `begin`; a draft is good until the next one is drawn.
         """
         asked = Asked(logits, rows, positions, None)
         self._draw_greedy(asked, note=False)

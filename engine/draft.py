@@ -28,7 +28,7 @@ from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.pool import KVLayout, KVPool
+from tokenpod.kernels.pool import KVPool
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
 from tokenpod.models.errors import ModelError
@@ -42,13 +42,20 @@ from tokenpod.models.mtp import MtpHead, load_mtp
 _PADDING = 1024
 
 
-class ChainDraft(Protocol):
-    """A model or a head that guesses token after token, in small steps; its keys and values."""
+#: What `load_draft` loads.
+DraftModel = LoadedModel | EagleHead | MtpHead | MedusaHeads
 
-    #: With as many slots as the served model's.
+
+class Drafter(Protocol):
+    """What guesses the tokens that come, beside the served model: a model, a head, or heads."""
+
+    #: Keys and values, with as many slots as the served model's.
     pool: KVPool
-    #: Drafts of one row in a step.
+    #: Drafts of one row in a step, and how many of them one small step finds.
     most: int
+    each: int
+    #: Whether it can only follow what the served model has computed.
+    behind: bool
 
     def compute(
         self,
@@ -69,12 +76,17 @@ class ChainDraft(Protocol):
         """Compute what the next small step needs of a step that has been computed."""
         ...
 
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """[n, vocabulary] what may follow the tokens of a small step, one token for each row."""
+    def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
+        """[drafts * n, vocabulary] what may follow the tokens of a small step, and behind that.
+
+        Args:
+            batch: one token for each row.
+            drafts: up to `each` behind one another.
+        """
         ...
 
-    def prepare_capture(self, rows: int) -> StepTiles:
-        """See `CapturableModel`."""
+    def prepare_capture(self, rows: int) -> StepTiles | None:
+        """See `CapturableModel`; None: it reads no keys and values."""
         ...
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
@@ -82,46 +94,9 @@ class ChainDraft(Protocol):
         ...
 
 
-#: What finds drafts.
-Draft = ChainDraft | ParallelDraft
-
-
-class DraftModel(Protocol):
-    """What is asked of a draft model when its pool is made: see `LoadedModel`."""
-
-    @property
-    def pool_class(self) -> type[KVPool]:
-        """Of the pool that it runs with."""
-        ...
-
-    @property
-    def config(self) -> DraftFacts:
-        """What is known of it."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        ...
-
-
-class DraftFacts(Protocol):
-    """See `ModelFacts`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
-
-    @property
-    def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """What each layer's pool has for a token."""
-        ...
-
-
 @dataclass(slots=True)
 class SmallModel:
-    """A draft model of a family of ours; see `ChainDraft`.
+    """A draft model of a family of ours; see `Drafter`.
 
     Args:
         model: whole on every rank.
@@ -136,6 +111,8 @@ class SmallModel:
     vocabulary: int
     wanted: int
     most: int
+    each: int = 1
+    behind: bool = False
     #: Where captured steps have the draft model's part: beside the served model's.
     _beside: torch.cuda.Stream | None = None
 
@@ -148,7 +125,7 @@ class SmallModel:
         *,
         follow: bool = True,
     ) -> torch.Tensor:
-        """See `ChainDraft.compute`."""
+        """See `Drafter.compute`."""
         if not (follow and own.t_slot.is_cuda and torch.cuda.is_current_stream_capturing()):
             hidden = served.forward(batch, pool)
             if follow:
@@ -166,7 +143,7 @@ class SmallModel:
         return hidden
 
     def follow(self, own: ForwardBatch) -> None:
-        """See `ChainDraft.follow`."""
+        """See `Drafter.follow`."""
         self.model.forward(self._own(own), self.pool)
 
     def prepare_capture(self, rows: int) -> StepTiles:
@@ -174,11 +151,12 @@ class SmallModel:
         return self.model.prepare_capture(rows)
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
-        """See `ChainDraft.tile_rows`."""
+        """See `Drafter.tile_rows`."""
         return rows
 
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `ChainDraft.logits`."""
+    def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
+        """See `Drafter.logits`."""
+        assert drafts == 1
         batch = self._own(batch)
         found = self.model.logits(self.model.forward(batch, self.pool), batch)[:, : self.wanted]
         if found.shape[1] == self.wanted:
@@ -272,7 +250,7 @@ def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | No
     return None
 
 
-def draft_of(model: DraftModel, served: LoadedModel, pool: KVPool, most: int, rows: int) -> Draft:
+def draft_of(model: DraftModel, served: LoadedModel, pool: KVPool, most: int, rows: int) -> Drafter:
     """What an executor of so many rows drafts with: a model that `load_draft` has loaded."""
     if isinstance(model, MedusaHeads):
         assert isinstance(served, Decoder)

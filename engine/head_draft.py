@@ -59,11 +59,14 @@ class Head(Protocol):
 
 @dataclass(slots=True)
 class HeadDraft:
-    """A head and its pool; see `draft.ChainDraft`."""
+    """A head and its pool; see `draft.Drafter`."""
 
     head: Head
     pool: KVPool
     most: int
+    each: int = 1
+    #: It reads what the served model has computed.
+    behind: bool = True
 
     def compute(
         self,
@@ -74,7 +77,7 @@ class HeadDraft:
         *,
         follow: bool = True,
     ) -> torch.Tensor:
-        """See `ChainDraft.compute`."""
+        """See `Drafter.compute`."""
         assert isinstance(served, Decoder)
         hidden, streams = served.forward_tapped(batch, pool, self.head.taps)
         features = self.head.features_of(hidden, streams)
@@ -84,13 +87,14 @@ class HeadDraft:
         return hidden
 
     def follow(self, own: ForwardBatch) -> None:
-        """See `ChainDraft.follow`."""
+        """See `Drafter.follow`."""
         entries = _entries(own)
         if len(entries.t_token):
             self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
 
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `ChainDraft.logits`."""
+    def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
+        """See `Drafter.logits`."""
+        assert drafts == 1
         entries = _entries(batch)
         stream = self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
         self.head.features(self.pool).index_copy_(0, entries.batch.t_slot, stream)
@@ -101,7 +105,7 @@ class HeadDraft:
         return self.head.prepare_capture(rows)
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
-        """See `ChainDraft.tile_rows`."""
+        """See `Drafter.tile_rows`."""
         return _without_firsts(rows)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.draft import Draft
+from tokenpod.engine.draft import Drafter
 from tokenpod.kernels.host_pool import HostPool, read_slots, write_slots
 from tokenpod.kernels.pool import KVPool
 
@@ -70,6 +70,6 @@ class HostCopies:
         return torch.from_numpy(values)
 
 
-def pools_of(pool: KVPool, draft: Draft | None) -> list[KVPool]:
+def pools_of(pool: KVPool, draft: Drafter | None) -> list[KVPool]:
     """A model's pool, and its draft model's."""
     return [pool] if draft is None else [pool, draft.pool]

@@ -9,14 +9,13 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.draft import ChainDraft, Draft
+from tokenpod.engine.draft import Drafter
 from tokenpod.engine.executor import Masks, Model
 from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
 from tokenpod.engine.open_drafts import Unknown
-from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import (
     Drawing,
     Ints,
@@ -55,7 +54,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         vocab_size: int,
         group: Group | None = None,
         adapters: PlannedAdapters | None = None,
-        draft: Draft | None = None,
+        draft: Drafter | None = None,
         host: HostPool | None = None,
     ) -> None:
         sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
@@ -105,39 +104,23 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             append_slots(self._runs[row], plan.t_slot[start : start + tokens])
             start += tokens
 
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
-        """Find drafts, and put them into the plan."""
-        if isinstance(draft, ParallelDraft):
-            self._guess(plan, unknown, draft)
-        else:
-            self._take_small_steps(plan, unknown, draft)
-        mailbox.drafted()
-
-    def _take_small_steps(self, plan: StepPlan, unknown: Unknown, draft: ChainDraft) -> None:
-        """Find them one behind the other."""
-        for place in range(unknown.most):
-            which = unknown.counts > place
-            rows, at = plan.r_row[unknown.rows[which]], unknown.firsts[which] + place
-            positions = plan.r_start[unknown.rows[which]] + place
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
+        """Find drafts, small step after small step, and put them into the plan."""
+        for first in range(0, unknown.most, draft.each):
+            which = unknown.counts > first
+            planned, at = unknown.rows[which], unknown.firsts[which] + first
+            rows, positions = plan.r_row[planned], plan.r_start[planned] + first
             tokens = self._resolved(plan.t_token[at], rows)
             batch = self._small_step(rows, tokens, positions, plan.t_slot[at])
-            outputs = (plan.r_output[unknown.rows[which]] + place).tolist()
-            drafts = self._sampler.propose(draft.logits(batch).float(), rows.tolist(), outputs)
-            plan.t_token[at + 1] = drafts.numpy()
-
-    def _guess(self, plan: StepPlan, unknown: Unknown, draft: ParallelDraft) -> None:
-        """The same by heads that guess all drafts of a row at once."""
-        rows = plan.r_row[unknown.rows]
-        known = plan.r_start[unknown.rows].astype(np.int64) - 1
-        most = int(unknown.counts.max())
-        which = torch.from_numpy(rows.astype(np.int64))
-        logits = draft.logits(which, torch.from_numpy(known), most)
-        for place, scores in enumerate(logits.float().view(most, len(rows), -1)):
-            some = unknown.counts > place
-            outputs = plan.r_output[unknown.rows[some]] + place
-            scores = scores[torch.from_numpy(some)]
-            drafts = self._sampler.propose(scores, rows[some].tolist(), outputs.tolist())
-            plan.t_token[unknown.firsts[some] + 1 + place] = drafts.numpy()
+            n = min(draft.each, unknown.most - first)
+            logits = draft.logits(batch, n).float().view(n, len(rows), -1)
+            for i, scores in enumerate(logits):
+                some = unknown.counts[which] > first + i
+                outputs = plan.r_output[planned[some]] + first + i
+                scores = scores[torch.from_numpy(some)]
+                drafts = self._sampler.propose(scores, rows[some].tolist(), outputs.tolist())
+                plan.t_token[at[some] + 1 + i] = drafts.numpy()
+        mailbox.drafted()
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""

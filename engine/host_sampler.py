@@ -59,9 +59,9 @@ class HostSampler(Sampler):
         #: By live row whose scores are edited.
         self._histories: dict[int, History] = {}
 
-    def set_row(self, row: int, new: NewRow) -> None:
+    def _set_row(self, row: int, new: NewRow) -> None:
         """Give a row to a sequence."""
-        super().set_row(row, new)
+        super()._set_row(row, new)
         self._histories.pop(row, None)
         columns = self.columns[row]
         if columns["flags"] & EDITED:
@@ -85,7 +85,7 @@ class HostSampler(Sampler):
             logits: [n, vocab_size] float32; not changed.
             rows: n rows, each once.
             positions: n; which output token of its sequence is drawn, from 0.
-            masks: as `DeviceSampler.sample` has them.
+            masks: as `DeviceSampler.begin` has them.
         """
         raw = logits
         if masks is not None:

@@ -114,11 +114,6 @@ class EngineLoop:
         """In which this thread waits: who reads adapters then works."""
         return nullcontext() if self.adapters is None else self.adapters.pace
 
-    @property
-    def scores_held(self) -> int:
-        """Prompts under way whose scores have not been sent yet."""
-        return len(self._scored)
-
     def turn(self) -> None:
         """One turn; waits for messages if there is nothing else to do."""
         patience = self._patience()

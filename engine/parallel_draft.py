@@ -13,36 +13,17 @@ are wrong, and no more.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
 from tokenpod.engine.executor import Model
-from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 from tokenpod.kernels.pool import KVPool
-
-
-class ParallelHeads(Protocol):
-    """Guesses from hidden states; see `models.medusa.MedusaHeads`."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Of hidden states."""
-        ...
-
-    def logits(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
-        """[heads * n, vocabulary] of hidden states [n, width], head after head."""
-        ...
+from tokenpod.models.medusa import MedusaHeads
 
 
 class ParallelDraft:
-    """Heads, and what they read of each row; see `draft.Draft`.
+    """Heads, and what they read of each row; see `draft.Drafter`.
 
     Args:
         heads: no fewer than `most`.
@@ -53,9 +34,10 @@ class ParallelDraft:
     """
 
     def __init__(
-        self, heads: ParallelHeads, pool: KVPool, most: int, rows: int, device: torch.device
+        self, heads: MedusaHeads, pool: KVPool, most: int, rows: int, device: torch.device
     ) -> None:
         self._heads, self.pool, self.most = heads, pool, most
+        self.each, self.behind = most, False
         #: As many as a row samples in a step.
         self._places = 1 + most
         shape = (rows + 1) * self._places, heads.width
@@ -71,7 +53,7 @@ class ParallelDraft:
         *,
         follow: bool = True,
     ) -> torch.Tensor:
-        """See `ChainDraft.compute`; heads have nothing to follow with."""
+        """See `Drafter.compute`; heads have nothing to follow with."""
         del own, follow
         hidden = served.forward(batch, pool)
         t_row, t_position, states = _rows_of(batch), batch.t_position, hidden
@@ -81,14 +63,20 @@ class ParallelDraft:
         self._hidden.index_copy_(0, self._at(t_row, t_position), states)
         return hidden
 
-    def logits(self, rows: torch.Tensor, positions: torch.Tensor, most: int) -> torch.Tensor:
-        """[most * n, vocabulary] of what may be at positions + 2, + 3 and so on.
+    def follow(self, own: ForwardBatch) -> None:
+        """See `Drafter.follow`: `compute` has kept what is read."""
 
-        Args:
-            rows, positions: [n] int64 each, of a sample of each row's last step.
-            most: further tokens.
-        """
-        return self._heads.logits(self._hidden[self._at(rows, positions)], most)
+    def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
+        """See `Drafter.logits`: of the hidden states before the tokens of a small step."""
+        before = self._at(_rows_of(batch), batch.t_position - 1)
+        return self._heads.logits(self._hidden[before], drafts)
+
+    def prepare_capture(self, rows: int) -> None:
+        """See `Drafter.prepare_capture`."""
+
+    def tile_rows(self, rows: RaggedRows) -> RaggedRows:
+        """See `Drafter.tile_rows`."""
+        return rows
 
     def _at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return rows * self._places + positions % self._places

@@ -45,12 +45,9 @@ class Round:
 
     def of(self, wanted: npt.NDArray[np.bool_]) -> Round:
         """The round of those rows of the plan that are wanted."""
-        return self.part(wanted[self.rows])
-
-    def part(self, which: npt.NDArray[np.bool_] | slice) -> Round:
-        """Some of it."""
-        some = (each[which] for each in (self.rows, self.at, self.before, self.behind))
-        return Round(self.place, *some)
+        which = wanted[self.rows]
+        columns = (self.rows, self.at, self.before, self.behind)
+        return Round(self.place, *(column[which] for column in columns))
 
 
 def rounds(plan: StepPlan) -> Iterator[Round]:

@@ -36,7 +36,7 @@ from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
 from tokenpod.models.medusa import is_medusa
 from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
+from tokenpod.scheduler.drafting import Drafter, Drafting, ModelDrafts
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.ngrams import NGrams
 from tokenpod.scheduler.policies import ADMISSIONS, batching
@@ -98,8 +98,8 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     """Makes what decides who has drafts; None: nobody has."""
     if not options.speculate:
         return None
-    source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
-    return lambda kv: Drafting(source, options.speculate, kv, Costs())
+    drafter: Drafter = NGrams() if options.draft_folder is None else ModelDrafts()
+    return lambda kv: Drafting(drafter, options.speculate, kv, Costs())
 
 
 def _method(options: EngineOptions) -> str:

@@ -109,9 +109,9 @@ class Sampler:
     def set_rows(self, rows: Sequence[int], asks: Sequence[NewRow]) -> None:
         """Give rows to sequences."""
         for row, new in zip(rows, asks, strict=True):
-            self.set_row(row, new)
+            self._set_row(row, new)
 
-    def set_row(self, row: int, new: NewRow) -> None:
+    def _set_row(self, row: int, new: NewRow) -> None:
         """Give a row to a sequence."""
         words = self._words[row]
         words[:] = new.words(self._table)

@@ -1,21 +1,23 @@
 """Small steps of a draft model on a device, one behind the other.
 
-A small step has one token of each row that has as many drafts. The integers of all small steps are
-filled in at once; what one draws, the next one reads from a table on the device, by the token's
-row. A small step is captured for each of some sizes.
+A small step has one token of each row that has as many drafts, and finds one draft behind it, or
+with heads that guess at once, several. The integers of all small steps are filled in at once; what
+one draws, the next one reads from a table on the device, by the token's row. A small step is
+captured for each of some sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import ChainDraft
+from tokenpod.engine.draft import Drafter
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts
 from tokenpod.engine.integers import ALIGNMENT, Counts, Integers, views
 from tokenpod.engine.open_drafts import Ints
@@ -26,8 +28,15 @@ from tokenpod.scheduler.drafting import MOST_ROWS
 
 #: The batch of a small step from its integers and tokens, all rows of which have one.
 MakeBatch = Callable[[Integers, torch.Tensor], ForwardBatch]
-#: The shape of a small step, and its graph if it is captured.
-Shape = tuple[Counts, Captured | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a small step: its integers, drafts behind each token, and its graph, if there is one."""
+
+    counts: Counts
+    drafts: int
+    captured: Captured | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +55,15 @@ class Known:
     token: Ints
 
 
-def places_of(counts: Ints) -> tuple[Ints, Ints]:
-    """[N] each: which small step, rising, and which column, where m rows have so many drafts."""
-    most, m = int(counts.max()), len(counts)
+def places_of(counts: Ints, each: int) -> tuple[Ints, Ints]:
+    """[N] each: which small step, rising, and which column, where m rows have so many drafts.
+
+    `each`: drafts that one small step finds behind a token.
+    """
+    steps = -(-counts // each)
+    most, m = int(steps.max()), len(counts)
     place, column = np.arange(most).repeat(m), np.tile(np.arange(m), most)
-    some = place < counts[column]
+    some = place < steps[column]
     return place[some], column[some]
 
 
@@ -58,7 +71,7 @@ class SmallSteps:
     """Runs them.
 
     Args:
-        draft: the model.
+        draft: a model, a head or heads.
         sampler: of all rows.
         make_batch: of a small step.
         row_table: [rows + 1, positions] int32; the last row is padding's.
@@ -67,7 +80,7 @@ class SmallSteps:
 
     def __init__(
         self,
-        draft: ChainDraft,
+        draft: Drafter,
         sampler: DeviceSampler | LeaderTokens,
         make_batch: MakeBatch,
         *,
@@ -80,7 +93,7 @@ class SmallSteps:
         self._rows = min(self.padding_row, MOST_DRAFTS)
         #: What the next small step goes on from, by row.
         self._before = torch.zeros_like(last_token)
-        #: [most, rows] int64: the drafts that were found, by small step and column.
+        #: [most, rows] int64: the drafts that were found, by place in their row, and column.
         self.found = last_token.new_zeros((draft.most, self._rows))
         words = Counts.decode(self._rows).words
         #: Drafts of a step, and words of all its small steps.
@@ -91,25 +104,33 @@ class SmallSteps:
         self._next = last_token.new_zeros(2)
         #: By the words of a small step, how far the next one is.
         self._far: dict[int, torch.Tensor] = {}
-        self._graphs: Graphs | None = None
+        #: By drafts behind each token.
+        self._graphs: dict[int, Graphs] = {}
 
     def capture(self, memory: object) -> None:
         """Capture small steps; `memory` is that of graphs captured before."""
         most = min(self._rows, MOST_ROWS)
 
-        def small_step(counts: Counts, first: Integers) -> torch.Tensor:
+        def small_step(drafts: int, counts: Counts, first: Integers) -> torch.Tensor:
             del first  # the device knows which small step is next
-            return self._step(counts)
+            return self._step(counts, drafts)
 
-        self._graphs = Graphs(small_step, decode_counts(most), self._padding, memory)
+        each = self._draft.each
+        for drafts in sorted({n for n in (1, 2, 3, *range(4, each, 2), each) if n <= each}):
+            step = partial(small_step, drafts)
+            self._graphs[drafts] = Graphs(step, decode_counts(most), self._padding, memory)
         # Also what goes before them: first launches take long.
-        shape = self.shape(1)
-        self.run(self._padding(shape[0]).clone(), shape, torch.zeros_like(self._last_token))
+        shape = self.shape(1, 1)
+        self.run(self._padding(shape.counts).clone(), shape, torch.zeros_like(self._last_token))
 
-    def shape(self, rows: int) -> Shape:
-        """The shape of small steps of so many rows, and their graph."""
-        captured = self._graphs.fitting(rows) if self._graphs else None
-        return captured.counts if captured else Counts.decode(rows), captured
+    def shape(self, rows: int, drafts: int) -> Shape:
+        """The shape of small steps of so many rows, where one of them has so many drafts."""
+        drafts = min(drafts, self._draft.each)
+        known = next((n for n in self._graphs if n >= drafts), drafts)
+        captured = self._graphs[known].fitting(rows) if self._graphs else None
+        if captured is None:
+            return Shape(Counts.decode(rows), drafts, None)
+        return Shape(captured.counts, known, captured)
 
     def fill(self, into: torch.Tensor, known: Known, counts: Counts) -> int:
         """Write the integers of all small steps at the beginning of a tensor; how many words."""
@@ -127,7 +148,7 @@ class SmallSteps:
             more: [rows + 1] int64, by how much each row's tokens are further on than their integers
                 say; None: by nothing.
         """
-        counts, captured = shape
+        counts = shape.counts
         self._before.copy_(self._last_token)
         self._words[: len(words)].copy_(words, non_blocking=True)
         self._next.zero_()
@@ -135,13 +156,13 @@ class SmallSteps:
         if more is not None:
             _advance(views(each, counts), more)
         for _ in each:
-            if captured is not None:
-                captured.run()
+            if shape.captured is not None:
+                shape.captured.run()
             else:
-                self._step(counts)
+                self._step(counts, shape.drafts)
 
-    def _step(self, counts: Counts) -> torch.Tensor:
-        """Find what follows the tokens of the next small step, [n] drafts.
+    def _step(self, counts: Counts, drafts: int) -> torch.Tensor:
+        """Find what follows the tokens of the next small step, [drafts, n].
 
         The device counts which one that is: one graph does for all of a shape, and nothing is
         copied between two of them.
@@ -157,14 +178,32 @@ class SmallSteps:
             self._row_table,
             self._before,
         )
-        logits = self._draft.logits(self._make_batch(integers, t_token))
-        found: torch.Tensor = self._sampler.propose(
-            logits, integers.sample_row, integers.sample_position
-        )
-        remember(found, integers.sample_row, self._before)
-        self.found[:, : len(found)].index_copy_(0, self._next[:1], found[None])
+        logits = self._draft.logits(self._make_batch(integers, t_token), drafts)
+        rows, positions = integers.sample_row, integers.sample_position
+        if drafts > 1:  # there is no further small step
+            return self._propose_each(logits, rows, positions, drafts)
+        found = self._sampler.propose(logits, rows, positions)[None]
+        remember(found[0], rows, self._before)
+        self.found[:, : found.shape[1]].index_copy_(0, self._next[:1], found)
         self._next.add_(self._to_next(counts.words))
         return found
+
+    def _propose_each(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, drafts: int
+    ) -> torch.Tensor:
+        """[drafts, n] of each row, drawn as many at a time as the sampler has room for."""
+        n = len(rows)
+        each = max(self.padding_row // n, 1)
+        for first in range(0, drafts, each):
+            end = min(first + each, drafts)
+            places = torch.arange(first, end, device=rows.device)
+            drawn = self._sampler.propose(
+                logits[first * n : end * n],
+                rows.repeat(end - first),
+                (positions + places[:, None]).flatten(),
+            )
+            self.found[first:end, :n].copy_(drawn.view(end - first, n))
+        return self.found[:drafts, :n]
 
     def _to_next(self, words: int) -> torch.Tensor:
         """[2] int64: what `_next` grows by."""

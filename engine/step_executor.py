@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
-from tokenpod.engine.draft import Draft
+from tokenpod.engine.draft import Drafter
 from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Integers, fill, given_tokens
@@ -90,7 +90,7 @@ class StepExecutor(ABC, Generic[S]):
         row_table: torch.Tensor,
         copies: HostCopies,
         adapters: PlannedAdapters | None = None,
-        draft: Draft | None = None,
+        draft: Drafter | None = None,
     ) -> None:
         self._copies = copies
         self._adapters = adapters
@@ -153,7 +153,7 @@ class StepExecutor(ABC, Generic[S]):
         """Note in `_runs` where the step's keys and values go."""
 
     @abstractmethod
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
         """Find the drafts that a plan leaves open.
 
         It marks in the mailbox when they are there.

@@ -80,11 +80,6 @@ class AdapterSlots:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    @property
-    def resident(self) -> int:
-        """Adapters in slots."""
-        return len(self._slots)
-
     # -- sequences -----------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:

@@ -66,8 +66,6 @@ class Batcher(Planner):
         forced: Forced,
         drafting: Drafting | None,
     ) -> None:
-        #: Times that a decoding sequence had to pause for want of a slot.
-        self.stalls = 0
         #: Times that a sequence was preempted.
         self.preemptions = 0
         self._kv = kv
@@ -158,13 +156,8 @@ class Batcher(Planner):
         searched = self._beams.plan(step, slots) if beams else 0
         slots -= searched
         if len(sequences) > slots:
-            self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
-        decoded = len(sequences)
-        if self._may_run_ahead(slots):
-            decoded = add_decoding(step, sequences, places, self._forced, self._drafting)
-        elif sequences:
-            step.decode(sequences, places)
+        decoded = self._decode(step, sequences, places, slots)
         slots -= decoded
         if searched or decoded:
             self._batching.decoded()
@@ -232,6 +225,16 @@ class Batcher(Planner):
         self._leaving.pop(sequence.id, None)
 
     # -- parts of steps ------------------------------------------------------------------------
+
+    def _decode(
+        self, step: StepBuilder, sequences: list[Sequence], places: Ints, slots: int
+    ) -> int:
+        """Add the next tokens of these, and what may follow; the slots taken, of so many."""
+        if self._may_run_ahead(slots):
+            return add_decoding(step, sequences, places, self._forced, self._drafting)
+        if sequences:
+            step.decode(sequences, places)
+        return len(sequences)
 
     def _may_run_ahead(self, slots: int) -> bool:
         """Whether sequences may have drafts, and so slots sooner than admission has counted.

@@ -30,36 +30,37 @@ from tokenpod.scheduler.table import Ints
 MOST_ROWS = 64
 
 
-class DraftSource(Protocol):
-    """Guesses what follows."""
+class Drafter(Protocol):
+    """Guesses what follows a sequence."""
 
     @property
     def watched(self) -> bool:
         """Whether guesses can be had, and compared with what comes, without drafting them."""
         ...
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def find(self, sequence: Sequence, most: int) -> list[int]:
         """Up to `most` tokens that may follow those of a sequence, all of which are known.
 
         `plan.LAST` stands for a token that the executor finds.
         """
+        ...
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
 
 
 class ModelDrafts:
-    """A source whose guesses the executor makes, with a draft model."""
+    """The executor finds the tokens, with a model, a head or heads (`engine.draft.Drafter`)."""
 
     watched = False
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """See `DraftSource`."""
+    def find(self, sequence: Sequence, most: int) -> list[int]:
+        """See `Drafter`."""
         del sequence
         return [LAST] * most
 
     def forget(self, sequence: Sequence) -> None:
-        """See `DraftSource`."""
+        """See `Drafter`."""
 
 
 @dataclass(slots=True)
@@ -98,21 +99,21 @@ class Drafting:
     """Decides who drafts, and how much.
 
     Args:
-        source: of guesses.
+        drafter: finds the guesses.
         most: drafts of one row in a step.
         kv: of the sequences.
         costs: what steps take, learned from them; None: draft always, as much as may be.
     """
 
-    def __init__(self, source: DraftSource, most: int, kv: KV, costs: Costs | None = None) -> None:
-        self._source = source
+    def __init__(self, drafter: Drafter, most: int, kv: KV, costs: Costs | None = None) -> None:
+        self._drafter = drafter
         self._most = most
         self._kv = kv
         self._costs = costs
         #: By the planner of sequences. Choices of one hold for its own rows alone; and those of
         #: routers, which may draft in every step, must not keep the batcher's from theirs.
         self._planners = {
-            owner: _Planner(Choosing(most, costs, watched=source.watched)) for owner in Owner
+            owner: _Planner(Choosing(most, costs, watched=drafter.watched)) for owner in Owner
         }
         #: By sequence id: a guess that is compared with what comes, and how much of it was right.
         self._watched: dict[int, tuple[list[int], int]] = {}
@@ -135,10 +136,10 @@ class Drafting:
         table, owner = self._kv.table, sequences[0].owner
         planner = self._planners[owner]
         may = table.drafts[places] > 0
-        if not self._source.watched:  # masks behind drafts need to know these
+        if not self._drafter.watched:  # masks behind drafts need to know these
             may &= table.masked[places] == 0
         few = self._costs is None or len(places) <= MOST_ROWS
-        planner.watching = self._costs is not None and few and self._source.watched
+        planner.watching = self._costs is not None and few and self._drafter.watched
         if not (few and may.any()):
             return sequences, places, 0
         flying = table.in_flight[places] > 0
@@ -157,7 +158,7 @@ class Drafting:
             # Equal shares: each has waited for the step that it was in.
             share = step.drafts_left // (len(drafting) - before)
             most = min(choice.drafts, sequence.request.drafts, int(each[at]), share)
-            tokens = self._source.propose(sequence, most) if most > 0 else []
+            tokens = self._drafter.find(sequence, most) if most > 0 else []
             self._watched.pop(sequence.id, None)
             if tokens:
                 step.draft(sequence, tokens)
@@ -216,7 +217,7 @@ class Drafting:
             return
         odds = planner.choosing.odds
         guessed, right = self._watched.pop(sequence.id, ([], 0))
-        guessed = guessed or self._source.propose(sequence, self._most)
+        guessed = guessed or self._drafter.find(sequence, self._most)
         if not guessed:
             odds.none(sequence.place)
         elif guessed[right] != token:
@@ -233,5 +234,5 @@ class Drafting:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence is over."""
-        self._source.forget(sequence)
+        self._drafter.forget(sequence)
         self._watched.pop(sequence.id, None)

@@ -46,9 +46,7 @@ class Forced:
         found: dict[int, list[int]] = {}
         left = step.forced_left
         for at, sequence in enumerate(sequences):
-            if (known := self.known.get(sequence.id)) is None:
-                continue
-            if tokens := self._next(sequence, *known)[:left]:
+            if tokens := self.find(sequence, left):
                 found[at] = tokens
                 left -= len(tokens)
         more = sum(map(len, found.values()))
@@ -78,9 +76,12 @@ class Forced:
         plain = self._costs.plain(rows)
         return plain > 0 and (rows + more) / self._costs.of(rows + more) >= plain
 
-    def _next(self, sequence: Sequence, first: int, tokens: list[int]) -> list[int]:
-        """What is forced behind a sequence's next position, as much as a step may have."""
-        most = min(self.most, sequence.bound - sequence.computed - 1)
+    def find(self, sequence: Sequence, most: int) -> list[int]:
+        """Up to `most` tokens that are forced behind a sequence's next position."""
+        if (known := self.known.get(sequence.id)) is None:
+            return []
+        first, tokens = known
+        most = min(most, self.most, sequence.bound - sequence.computed - 1)
         if sequence.owner is Owner.ROUTER:
             most = min(most, sequence.request.drafts)
         # Outputs that are in flight are forced as well: they are among these.

@@ -1,12 +1,14 @@
 """Where keys and values live: private slots of sequences, shared slots of the prefix tree.
 
-At any time every slot is free, in the tree, or private to one sequence:
+At any time every slot is free, in the tree, or private to one sequence or one beam search:
 
     free + tree + private == total
 
 A sequence begins with the tree's longest prefix of the tokens that it needs, locked. What it
-computes goes to private slots. Once the needed tokens have been computed, those slots move to the
-tree, where siblings and later requests find them; when it ends or is preempted, its outputs follow.
+computes goes to private slots. Once the needed tokens have been computed, the tree owns their
+slots, where siblings and later requests find them; when it ends or is preempted, its outputs follow
+(but for beams). What is evicted or preempted may be copied to the host's memory, and come back to
+other slots (`host_kv`).
 """
 
 from __future__ import annotations

@@ -25,15 +25,15 @@ _Keys = npt.NDArray[np.int64]
 
 
 class NGrams:
-    """A source of drafts (see `drafting.DraftSource`): the latest match of the last tokens."""
+    """Drafts without a model (see `drafting.Drafter`): the latest match of the last tokens."""
 
     watched = True
 
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """See `DraftSource`."""
+    def find(self, sequence: Sequence, most: int) -> list[int]:
+        """See `Drafter`."""
         index = self._indexes.get(sequence.id)
         if index is None:
             prompt = sequence.inputs[: sequence.prompt_length]
@@ -42,7 +42,7 @@ class NGrams:
         return index.continued(most)
 
     def forget(self, sequence: Sequence) -> None:
-        """See `DraftSource`."""
+        """See `Drafter`."""
         self._indexes.pop(sequence.id, None)
 
 

@@ -1,9 +1,10 @@
 """The prefix tree: keys and values of token prefixes that sequences have in common.
 
 A node owns the slots of a run of tokens; the path from its root is a prefix. A sequence that uses a
-path locks it. A slot in the tree is never written, so nothing is ever copied; what no sequence
-locks is a cache, and its leaves of lowest rank are evicted when slots are needed. Each salt
-(an adapter, a tenant) has a root of its own.
+path locks it. No step writes to a slot of the tree, so sequences share a path without copies. What
+no sequence locks is a cache: its leaves of lowest rank are evicted when slots are needed, to the
+host's memory if there is some (`RadixTree.spill`). Each salt (an adapter, a tenant) has a root of
+its own.
 
 The rank is when a node was last matched (`lru`), or how many requests have used it (`lfu`). What
 was popular once must go in the end: a node's uses are counted on top of the rank of what was

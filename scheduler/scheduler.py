@@ -183,15 +183,6 @@ class Scheduler:
         self._routed.begin(op, fresh, resumed)
         return None
 
-    def preempt(self, sequence_id: int) -> bool:
-        """Take row and slots from a running sequence of the batcher; it is computed again later.
-
-        Tests preempt whomever they like; the admission policy names its victims to the batcher.
-        Returns False for every other sequence: waiting, ended, a router's, a probe.
-        """
-        sequence = self._sequences.get(sequence_id)
-        return sequence is not None and not sequence.dead and self._batcher.preempt(sequence)
-
     def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
         """End sequences: their slots are free at once, or when the step in flight settles.
 
@@ -255,11 +246,6 @@ class Scheduler:
         """Whether any sequence could be advanced."""
         waiting = len(self._queue) + len(self._probes) + len(self._constrained.held)
         return bool(self._batcher.running or waiting or self._routed.ops)
-
-    @property
-    def stalls(self) -> int:
-        """Times that a decoding sequence paused for want of a slot: 0 if admission is exact."""
-        return self._batcher.stalls
 
     def load(self) -> Load:
         """The counts that go to the service with every step."""

@@ -86,7 +86,7 @@ class Counting:
     def __init__(self, right: float) -> None:
         self._right, self._chance = right, random.Random(1)
 
-    def propose(self, sequence: Any, most: int) -> list[int]:
+    def find(self, sequence: Any, most: int) -> list[int]:
         """t + 1, t + 2, ... behind token t, or t again where it is wrong."""
         last = sequence.outputs[-1]
         return [

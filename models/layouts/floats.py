@@ -38,8 +38,9 @@ class Fp8Scheme:
     rounding: Rounding | None
     #: Whether the module has a scale for all inputs of products.
     static: bool = False
-    #: Ending of the name of the weight's scales.
+    #: Ending of the name of the weight's scales, and of the inputs'.
     scales: str = ".weight_scale"
+    input_scale: str = ".input_scale"
 
     @property
     def format(self) -> str:
@@ -53,7 +54,7 @@ class Fp8Scheme:
             ".weight": StoredTensor((outputs, inputs), _NUMBERS),
         }
         if self.static:
-            found[".input_scale"] = scale_shapes((1,), ())
+            found[self.input_scale] = scale_shapes((1,), ())
         return found
 
     def _scales(self, outputs: int, inputs: int) -> StoredTensor:
@@ -84,7 +85,7 @@ class Fp8Scheme:
         """See `Scheme`."""
         rounding = self.rounding
         if self.static and rounding is not None:
-            rounding = replace(rounding, static=input_scale(module))
+            rounding = replace(rounding, static=input_scale(module, self.input_scale))
         rows, columns = self.block
         if rows is None or columns is None:
             numbers = module.read(".weight", outputs, inputs)
@@ -123,9 +124,9 @@ class Fp8Scheme:
         return weight
 
 
-def input_scale(module: StoredModule) -> torch.Tensor:
+def input_scale(module: StoredModule, ending: str = ".input_scale") -> torch.Tensor:
     """The scale of all inputs, [] float32."""
-    return positive(module, ".input_scale").reshape(())
+    return positive(module, ending).reshape(())
 
 
 def positive(module: StoredModule, ending: str) -> torch.Tensor:

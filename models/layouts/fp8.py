@@ -1,4 +1,4 @@
-"""`quant_method` fp8: blocks as DeepSeek V3 has them, or one scale for a weight as AutoFP8 does.
+"""`quant_method` fp8: blocks as DeepSeek V3 has them, or a scale for a weight as AutoFP8 does.
 
 And fbgemm_fp8: a scale per output and per token, as Meta's own Llama 3.1 405B FP8 has them.
 
@@ -48,6 +48,10 @@ def read_fp8(fields: Fields) -> Fp8Layout:
         # Inputs have scales for as many of them as weights do.
         rounding = replace(PER_TOKEN, group=columns)
         scheme = Fp8Scheme((rows, columns), rounding, scales=".weight_scale_inv")
+    elif "weight_block_size" in fields.values:
+        # Null: transformers wrote it, which has names of its own (Ministral 3).
+        names = (".weight_scale_inv", ".activation_scale")
+        scheme = Fp8Scheme((None, None), PER_TOKEN, static, *names)
     else:
         scheme = Fp8Scheme((None, None), PER_TOKEN, static)
     skipped = patterns_of(fields, "modules_to_not_convert", "ignored_layers", "ignore")

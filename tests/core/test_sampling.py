@@ -63,8 +63,7 @@ def test_one_more_knob_is_one_more_column_on_the_host_and_on_the_device():
     host = HostSampler(rows=2, vocab_size=8, table=MORE)
     device = DeviceSampler(rows=2, vocab_size=8, device=DEVICE, tiles=SMALL, table=MORE)
     for sampler in (host, device):
-        for at, new in enumerate(rows):
-            sampler.set_row(at, new)
+        sampler.set_rows([0, 1], rows)
         assert sampler.columns["loudness"].tolist() == [7.0, 2.0]
         assert sampler.columns["flags"].tolist() == [EDITED | COUNTED | REPORTED, REPORTED]
     words = device.device_words[:2].cpu().view(torch.float64)
@@ -82,7 +81,7 @@ def test_one_more_knob_moves_no_other_and_changes_no_draw():
     device = DeviceSampler(rows=5, vocab_size=97, device=DEVICE, tiles=SMALL, table=MORE)
     for at, (params, changes) in enumerate(rows):
         for sampler in (host, device):
-            sampler.set_row(at, louder(asking(params, **changes), loudness=1.0))
+            sampler.set_rows([at], [louder(asking(params, **changes), loudness=1.0)])
     more = host.sample(logits, [0, 1, 2, 3, 4], [0] * 5), step(device, logits)
     for before, after in zip(usual, more, strict=True):
         assert torch.equal(before.tokens, after.tokens)

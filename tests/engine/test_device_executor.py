@@ -11,6 +11,7 @@ import pytest
 import torch
 from guessing import drafting
 from interpreted import DEVICE
+from planner_probe import preempt_sequence
 
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.outputs import FailureCode, StepOutputs
@@ -214,7 +215,7 @@ def run(loop, link, preempted=None, drafts=0, each_turn=lambda: None):
         if turn == 8:
             link.inbox.append(waiting[-1])
         for sequence in (preempted or {}).get(turn, ()):
-            assert loop.scheduler.preempt(sequence)
+            assert preempt_sequence(loop.scheduler, sequence)
         if turn > 8 and len(link.finished) == 6:
             assert not link.failures
             return link

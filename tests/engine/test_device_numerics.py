@@ -23,6 +23,7 @@ from demo_engine import (
     scores,
 )
 from guessing import drafting
+from planner_probe import preempt_sequence
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.assemble import assemble
@@ -71,7 +72,7 @@ def answer(made, asked, preempt=0.0, source=None):
     while not link.done:
         for sequence in link.requests if preempt else ():
             if chance.random() < preempt:
-                preempted += scheduler.preempt(sequence)
+                preempted += preempt_sequence(scheduler, sequence)
         loop.turn()
     return link.tokens, link.drafted[1], preempted
 

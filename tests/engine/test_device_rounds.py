@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from interpreted import DEVICE
-from samplers import on_device, random_logits, sampled
+from samplers import draw, on_device, random_logits, sampled
 
 from tokenpod.core.plan import LAST, UNSAMPLED, PlanRow, plan_of
 from tokenpod.core.sampling import SamplingParams
@@ -60,7 +60,7 @@ def drawn(logits, masks, drafts, *, joined, masked=True):
             [sampler.padding_row if row.masked else row.row for row in planned], device=DEVICE
         )
         positions = torch.zeros_like(rows)
-        first = sampler.sample(logits[: len(rows)], rows, positions)
+        first = draw(sampler, logits[: len(rows)], rows, positions)
         last[rows[rows < len(last) - 1]] = first.tokens[rows < len(last) - 1]
     drawing = behind_the_first(plan, logits, first, sampler, last, joined=joined)
     if plan.r_masked.any():

@@ -28,14 +28,15 @@ class Sums:
     """
 
     def __init__(self, spare: int) -> None:
-        self.most = MOST
+        self.most, self.each, self.behind = MOST, 1, False
         self.pool = KVPool(
             slots=SLOTS + spare, layouts=[alike(1, 1)], dtype=torch.float32, device=DEVICE
         )
         self.kept = self.pool.keys[0][:, 0, 0]
         self.passes = 0
 
-    def logits(self, batch: SimpleNamespace) -> torch.Tensor:
+    def logits(self, batch: SimpleNamespace, drafts: int) -> torch.Tensor:
+        assert drafts == 1
         self.passes += 1
         self.kept[batch.t_slot] = batch.t_token.float()
         guesses = []
@@ -191,6 +192,14 @@ def test_what_was_found_for_rows_that_are_free_or_have_moved_on_is_not_used():
         before = device.draft.passes
         device.step(planned({1: 4}, {1: 2}), [0])
         assert device.draft.passes - before == (2 if change == "none" else 4)
+
+
+def test_what_was_found_goes_where_drafts_of_other_rows_are_found():
+    """They lie in the same place, as where a router's rows draft between two steps of a stream."""
+    ahead, later = Device(ahead=True), Device(ahead=False)
+    for starts, right in (({0: 2}, 1), ({1: 2}, 0), ({0: 4}, 0), ({1: 3}, 2)):
+        plan = planned(starts, dict.fromkeys(starts, 3))
+        assert ahead.step(plan, [right]) == later.step(plan, [right])
 
 
 def test_nothing_is_found_beyond_the_longest_sequence():

@@ -109,16 +109,16 @@ def test_a_prompt_in_pieces_is_scored_whole(pod):
     details = started.prompt_details
     assert details.rank_list() == list(range(1, 3 * CHUNK))
     assert details.tops(5) == ([7, 6], [-3.5, -3.0])
-    assert pod.loop.scores_held == 0
+    assert not pod.loop._scored
 
 
 def test_scores_of_a_prompt_that_was_aborted_are_dropped(pod):
     pod.send(scored(1))
     pod.turn(2)
-    assert pod.loop.scores_held == 1
+    assert len(pod.loop._scored) == 1
     pod.send(Abort([1]))
     pod.turn(3)
-    assert pod.loop.scores_held == 0
+    assert not pod.loop._scored
 
 
 def test_scores_of_a_prompt_that_failed_are_dropped(pod):
@@ -126,17 +126,17 @@ def test_scores_of_a_prompt_that_failed_are_dropped(pod):
     pod.send(scored(1))
     heard = pod.turn(5)
     assert [failure.sequence_id for outputs in heard for failure in outputs.failures] == [1]
-    assert pod.loop.scores_held == 0
+    assert not pod.loop._scored
 
 
 def test_scores_of_a_prompt_that_ran_out_of_time_are_dropped(pod):
     pod.send(scored(1, deadline_at=pod.now + 200_000_000))
     pod.turn(2)
-    assert pod.loop.scores_held == 1
+    assert len(pod.loop._scored) == 1
     pod.now += 200_000_001
     heard = pod.turn(3)
     assert [failure.sequence_id for outputs in heard for failure in outputs.failures] == [1]
-    assert pod.loop.scores_held == 0
+    assert not pod.loop._scored
 
 
 def test_the_load_is_told_once_when_an_abort_leaves_nothing_to_step(pod):
@@ -169,7 +169,7 @@ class Ones:
 
     watched = True
 
-    def propose(self, sequence, most):
+    def find(self, sequence, most):
         return [1] * most
 
     def forget(self, sequence):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from demo_engine import CPU, ONE_IN, TOLERANCE, VOCABULARY, Recorder, many_requests, scores
 from guessing import drafting
+from planner_probe import preempt_sequence
 
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
@@ -80,7 +81,7 @@ def answer(model, asked, *, overlap=False, preempt=0.0, source=None):
     while not link.done:
         for sequence in [*loop.scheduler._sequences] if preempt else ():
             if chance.random() < preempt:
-                preempted += scheduler.preempt(sequence)
+                preempted += preempt_sequence(scheduler, sequence)
         loop.turn()
     return link, preempted
 

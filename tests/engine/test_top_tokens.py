@@ -17,6 +17,7 @@ from samplers import (
     SMALL,
     TOLERANCE,
     Row,
+    draw,
     halves,
     mixtures,
     near_a_border,
@@ -330,18 +331,18 @@ def test_a_captured_step_reports_what_an_eager_one_does():
     where, positions = torch.arange(n, device=DEVICE), torch.zeros(n, dtype=torch.int64).to(DEVICE)
     logits = random_logits(n, 5000).to(DEVICE)
     everything = Launches(draws=True, tops=True, processed_tops=True)
-    replayed.sample(logits, where, positions, everything)
+    draw(replayed, logits, where, positions, everything)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = replayed.sample(logits, where, positions, everything)
+        held = draw(replayed, logits, where, positions, everything)
     seat(replayed, rows)
     for position in range(3):
         positions.fill_(position)
         graph.replay()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
-        want = eager.sample(logits, where, positions)
+        want = draw(eager, logits, where, positions)
         torch.cuda.set_sync_debug_mode("default")
         for name in ("tokens", "logprobs", "top_ids", "top_logprobs"):
             assert torch.equal(getattr(want, name), getattr(held, name)), f"{name} at {position}"

@@ -11,6 +11,7 @@ import pytest
 import step_scenes
 import torch
 from lora_folders import merge, write_lora
+from planner_probe import preempt_sequence
 from stepping import VOCABULARY
 from virtual_engine import CPU, Answer, Engine
 from virtual_folders import PREFIX, PROMPT, Expected, write_virtual
@@ -166,7 +167,7 @@ def test_a_preempted_sequence_begins_behind_its_virtual_tokens_again(base, folde
     for _ in range(4):
         engine.loop.turn()
         for request in asked:
-            engine.scheduler.preempt(request.sequence_ids[0])
+            preempt_sequence(engine.scheduler, request.sequence_ids[0])
         engine.scheduler.check()
     for request, answer in zip(asked, engine.run(*asked), strict=True):
         check(answer, wanted, request)

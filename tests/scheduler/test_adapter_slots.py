@@ -51,7 +51,7 @@ def test_the_slot_that_was_idle_longest_is_taken():
     for number, adapter in enumerate((1, 2, 1), start=1):
         ask(d, number, adapter, max_new_tokens=1)
         turn(d, 3)
-    assert slots.resident == 2
+    assert len(slots._slots) == 2
     ask(d, 4, 3, max_new_tokens=1)
     turn(d, 3)
     assert d.executor.adapters[2 if slots._slots[1] == 1 else 1] == 3
@@ -102,7 +102,7 @@ def test_a_retired_adapter_goes_with_its_last_sequence():
     assert (failure.sequence_id, failure.code) == (2, FailureCode.NOT_FOUND)
     turn(d, 6)
     assert slots.take_dropped() == [1]
-    assert slots.resident == 0
+    assert len(slots._slots) == 0
     d.drain()
 
 

@@ -121,7 +121,7 @@ def test_running_requests_are_interrupted_by_so_many_times_as_many(ratio, least)
 class Wrong(Guesses):
     """Guesses what is never chosen."""
 
-    def propose(self, sequence, most):
+    def find(self, sequence, most):
         return [1] * most
 
 

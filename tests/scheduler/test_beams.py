@@ -7,6 +7,7 @@ import zlib
 from itertools import accumulate
 
 import pytest
+from planner_probe import Stalls, preempt_sequence
 from scheduler_driver import works_of
 
 from tokenpod.core.outputs import FailureCode, FinishCode
@@ -61,6 +62,7 @@ class Walk:
             "max_positions": 4000,
         } | limits
         self.scheduler = Scheduler(Limits(**limits), admission=admission)
+        self.stalls = Stalls(self.scheduler)
         self.overlap = overlap
         self.preempts = admission in (Optimistic, PastFuture)
         self.chance = random.Random(seed)
@@ -87,7 +89,7 @@ class Walk:
             self._flying = None
         self._hear(self.scheduler.drain_events())
         self.scheduler.check()
-        assert self.scheduler.stalls == 0 or self.preempts
+        assert self.stalls.count == 0 or self.preempts
         kv = self.scheduler.kv
         self.most_used = max(self.most_used, kv.total - kv.available)
         return step is not None or flying is not None
@@ -212,7 +214,7 @@ def test_a_search_is_not_preempted():
     walk.scheduler.submit(search(10, [1, 2, 3], 3, 6))
     while not walk.ended:
         walk.turn()
-        assert not any(walk.scheduler.preempt(i) for i in (10, 11, 12))
+        assert not any(preempt_sequence(walk.scheduler, i) for i in (10, 11, 12))
 
 
 def test_nan_ends_a_search_as_a_whole():

@@ -36,7 +36,7 @@ class Source:
         self.chance = random.Random(5)
         self.asked = 0
 
-    def propose(self, sequence, most):
+    def find(self, sequence, most):
         self.asked += 1
         if self.chance.random() >= self.some:
             return []

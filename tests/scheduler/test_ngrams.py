@@ -39,19 +39,19 @@ def test_the_latest_match_is_continued(prompt, outputs, asked, most):
     source, of = NGrams(), sequence(prompt)
     for at, token in enumerate([*outputs, 0]):
         if at in asked or at == len(outputs):
-            assert source.propose(of, most) == searched([*prompt, *outputs[:at]], most)
+            assert source.find(of, most) == searched([*prompt, *outputs[:at]], most)
         of.outputs.append(token)
 
 
 def test_given_embeddings_match_like_tokens():
     """Equal vectors have equal ids, below 0."""
     source, of = NGrams(), sequence([-5, -6, -7, 3, 4, -5, -6, -7])
-    assert source.propose(of, 2) == [3, 4]
-    assert source.propose(of, 4) == [3, 4], "a draft is a token that can be drawn"
+    assert source.find(of, 2) == [3, 4]
+    assert source.find(of, 4) == [3, 4], "a draft is a token that can be drawn"
 
 
 def test_what_is_over_is_forgotten():
     source, of = NGrams(), sequence([1, 2, 3, 1, 2, 3])
-    assert source.propose(of, 1) == [1]
+    assert source.find(of, 1) == [1]
     source.forget(of)
     assert not source._indexes

@@ -20,7 +20,7 @@ from tokenpod.scheduler.work import Limits
 class Always(Guesses):
     """As many guesses as may be."""
 
-    def propose(self, sequence, most):
+    def find(self, sequence, most):
         return [1] * most
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from planner_probe import preempt_sequence
 from tokenizers import Tokenizer as Backend
 
 import tokenpod.models.demo
@@ -216,7 +217,7 @@ def serve(
     while client.left:
         for sequence in sorted(client.left):
             if chance.random() < preempt:
-                preempted += scheduler.preempt(sequence)
+                preempted += preempt_sequence(scheduler, sequence)
         loop.turn()
         each_turn(loop)
         scheduler.check()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planner_probe import preempt_sequence
 
 import tokenpod.models.demo
 from tokenpod.core.messages import Advance
@@ -152,13 +153,13 @@ def serve(
             break
         for sequence in [*link.requests, *link.routed]:
             if chance.random() < preempt:
-                preempted += scheduler.preempt(sequence)
+                preempted += preempt_sequence(scheduler, sequence)
         if host_slots:
             scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()
     assert link.done
     assert link.preemptions == preempted or admission is not Exact
-    assert loop.scores_held == 0
+    assert not loop._scored
     assert sorted(link.started) == sorted(link.finished)
     scheduler.check()
     return link, preempted

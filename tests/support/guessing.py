@@ -28,7 +28,7 @@ class Guessing:
         self._expected, self._right, self._vocabulary = expected, right, vocabulary
         self._chance = random.Random(4)
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def find(self, sequence: Sequence, most: int) -> list[int]:
         known = self._expected[sequence.id][len(sequence.outputs) :][:most]
         known += [5] * (most - len(known))
         return [

@@ -12,11 +12,9 @@ from interpreted import DEVICE
 
 from tokenpod.core.plan import LAST
 from tokenpod.engine.draft import draft_of
-from tokenpod.engine.head_draft import HeadDraft
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.open_drafts import Unknown
-from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.kernels.pool import KVPool
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -69,7 +67,6 @@ def answer(served, asked, head=None, prefill=8, most=MOST):
     if head is not None:
         own = pool_of(head)
         draft = draft_of(head, served, own, most, rows=3)
-        assert isinstance(draft, HeadDraft | ParallelDraft)
     executor = Watching(
         HostExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
     )

@@ -203,6 +203,7 @@ def floats(
     scales: str = ".weight_scale",
     scalar: bool = False,
     static: bool = False,
+    inputs_scale: str = ".input_scale",
 ) -> Module:
     """e4m3 numbers; `block` (None, None) is one scale, (1, None) one per output."""
     numbers = torch.randn((outputs, inputs), generator=source.generator)
@@ -213,7 +214,7 @@ def floats(
     stored = scale.reshape(() if scalar else (1,)) if block == (None, None) else scale
     tensors = {".weight": numbers, scales: stored}
     if static:
-        tensors[".input_scale"] = source.scale(1).reshape(() if scalar else (1,))
+        tensors[inputs_scale] = source.scale(1).reshape(() if scalar else (1,))
     return Module(tensors, numbers.float() * wide)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import guessing
 import msgspec
 import torch
+from planner_probe import preempt_sequence
 from rank_processes import run_ranks
 
 from tokenpod.core.messages import EngineOptions
@@ -171,7 +172,7 @@ def answer(
             break
         for sequence in sorted(link.left):
             if chance.random() < preempt:
-                scheduler.preempt(sequence)
+                preempt_sequence(scheduler, sequence)
         if ready.host_slots:
             scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()

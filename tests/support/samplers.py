@@ -56,7 +56,7 @@ def asking(
 
 def set_row(sampler: Sampler, row: int, params: SamplingParams, **asks: object) -> None:
     """Give a row to a sequence; see `asking`."""
-    sampler.set_row(row, asking(params, **asks))
+    sampler.set_rows([row], [asking(params, **asks)])
 
 
 def on_device(
@@ -79,6 +79,19 @@ def seat(sampler: Sampler, rows: list[Row]) -> None:
     sampler.set_rows(range(len(rows)), [asking(params, **changes) for params, changes in rows])
 
 
+def draw(
+    sampler: DeviceSampler,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    launches: Launches | None = None,
+    masks: torch.Tensor | None = None,
+) -> Samples:
+    """Draw one token for each row; the samples are on the device."""
+    sampler.begin(logits, rows, positions, masks)
+    return sampler.finish(logits, rows, positions, launches, masks)
+
+
 def step(
     sampler: DeviceSampler,
     logits: torch.Tensor,
@@ -91,7 +104,7 @@ def step(
     where = torch.tensor(rows if rows is not None else range(len(logits)), device=DEVICE)
     positions = torch.full_like(where, position)
     bits = None if masks is None else masks.to(DEVICE)
-    samples = sampler.sample(logits.to(DEVICE), where, positions, launches, bits)
+    samples = draw(sampler, logits.to(DEVICE), where, positions, launches, bits)
     return Samples(
         samples.tokens.cpu().clone(),
         samples.logprobs.cpu().clone(),

@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
+from planner_probe import Stalls, preempt_sequence
+
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
@@ -53,7 +55,7 @@ class Guesses:
 
     watched = True
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def find(self, sequence: Sequence, most: int) -> list[int]:
         return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
 
     def forget(self, sequence: Sequence) -> None:
@@ -333,6 +335,7 @@ class Driver:
         policies = {name: limits.pop(name) for name in POLICIES if name in limits}
         self.safe = policies.get("admission", Exact) in (Exact, Reserve)
         self.scheduler = Scheduler(Limits(**{"max_positions": 10_000} | limits), **policies)
+        self.stalls = Stalls(self.scheduler)
         self.executor = ReferenceExecutor(self.scheduler, choose)
         self.overlap = overlap
         self.now = 0
@@ -366,7 +369,7 @@ class Driver:
     def preempt(self, *ids: int) -> list[int]:
         """Those of them that were running sequences of the batcher, and were preempted."""
         before = self.scheduler.load().preemptions
-        preempted = [i for i in ids if self.scheduler.preempt(i)]
+        preempted = [i for i in ids if preempt_sequence(self.scheduler, i)]
         assert not any(self.sequences[i].held for i in preempted), "a router's sequence"
         self.scheduler.check()
         assert self.scheduler.load().preemptions == before + len(preempted)
@@ -402,7 +405,7 @@ class Driver:
             self._settle(*flying)
         self._hear(self.scheduler.drain_events())
         self.scheduler.check()
-        assert not self.safe or self.scheduler.stalls == 0
+        assert not self.safe or self.stalls.count == 0
         return step is not None or previous is not None
 
     def run(self, turns: int = 100_000) -> None:

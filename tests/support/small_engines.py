@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 
 import torch
+from planner_probe import preempt_sequence
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import StepOutputs
@@ -95,7 +96,7 @@ class Engine:
         while client.left:
             for sequence in sorted(client.left):
                 if chance.random() < preempt:
-                    self.preempted += scheduler.preempt(sequence)
+                    self.preempted += preempt_sequence(scheduler, sequence)
             loop.turn()
             turns += 1
             if turns == 4:

@@ -367,14 +367,18 @@ def others() -> None:
 def sample() -> None:
     sampler = DeviceSampler(rows=4, vocab_size=5000, device=CPU, most_edits=16)
     rows = torch.zeros(4, dtype=torch.int64)
-    sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True, True))
+    logits = draw(4, 5000)
+    sampler.begin(logits, rows, rows)
+    sampler.finish(logits, rows, rows, Launches(True, True, True, True))
 
 
 def sample_under_masks() -> None:
     sampler = DeviceSampler(rows=4, vocab_size=5000, device=CPU, most_edits=16)
     rows = torch.zeros(4, dtype=torch.int64)
     masks = torch.zeros((4, 157), dtype=torch.int32)
-    sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True), masks)
+    logits = draw(4, 5000)
+    sampler.begin(logits, rows, rows, masks)
+    sampler.finish(logits, rows, rows, Launches(True, True, True), masks)
 
 
 def offer_drafts() -> None:

@@ -209,7 +209,19 @@ NESTED_LAYOUTS = {
     ),
     "mistral3-fp8": (
         "Mistral3ForConditionalGeneration",
-        *floats(STATIC | {"type": "float"}, static=True),
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector"],
+        },
+        partial(
+            packers.floats,
+            scalar=True,
+            static=True,
+            scales=".weight_scale_inv",
+            inputs_scale=".activation_scale",
+        ),
         {"model_type": "ministral3", "head_dim": 24},
     ),
     "kimi-k2.5-int4": (

@@ -14,74 +14,87 @@ slots run out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from itertools import chain, compress
 
 import numpy as np
 
-from tokenpod.scheduler.admission import Admission, Ledger
-from tokenpod.scheduler.batching import Batching
-from tokenpod.scheduler.beams import Beams, Group
-from tokenpod.scheduler.decoding import Decoding
+from tokenpod.scheduler.admission import Admission
+from tokenpod.scheduler.batching import Batching, Joining
+from tokenpod.scheduler.beams import Beams
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
+from tokenpod.scheduler.planner import add_decoding
+from tokenpod.scheduler.preemption import Preemption
+from tokenpod.scheduler.queue import Queue
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.siblings import Siblings
-from tokenpod.scheduler.step import StepBuilder
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.sequence import Group, Planner, Sequence
+from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.table import Ints, Table, places_of
+
+_NONE: Ints = np.empty(0, np.int64)
+#: After more changes than this the places of decoding sequences are gathered anew.
+_MANY = 16
 
 
-class Batcher:
+class Batcher(Planner):
     """Plans the sequences of `Generate`.
 
     Args:
+        kv: of the scheduler, as the next two.
+        rows: of the executor.
+        queue: takes samples back that were admitted and have to begin anew.
         admission: decides which sequence is preempted.
         batching: decides what a step holds.
-        requeue: takes samples that were admitted and have to begin anew.
+        preemption: decides what of a preempted sequence goes to the host's memory.
         forced: which tokens are forced.
         drafting: decides who has drafts; None: nobody.
-        swaps: whether what a preempted sequence has computed goes to the host's memory.
     """
 
     def __init__(
         self,
         kv: KV,
         rows: Rows,
+        queue: Queue,
+        *,
         admission: Admission,
         batching: Batching,
-        requeue: Callable[[list[Sequence]], None],
+        preemption: Preemption,
         forced: Forced,
-        drafting: Drafting | None = None,
-        *,
-        swaps: Callable[[Sequence], bool] = lambda sequence: False,
+        drafting: Drafting | None,
     ) -> None:
         #: Times that a sequence was preempted.
         self.preemptions = 0
         self._kv = kv
         self._rows = rows
+        self._queue = queue
         self._admission = admission
         self._batching = batching
-        self._requeue = requeue
-        self._swaps = swaps
+        self._preemption = preemption
+        self._forced = forced
+        self._drafting = drafting
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
-        #: Samples that wait for the prompt of the first.
-        self._siblings = Siblings(rows)
-        self._decoding = Decoding(kv.table, forced, drafting)
-        #: Ended, but with a step in flight, so that their slots are not free yet.
-        self._leaving: dict[int, Sequence] = {}
+        #: Samples that wait for the prompt of the first, by its id; each is promised a row.
+        self._siblings: dict[int, list[Sequence]] = {}
+        self._decoding = _Decoding(kv.table, drafts=drafting is not None)
         #: Searches whose prompts have been launched.
         self._beams = Beams(kv, rows)
+        #: Ended, but with a step in flight, so that their slots are not free yet.
+        self._leaving: dict[int, Sequence] = {}
         #: The same for preempted ones.
         self._vacating: dict[int, Sequence] = {}
+
+    # -- who is here ---------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
         """Admitted sequences."""
-        queued = len(self._siblings) + len(self._ready) + len(self._prefilling)
+        queued = sum(map(len, self._siblings.values())) + len(self._ready) + len(self._prefilling)
         decoding = len(self._decoding) + self._beams.running
         return queued + decoding + len(self._vacating)
 
@@ -101,44 +114,38 @@ class Batcher:
             return False
         return self._decoding.holds_only(places)
 
-    def start(self, samples: list[Sequence]) -> None:
-        """See `queue.Planner`."""
-        first, *siblings = samples
-        if self._kv.host is not None:
-            self._kv.host.came_back(first)
-        self._prefilling.append(first)
-        self._siblings.add(first, siblings)
-
-    def enter(self, ledger: Ledger, samples: list[Sequence]) -> None:
-        """See `queue.Planner`."""
-        first, *siblings = samples
-        ledger.prefilling(first)
-        if siblings:
-            ledger.siblings(first, siblings)
+    def joining(self, waiting: Iterable[int]) -> Joining:
+        """How many requests may join, given the tokens that each which waits needs computed."""
+        return self._batching.joining(self.running, waiting)
 
     def add_to(self, ledger: Ledger) -> None:
-        """Add what these sequences need."""
-        self._decoding.enter(ledger)
+        """See `StepPlanner`."""
+        ledger.decoding(*self._decoding.all())
         self._beams.add_to(ledger)
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:
             ledger.prefilling(sequence)
-        for first, siblings in self._siblings.by_first:
+        for first, siblings in self._siblings.items():
             computed = self._decoding.get(first) or self._vacating.get(first)
             computed = computed or self._beams.first(first)
             if computed is not None:
                 ledger.siblings(computed, siblings)
         for sequence in self._prefilling:
-            self.enter(ledger, [sequence, *self._siblings.of(sequence)])
+            ledger.joining([sequence, *self._siblings.get(sequence.id, ())])
 
-    def plan(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
-        """Add to a step.
+    def start(self, samples: list[Sequence]) -> None:
+        """See `Planner`."""
+        first, *siblings = samples
+        if self._kv.host is not None:
+            self._kv.host.came_back(first)
+        self._prefilling.append(first)
+        if siblings:
+            self._siblings[first.id] = siblings
 
-        Args:
-            step: has the rows of routers already.
-            prompt_tokens: left of the step's budget.
-            slots: that may be taken. Too few are never left under exact admission.
-        """
+    # -- steps ---------------------------------------------------------------------------------
+
+    def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
+        """See `StepPlanner`. Slots are never too few under exact admission."""
         portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
         beams = self._beams.wanted if portion.decode else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
@@ -150,8 +157,7 @@ class Batcher:
         slots -= searched
         if len(sequences) > slots:
             sequences, places = sequences[:slots], places[:slots]
-        ahead = self._may_run_ahead(slots)
-        decoded = self._decoding.add_to(step, sequences, places, ahead=ahead)
+        decoded = self._decode(step, sequences, places, slots)
         slots -= decoded
         if searched or decoded:
             self._batching.decoded()
@@ -159,13 +165,9 @@ class Batcher:
             slots = self._fetch(step, slots, self._kv.host)
         self._compute(step, portion.prompt_tokens, slots)
 
-    def inputs_proven(self, sequence: Sequence) -> None:
-        """The first output after a sequence's needed positions has settled: publish these.
-
-        Samples that have waited for its prompt can begin.
-        """
-        sequence.proven = True
-        siblings = self._siblings.take(sequence)
+    def inputs_settled(self, sequence: Sequence) -> None:
+        """See `Planner`: samples that have waited for its prompt can begin."""
+        siblings = self._take_siblings(sequence)
         self._kv.publish_inputs(sequence, awaited=bool(siblings))
         for sibling in siblings:
             self._kv.follow(sibling, sequence)
@@ -177,7 +179,7 @@ class Batcher:
         if not group.begun:
             group.first.proven = True
             self._kv.publish_inputs(group.first, awaited=True)
-            self._beams.begin(group, self._siblings.take(group.first))
+            self._beams.begin(group, self._take_siblings(group.first))
         self._beams.continue_with(group, parents)
 
     def preempt(self, sequence: Sequence) -> bool:
@@ -195,33 +197,44 @@ class Batcher:
             self._vacate(sequence)
         return True
 
-    def settled(self) -> None:
-        """A step has settled: preempted sequences that were in it begin anew."""
+    def settle(self, step: Step | None) -> None:
+        """See `StepPlanner`: preempted sequences that were in the step begin anew."""
+        del step
         for sequence in [*self._vacating.values()]:
             if not sequence.in_flight:
                 del self._vacating[sequence.id]
                 self._vacate(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended; its slots stay with it until `released`."""
+    def drop(self, sequence: Sequence) -> None:
+        """See `Planner`."""
         if sequence.row < 0:
-            self._siblings.remove(sequence)
+            self._forget_sibling(sequence)
         elif (
             sequence.id in self._vacating
             or self._take_out(sequence)
             or self._beams.remove(sequence)
         ):
             self._vacating.pop(sequence.id, None)
-            if siblings := self._siblings.take(sequence):
+            if siblings := self._take_siblings(sequence):
                 # The prompt that they wait for may never come.
-                self._requeue(siblings)
+                self._queue.requeue(siblings)
             self._leaving[sequence.id] = sequence
 
     def released(self, sequence: Sequence) -> None:
-        """A sequence's slots and row are free."""
+        """See `Planner`."""
         self._leaving.pop(sequence.id, None)
 
-    # -- steps ---------------------------------------------------------------------------------
+    # -- parts of steps ------------------------------------------------------------------------
+
+    def _decode(
+        self, step: StepBuilder, sequences: list[Sequence], places: Ints, slots: int
+    ) -> int:
+        """Add the next tokens of these, and what may follow; the slots taken, of so many."""
+        if self._may_run_ahead(slots):
+            return add_decoding(step, sequences, places, self._forced, self._drafting)
+        if sequences:
+            step.decode(sequences, places)
+        return len(sequences)
 
     def _may_run_ahead(self, slots: int) -> bool:
         """Whether sequences may have drafts, and so slots sooner than admission has counted.
@@ -229,18 +242,16 @@ class Batcher:
         Others may not have ended by then. So all must be able to have theirs up to their bounds,
         in whatever order. (Nor are there drafts beside beams, which are counted otherwise.)
         """
-        wanted = self._decoding.may_run_ahead and not self._beams.running
-        return wanted and self._to_come <= slots
+        wanted = (self._drafting or self._forced.known) and not self._beams.running
+        return bool(wanted) and self._to_come <= slots
 
     @property
     def _to_come(self) -> int:
         """Slots that all of these sequences may still take, up to their bounds."""
-        started = [*self._decoding, *self._ready, *self._prefilling]
-        places = np.array([sequence.place for sequence in started], np.int64)
-        table = self._kv.table
-        to_come = int((table.bound[places] - table.computed[places]).sum())
-        to_come += sum(sequence.bound - sequence.needed + 1 for sequence in self._siblings)
-        return to_come + self._beams.to_come
+        to_come = self._decoding.to_come + self._beams.to_come
+        to_come += sum(each.bound - each.computed for each in (*self._ready, *self._prefilling))
+        siblings = chain.from_iterable(self._siblings.values())
+        return to_come + sum(each.bound - each.needed + 1 for each in siblings)
 
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add pieces of prompts, in the order of admission."""
@@ -320,14 +331,119 @@ class Batcher:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Free row and slots of a preempted sequence, and queue it again."""
-        siblings = self._siblings.take(sequence)
+        siblings = self._take_siblings(sequence)
         # One whose samples wait for its prompt has no output to lose yet.
-        if self._kv.host is not None and not siblings and self._swaps(sequence):
+        if self._kv.host is not None and not siblings and self._preemption.swaps(sequence):
             self._kv.swap_out(sequence)
         self._kv.release(sequence)
         self._rows.give_back(sequence)
         sequence.restart()
-        self._requeue([sequence, *siblings])
+        self._queue.requeue([sequence, *siblings])
+
+    def _take_siblings(self, first: Sequence) -> list[Sequence]:
+        """Those that wait for the prompt of `first`, and no longer: they are promised no rows."""
+        siblings = self._siblings.pop(first.id, [])
+        self._rows.promise(-len(siblings))
+        return siblings
+
+    def _forget_sibling(self, sequence: Sequence) -> None:
+        for first, siblings in self._siblings.items():
+            if sequence in siblings:
+                siblings.remove(sequence)
+                self._rows.promise(-1)
+                if not siblings:
+                    del self._siblings[first]
+                return
 
 
-_NONE: Ints = np.empty(0, np.int64)
+class _Decoding:
+    """The batcher's sequences whose needed positions have all been launched, but for beams.
+
+    They go in lockstep, so most steps hold all of them, one position each: a few operations on
+    columns. Left out are those whose last token has been launched, whose mask is late, or whose
+    drafts are being checked.
+
+    Args:
+        table: their columns.
+        drafts: whether any may have drafts.
+    """
+
+    def __init__(self, table: Table, *, drafts: bool) -> None:
+        self._table = table
+        self._drafts = drafts
+        self._sequences: dict[int, Sequence] = {}
+        #: The same in the order in which they came, and [n] their places; never changed in place.
+        self._order: list[Sequence] = []
+        self._places = _NONE
+        #: Who came and who went since these were made.
+        self._came: list[Sequence] = []
+        self._gone: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def get(self, sequence_id: int) -> Sequence | None:
+        """One of them by its id."""
+        return self._sequences.get(sequence_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """The last of what a sequence needs has been planned."""
+        self._sequences[sequence.id] = sequence
+        self._came.append(sequence)
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Plan nothing more of a sequence; False if it is not here."""
+        if self._sequences.pop(sequence.id, None) is None:
+            return False
+        if sequence in self._came:
+            self._came.remove(sequence)
+        else:
+            self._gone.append(sequence)
+        return True
+
+    @property
+    def to_come(self) -> int:
+        """Slots that they may still take, up to their bounds."""
+        _, places = self.all()
+        return int((self._table.bound[places] - self._table.computed[places]).sum())
+
+    def next(self) -> tuple[list[Sequence], Ints]:
+        """Those that can have a token in the next step; [n] their places."""
+        sequences, places = self.all()
+        table = self._table
+        going_on = table.computed[places] < table.bound[places]
+        if table.constrained:
+            going_on &= table.paused[places] == 0
+        if self._drafts:  # which of them are right must be known first
+            going_on &= table.drafted[places] == 0
+        if np.count_nonzero(going_on) == len(going_on):
+            return sequences, places
+        return [*compress(sequences, going_on.tolist())], places[going_on]
+
+    def all(self) -> tuple[list[Sequence], Ints]:
+        """All of them; [n] their places."""
+        came, gone = self._came, self._gone
+        if not (came or gone):
+            return self._order, self._places
+        if len(came) + len(gone) > _MANY:
+            self._order = [*self._sequences.values()]
+            self._places = places_of(self._order)
+        else:
+            which = [self._order.index(sequence) for sequence in gone]
+            stay = np.ones(len(self._order), np.bool_)
+            stay[which] = False
+            self._order = [*compress(self._order, stay.tolist()), *came]
+            self._places = np.concatenate((self._places[stay], places_of(came)))
+        came.clear()
+        gone.clear()
+        return self._order, self._places
+
+    def holds_only(self, places: Ints) -> bool:
+        """Whether the sequences at these places are all that there are, and can have a token."""
+        sequences, decoding = self.next()
+        return len(sequences) == len(self) == len(places) and set(decoding.tolist()) == set(
+            places.tolist()
+        )

@@ -10,81 +10,11 @@ settled, and with overlapped steps it is in every other one. It is never preempt
 
 from __future__ import annotations
 
-from tokenpod.core.outputs import FinishCode
-from tokenpod.core.requests import BeamParams, Request
-from tokenpod.scheduler.admission import Ledger
-from tokenpod.scheduler.beam_search import BeamSearch, Top
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequence import Group, Sequence
 from tokenpod.scheduler.step import StepBuilder
-from tokenpod.scheduler.work import Settled
-
-#: In `Settled.samples`: a token of a result, which was chosen in an earlier step.
-_NOT_SAMPLED = -1
-
-
-class Group:
-    """One search, and its sequences.
-
-    Args:
-        request: with a `beam`.
-        params: of it.
-        sequences: one for each beam.
-    """
-
-    def __init__(self, request: Request, params: BeamParams, sequences: list[Sequence]) -> None:
-        self.request = request
-        self.sequences = sequences
-        #: Whether the last of the prompt has been planned; and has settled, so that all have rows.
-        self.launched = False
-        self.begun = False
-        #: Which sequence computes which of the search's beams, in their order.
-        self.carriers = sequences[:1]
-        self._search = BeamSearch(params, request.stopping)
-        #: By sequence, of the step that settles.
-        self._tops: dict[Sequence, Top] = {}
-
-    @property
-    def first(self) -> Sequence:
-        """The sequence that computes the prompt."""
-        return self.sequences[0]
-
-    def take(self, sequence: Sequence, top: Top) -> bool:
-        """Take the most likely next tokens of one sequence; whether those of all are there."""
-        self._tops[sequence] = top
-        return len(self._tops) == len(self.carriers)
-
-    def advance(self, now: int) -> dict[Sequence, Sequence]:
-        """Extend all beams: which sequence goes on from which; none: the search is over.
-
-        A beam stays with its sequence, if no better one has continued the same beginning.
-        """
-        tops = [self._tops[sequence] for sequence in self.carriers]
-        self._tops = {}
-        parents = [self.carriers[i] for i in self._search.step(tops, now)]
-        if not parents:
-            return {}
-        carriers: list[Sequence | None] = []
-        for parent in parents:
-            carriers.append(None if parent in carriers else parent)
-        free = iter([s for s in self.sequences if s not in carriers])
-        self.carriers = [carrier or next(free) for carrier in carriers]
-        for carrier, beam in zip(self.carriers, self._search.beams, strict=True):
-            carrier.outputs = beam.tokens
-        return dict(zip(self.carriers, parents, strict=True))
-
-    def report(self, settled: Settled) -> FinishCode:
-        """The search is over: add its results, the best first; how the best one has ended."""
-        for sequence_id, result in zip(self.request.reported, self._search.results, strict=False):
-            for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
-                settled.logprobs[len(settled.token_ids)] = logprob
-                settled.sequence_ids.append(sequence_id)
-                settled.token_ids.append(token)
-                settled.finishes.append(FinishCode.RUNNING)
-                settled.samples.append(_NOT_SAMPLED)
-            settled.finishes[-1] = result.finish
-        return self._search.results[0].finish
 
 
 class Beams:
@@ -148,7 +78,7 @@ class Beams:
         """A step has settled: the next one may be planned."""
         tails = group.first.tails
         assert tails is not None
-        tails.settle(parents)
+        tails.settle({each.id: parent.id for each, parent in parents.items()})
         for sequence, parent in parents.items():
             if sequence is not parent:
                 self._rows.renew(sequence)

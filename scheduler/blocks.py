@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokenpod.core.messages import BLOCK_TOKENS, BlocksRemoved, BlocksStored, CacheEvents
-
-if TYPE_CHECKING:
-    from tokenpod.scheduler.radix import Node, Tokens
+from tokenpod.scheduler.radix import Node, Tokens
 
 _NUMBER = 8  # bytes
 

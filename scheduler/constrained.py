@@ -9,21 +9,16 @@ needs computed is always sampled, and only rows that decode can miss a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tokenpod.core.outputs import Failure
 from tokenpod.scheduler.sequence import Sequence
 
 
 class Constrained:
-    """Who waits for a mask.
+    """Who waits for a mask."""
 
-    Args:
-        enqueue: takes samples whose masks are there.
-    """
-
-    def __init__(self, enqueue: Callable[[list[Sequence]], None]) -> None:
-        self._enqueue = enqueue
+    def __init__(self) -> None:
         #: Samples that are queued together, by the first one's id.
         self.held: dict[int, list[Sequence]] = {}
         #: Which first one each of them is with.
@@ -58,45 +53,43 @@ class Constrained:
         sequence.paused = 1
         self._paused[sequence.id] = sequence
 
-    def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
-        """The next masks of some of `waiting` are there.
+    def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> list[list[Sequence]]:
+        """The next masks of some of `waiting` are there; samples that can be queued with them.
 
         Args:
             sequence_ids: theirs.
-            most: of those that are held so many are queued, samples of one request counting once;
-                the others stay among `waiting`. None: all.
+            most: of those that are held so many can be queued, samples of one request counting
+                once; the others stay among `waiting`. None: all.
         """
-        queued = 0
+        free: list[list[Sequence]] = []
         for sequence_id in sequence_ids:
             if sequence := self._paused.pop(sequence_id, None):
                 sequence.paused = 0
-            elif (first := self._first.get(sequence_id)) is not None and queued != most:
+            elif (first := self._first.get(sequence_id)) is not None and len(free) != most:
                 self._masked.add(sequence_id)
-                queued += self._let_go(first)
+                free += self._let_go(first)
+        return free
 
-    def forget(self, sequence: Sequence) -> bool:
-        """A sequence has ended; whether it was held."""
+    def forget(self, sequence: Sequence) -> list[list[Sequence]]:
+        """A sequence has ended; samples that can be queued without it."""
         if not sequence.constrained:
-            return False
+            return []
         self.over.pop(sequence.id, None)
         self._paused.pop(sequence.id, None)
         self._masked.discard(sequence.id)
         first = self._first.pop(sequence.id, None)
         if first is None:
-            return False
+            return []
         self.held[first].remove(sequence)
-        self._let_go(first)
-        return True
+        return self._let_go(first)
 
-    def _let_go(self, first: int) -> bool:
-        """Queue samples if all of their masks are there; whether they are."""
+    def _let_go(self, first: int) -> list[list[Sequence]]:
+        """Samples that were held together, if all of their masks are there."""
         samples = self.held[first]
-        whole = all(s.id in self._masked for s in samples)
-        if whole:
-            del self.held[first]
-            for sequence in samples:
-                self._masked.discard(sequence.id)
-                del self._first[sequence.id]
-            if samples:
-                self._enqueue(samples)
-        return whole
+        if not all(s.id in self._masked for s in samples):
+            return []
+        del self.held[first]
+        for sequence in samples:
+            self._masked.discard(sequence.id)
+            del self._first[sequence.id]
+        return [samples]

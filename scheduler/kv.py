@@ -171,7 +171,7 @@ class KV:
             slots = np.append(slots, slots_of(sequence.extents, sequence.shared, copied))
         if sequence.tails is None:
             return slots
-        return np.concatenate((slots, sequence.tails.before_step(sequence)))
+        return np.concatenate((slots, sequence.tails.before_step(sequence.id)))
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""
@@ -201,11 +201,13 @@ class KV:
         bound = n + (len(others) + 1) * (first.bound - first.computed)
         tails = Tails(self.pool, first.extents, taken=first.shared + n, bound=first.shared + bound)
         self._keep(first, [])
-        tails.begin([first, *others], slots)
+        tails.begin([each.id for each in (first, *others)], slots)
+        first.tails = tails
         for other in others:
             self.tree.lock(first.node)
             other.begin_after(first.node, first.shared)
             other.computed = first.computed
+            other.tails = tails
 
     def extend_each(self, sequences: list[Sequence], places: Ints) -> Slots:
         """[n] a slot for the next position of each of these, int64. Raises OutOfSlots.
@@ -280,7 +282,8 @@ class KV:
         if self.host is not None:
             self.host.withdraw(sequence)
         if sequence.tails is not None:
-            sequence.tails.leave(sequence)
+            sequence.tails.leave(sequence.id)
+            sequence.tails = None
             self._unlock(sequence)
             return
         computed = min(sequence.computed, sequence.length)

@@ -13,17 +13,12 @@ in the tree are held once, until the last one ends that uses them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenpod.scheduler.admission import last_to_arrive
-from tokenpod.scheduler.peak import FOREVER, peak_tokens
-from tokenpod.scheduler.radix import Node, new_ledger_number
+from tokenpod.scheduler.admission import Admission, Needs
 from tokenpod.scheduler.sequence import EndState, Sequence
 from tokenpod.scheduler.table import Ints, Table
-from tokenpod.scheduler.tally import Company
 from tokenpod.scheduler.work import Limits
 
 #: Lengths that are remembered; how many of them the limit on new tokens stands for at first.
@@ -36,32 +31,48 @@ _MOST_DRAWS = 5
 _DRAWS_FOR = 200
 
 
-class PastFuture:
+class PastFuture(Admission):
     """Admits a request if the drawn future fits.
 
     Args:
-        table: the sequences' columns.
-        limits: the engine's resources.
-        quantum: prompt tokens that every step with prompts is sure to compute.
+        table, limits, quantum: see `Admission`.
         seed: of the draws, which are nobody else's.
     """
 
+    preempts = True
+
     def __init__(self, table: Table, limits: Limits, quantum: int, seed: int = 0) -> None:
-        del quantum
-        self._table = table
-        self._slots = limits.slots
+        super().__init__(table, limits, quantum)
+        self.margin = limits.slots - int(CAPACITY * limits.slots)
         self._lengths = Lengths(limits.max_positions - 1, seed)
 
-    def ledger(self) -> Drawn:
-        """See `Admission`."""
-        return Drawn(self._table, self._slots, self._lengths)
+    def draws(self, running: int) -> int:
+        """More where few run."""
+        return min(_DRAWS_FOR // max(running, 1) + 1, _MOST_DRAWS)
 
-    def victims(self, running: Listing[Sequence]) -> Listing[Sequence]:
-        """See `Admission`."""
-        return last_to_arrive(running)
+    def held(self, needs: Needs) -> Ints:
+        """What it has, and must compute before its next output."""
+        return needs.computed - needs.shared
+
+    def growth(self, needs: Needs) -> Ints:
+        """By what is drawn for it."""
+        outputs, new = needs.outputs, needs.outputs == 0
+        most = outputs + needs.left + needs.prompt
+        lengths = np.empty((needs.draws, len(outputs)), np.int64)
+        lengths[:, ~new] = self._lengths.of_running(outputs[~new], most[~new], needs.draws)
+        if new.any():
+            lengths[:, new] = self._lengths.of_new(most[new], needs.draws)
+        # The last token is never written, and the needed positions bring one.
+        growth: Ints = np.maximum(lengths - outputs - needs.prompt, 0)
+        return growth
+
+    def end(self, needs: Needs, growth: Ints) -> Ints:
+        """Once it has grown by that."""
+        del needs
+        return growth
 
     def ended(self, sequence: Sequence) -> None:
-        """See `Admission`: those that a client has given up say nothing about lengths."""
+        """Remember its length; those that a client has given up say nothing about lengths."""
         if sequence.ended_as in (EndState.STOPPED, EndState.LENGTH) and sequence.outputs:
             self._lengths.add(len(sequence.outputs))
 
@@ -84,10 +95,11 @@ class Lengths:
         self._ended.append(length)
         self._sorted = None
 
-    def of_new(self, most: int, draws: int) -> Ints:
-        """[draws] lengths of one that has no output yet, each at most `most`."""
+    def of_new(self, most: int | Ints, draws: int) -> Ints:
+        """[draws] or [draws, n] lengths of some that have no output yet, each at most `most`."""
         known = self._known()
-        lengths: Ints = np.minimum(known[self._chance.integers(len(known), size=draws)], most)
+        drawn = self._chance.integers(len(known), size=(draws, *np.shape(most)))
+        lengths: Ints = np.minimum(known[drawn], most)
         return lengths
 
     def of_running(self, outputs: Ints, most: Ints, draws: int) -> Ints:
@@ -118,173 +130,3 @@ class Lengths:
         if self._sorted is None:
             self._sorted = np.sort(np.array(self._ended, np.int64))
         return self._sorted
-
-
-class Drawn:
-    """The ledger: entries of (tokens, growth, end), growth and end by each of some draws.
-
-    Args:
-        table: the sequences' columns.
-        slots: of the KV pool.
-        lengths: that are drawn from.
-    """
-
-    def __init__(self, table: Table, slots: int, lengths: Lengths) -> None:
-        self._table = table
-        self._slots = slots
-        self._lengths = lengths
-        self._number = new_ledger_number()
-        self._company = Company()
-        self._draws = _MOST_DRAWS
-        #: [n], [draws, n] and [draws, n] of those that were added many at a time.
-        self._columns: list[tuple[Ints, Ints, Ints]] = []
-        #: The entries that came singly; of each draw its growth and its end.
-        self._tokens: list[int] = []
-        self._growth: list[list[int]] = []
-        self._ends: list[list[int]] = []
-        #: Slots that may be taken, after each of these entries.
-        self._most: list[int] = []
-        #: Until when nodes were counted, by the index that is their `kept_until`.
-        self._kept: list[list[int]] = []
-        #: By the id of a sequence whose samples may wait for it.
-        self._ends_at: dict[int, list[int]] = {}
-
-    def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
-        """See `Ledger`; to be called first, since the number of draws follows from it."""
-        table = self._table
-        self._draws = min(_DRAWS_FOR // max(len(at), 1) + 1, _MOST_DRAWS)
-        outputs, left = table.launched[at], table.bound[at] - table.computed[at]
-        growth = self._lengths.of_running(outputs, outputs + left, self._draws) - outputs
-        self._columns.append((table.computed[at] - table.shared[at], growth, growth))
-        self._company.note(sequences)
-        #: Nodes that one of them has for itself, mostly: their tokens, and whose end is theirs.
-        tokens: list[int] = []
-        whose: list[int] = []
-        for place, (sequence, ends) in enumerate(zip(sequences, growth.T.tolist(), strict=True)):
-            self._ends_at[sequence.id] = ends
-            node = sequence.node
-            while node is not None and node.parent is not None and node.seen_by != self._number:
-                tokens.append(len(node.tokens))
-                whose.append(place)
-                node.seen_by, node.kept_until = self._number, len(self._kept)
-                self._kept.append(ends)
-                node = node.parent
-            self._lock(node, ends)
-        still = np.zeros((self._draws, len(whose)), np.int64)
-        self._columns.append((np.array(tokens, np.int64), still, growth[:, whose]))
-
-    def leaving(self, sequences: Listing[Sequence]) -> None:
-        """See `Ledger`."""
-        for sequence in sequences:
-            self._until(sequence, sequence.computed - sequence.shared, 1)
-
-    def reserved(self, sequence: Sequence) -> None:
-        """See `Ledger`: it may stay for ever."""
-        self._until(sequence, sequence.bound - sequence.shared, FOREVER)
-
-    def searching(self, sequences: Listing[Sequence]) -> None:
-        """See `Ledger`: its bound is all that is sure."""
-        self._company.note(sequences)
-        for sequence in sequences:
-            self.reserved(sequence)
-
-    def prefilling(self, sequence: Sequence) -> None:
-        """See `Ledger`."""
-        if sequence.group is not None:
-            self.searching([sequence])
-            return
-        self._grow(sequence, len(sequence.inputs) - sequence.shared)
-
-    def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
-        """See `Ledger`. The prompt is there once, until the last sample is over."""
-        last = before = self._ends_at[first.id]
-        for sequence in sequences:
-            if sequence.group is None:
-                ends = self._grow(sequence, 1)
-            else:
-                ends = self._until(sequence, sequence.bound - sequence.needed + 1, FOREVER)
-            last = [*map(max, last, ends)]
-        prompt = first.needed - first.shared
-        self._add(-prompt, self._zeros, before)
-        self._add(prompt, self._zeros, last)
-        self._lock(first.node, last)
-
-    @property
-    def mark(self) -> int:
-        """See `Ledger`: entries that came singly."""
-        return len(self._tokens)
-
-    def fits(self, mark: int) -> bool:
-        """See `Ledger`."""
-        return self.peak(mark) <= (self._most[mark - 1] if mark else self._capacity)
-
-    def peak(self, mark: int | None = None) -> int:
-        """The highest need of all draws, of what was added until `mark`."""
-        columns = [*self._columns]
-        if self._tokens[:mark]:
-            growth, ends = (
-                np.array(each[:mark], np.int64).T for each in (self._growth, self._ends)
-            )
-            columns.append((np.array(self._tokens[:mark], np.int64), growth, ends))
-        if not columns:
-            return 0
-        tokens = np.concatenate([each[0] for each in columns])
-        growth = np.concatenate([each[1] for each in columns], axis=1)
-        ends = np.concatenate([each[2] for each in columns], axis=1)
-        return max(peak_tokens(tokens, *drawn) for drawn in zip(growth, ends, strict=True))
-
-    # -- parts ---------------------------------------------------------------------------------
-
-    @property
-    def _zeros(self) -> list[int]:
-        return [0] * self._draws
-
-    @property
-    def _capacity(self) -> int:
-        return int(CAPACITY * self._slots) if self._company.several else self._slots
-
-    def _grow(self, sequence: Sequence, held: int) -> list[int]:
-        """Add one that grows by what is drawn for it; when it has ended."""
-        outputs = len(sequence.outputs)
-        most = sequence.request.stopping.max_new_tokens
-        if outputs:
-            so_far, at_most = np.array([outputs]), np.array([most])
-            lengths = self._lengths.of_running(so_far, at_most, self._draws)[:, 0]
-        else:
-            lengths = self._lengths.of_new(most, self._draws)
-        # The last token is never written, and the needed positions bring one.
-        ends: list[int] = np.maximum(lengths - outputs - 1, 0).tolist()
-        self._company.note((sequence,))
-        self._add(held, ends, ends)
-        self._ends_at[sequence.id] = ends
-        self._lock(sequence.node, ends)
-        return ends
-
-    def _until(self, sequence: Sequence, held: int, end: int) -> list[int]:
-        """Add one that holds so much to the end; when it has ended."""
-        ends = [end] * self._draws
-        self._add(held, self._zeros, ends)
-        self._ends_at[sequence.id] = ends
-        self._lock(sequence.node, ends)
-        return ends
-
-    def _add(self, tokens: int, growth: list[int], ends: list[int]) -> None:
-        self._tokens.append(tokens)
-        self._growth.append(growth)
-        self._ends.append(ends)
-        self._most.append(self._capacity)
-
-    def _lock(self, node: Node | None, ends: list[int]) -> None:
-        """Count the path to a node until these ends."""
-        while node is not None and node.parent is not None:
-            if node.seen_by == self._number:
-                before = self._kept[node.kept_until]
-                ends = [*map(max, before, ends)]
-                if ends == before:
-                    # Then those above it are kept as long too.
-                    return
-                self._add(-len(node.tokens), self._zeros, before)
-            self._add(len(node.tokens), self._zeros, ends)
-            node.seen_by, node.kept_until = self._number, len(self._kept)
-            self._kept.append(ends)
-            node = node.parent

@@ -39,6 +39,8 @@ def peak_tokens(held: npt.ArrayLike, left: npt.ArrayLike, end: npt.ArrayLike) ->
     h, rest, ends = (np.asarray(column, np.int64) for column in (held, left, end))
     if not len(h):
         return 0
+    if ends.min() >= FOREVER:
+        return int((h + rest).sum())
     order = ends.argsort()
     moments, firsts = np.unique(ends[order], return_index=True)
     # At moment t: the sum of h + min(rest, t) over those that end at t or later. Those with more

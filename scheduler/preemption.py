@@ -20,12 +20,10 @@ class Preemption(Protocol):
     def swapped_first(self) -> bool:
         """Whether no waiting request joins while anything is swapped."""
 
-    def swaps(self, sequence: Sequence, samples: int) -> bool:
+    def swaps(self, sequence: Sequence) -> bool:
         """Whether a sequence that gives way is swapped, if there is room; else computed again.
 
-        Args:
-            sequence: has its slots yet.
-            samples: of its request that have not ended.
+        It has its slots yet.
         """
 
 
@@ -36,9 +34,9 @@ class Always:
     swap: bool
     swapped_first: bool = False
 
-    def swaps(self, sequence: Sequence, samples: int) -> bool:
+    def swaps(self, sequence: Sequence) -> bool:
         """See `Preemption`."""
-        del sequence, samples
+        del sequence
         return self.swap
 
 
@@ -53,9 +51,8 @@ class ByLength:
     least: int
     swapped_first: bool = False
 
-    def swaps(self, sequence: Sequence, samples: int) -> bool:
+    def swaps(self, sequence: Sequence) -> bool:
         """See `Preemption`."""
-        del samples
         return sequence.computed >= self.least
 
 
@@ -68,10 +65,9 @@ class Vllm:
 
     swapped_first: bool = True
 
-    def swaps(self, sequence: Sequence, samples: int) -> bool:
+    def swaps(self, sequence: Sequence) -> bool:
         """See `Preemption`."""
-        del sequence
-        return samples > 1
+        return sequence.alive > 1
 
 
 #: --preemption: by name, from the least length that is worth copying.

@@ -10,20 +10,21 @@ preempted sequence keeps its arrival, and so stands before all that came later.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Protocol
 
 from tokenpod.scheduler.adapter_slots import AdapterSlots, needs_slot
-from tokenpod.scheduler.admission import Ledger
+from tokenpod.scheduler.admission import Admission
 from tokenpod.scheduler.batching import Joining
+from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
+from tokenpod.scheduler.planner import StepPlanner
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.sequence import Owner, Sequence, State
 
 #: (-priority, arrival, stream of the first sample, samples): sorts in the order of service.
 _Entry = tuple[int, int, int, list[Sequence]]
-
 
 #: Less than any -priority: requests that stand before all others.
 _FIRST = -(1 << 40)
@@ -34,27 +35,14 @@ def _place(entry: _Entry) -> tuple[int, int]:
     return entry[:2]
 
 
-class Planner(Protocol):
-    """Plans the steps of admitted sequences."""
-
-    def enter(self, ledger: Ledger, samples: list[Sequence]) -> None:
-        """Add what a request needs to a ledger; its cached prefix is locked."""
-
-    def start(self, samples: list[Sequence]) -> None:
-        """Take a request; its first sample has a row."""
-
-
 class Queue:
     """Requests without a row.
 
     Args:
         kv: has the cached prefixes.
         rows: the executor's rows.
-        planners: take the admitted requests of each owner.
-        ledger: makes one with everything that has been admitted.
-        joining: asks the batching policy, given the tokens that each of the batcher's waiting
-            requests needs computed, in the queue's order.
         adapters: their slots.
+        admission: says whether requests fit.
         swapped_first: what is swapped to the host's memory joins before all that waits.
     """
 
@@ -62,21 +50,19 @@ class Queue:
         self,
         kv: KV,
         rows: Rows,
-        planners: Mapping[Owner, Planner],
-        ledger: Callable[[], Ledger],
-        joining: Callable[[Iterator[int]], Joining],
         adapters: AdapterSlots,
+        admission: Admission,
         *,
         swapped_first: bool = False,
     ) -> None:
         #: Tokens that waiting requests need computed.
         self.tokens = 0
+        #: Those that wait for masks before they are queued.
+        self.masks = Constrained()
         self._kv = kv
         self._rows = rows
-        self._planners = planners
-        self._ledger = ledger
-        self._joining = joining
         self._adapters = adapters
+        self._admission = admission
         self._swapped_first = swapped_first
         self._arrivals = 0
         self._swapped = 0
@@ -103,30 +89,39 @@ class Queue:
         """The samples of the request that is next; none if the queue is empty."""
         return self._waiting[0][-1] if self._waiting else []
 
-    def add(self, samples: list[Sequence]) -> None:
-        """Add a request behind those of its priority."""
-        self.number(samples)
-        self.add_again(samples)
+    @property
+    def of_batcher(self) -> Iterator[int]:
+        """The tokens that each of the batcher's waiting requests needs computed, in order."""
+        return (samples[0].needed for *_, samples in self._of_batcher())
 
-    def number(self, samples: list[Sequence]) -> None:
-        """Note when a request arrived: that is its place in the queue, also if it joins later."""
+    def add(self, samples: list[Sequence]) -> None:
+        """Add a new request behind those of its priority; under a constraint once it has masks."""
         self._arrivals += 1
         for sequence in samples:
             sequence.arrival = self._arrivals
+        self._wait(samples)
 
-    def add_again(self, samples: list[Sequence]) -> None:
-        """Add samples that were admitted and have to begin anew, in their old place."""
-        first = samples[0]
-        entry = (*self._place_of(first), first.stream, samples)
-        insort(self._waiting, entry)
-        self.tokens += first.needed
-        self._swapped += first.hosted.swapped > 0
-        if self._waiting[0] is entry or (self._fitted and self._waiting[-1] is not entry):
-            self._fitted = None
+    def requeue(self, samples: list[Sequence]) -> None:
+        """Take samples back that were admitted and have to begin anew, in their old place."""
+        for sequence in samples:
+            swapped = sequence.hosted.swapped > 0
+            sequence.state = State.SWAPPED if swapped else State.WAITING
+            self._adapters.give_back(sequence)
+        self._wait(samples)
+        self.freed()
 
-    def remove(self, sequence: Sequence) -> bool:
-        """Forget a sequence; False if it does not wait here."""
-        # Every sequence that ends is looked for, and few wait: the order says where it would be.
+    def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
+        """The next masks of these sequences are there; see `Constrained.masked`."""
+        for samples in self.masks.masked(sequence_ids, most):
+            self._insert(samples)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence is about to end: it waits no more, if it did."""
+        for samples in self.masks.forget(sequence):
+            if samples:
+                self._insert(samples)
+        if sequence.state is State.RUNNING:
+            return
         place = self._place_of(sequence)
         at = bisect_left(self._waiting, place, key=_place)
         while at < len(self._waiting) and _place(self._waiting[at]) == place:
@@ -136,18 +131,36 @@ class Queue:
                 if not samples:
                     del self._waiting[at]
                     self.tokens -= sequence.needed
-                    self._swapped -= sequence.hosted.swapped > 0
+                    self._swapped -= sequence.state is State.SWAPPED
                 self._fitted = None
-                return True
+                return
             at += 1
-        return False
+
+    def _wait(self, samples: list[Sequence]) -> None:
+        if samples[0].constrained:
+            self.masks.hold(samples)
+        else:
+            self._insert(samples)
+
+    def _insert(self, samples: list[Sequence]) -> None:
+        first = samples[0]
+        entry = (*self._place_of(first), first.stream, samples)
+        insort(self._waiting, entry)
+        self.tokens += first.needed
+        self._swapped += first.state is State.SWAPPED
+        if self._waiting[0] is entry or (self._fitted and self._waiting[-1] is not entry):
+            self._fitted = None
 
     def freed(self) -> None:
         """Slots or a row are free again: the head may fit now."""
         self._fitted = None
 
-    def admit(self) -> None:
+    def admit(self, joining: Joining, planners: Iterable[StepPlanner]) -> None:
         """Hand over to their planners, in order, all that fit and that the batching policy wants.
+
+        Args:
+            joining: how many of the batcher's may join.
+            planners: have what has been admitted.
 
         Many are asked for at once, and twice as many after that. A request more never lets more
         fit, so the first one that does not fit is found by bisection.
@@ -157,24 +170,24 @@ class Queue:
         if len(self.head) > self._rows.free:
             self._fitted = 0
             return
-        joining = self._joining(samples[0].needed for *_, samples in self._of_batcher())
         limit = self._limit(joining.most)
         if not limit or (self._fitted is not None and self._fitted < joining.least):
             return
-        begun = self._begin_fitting(limit)
+        begun = self._begin_fitting(limit, planners)
         fitting = self._at_least(joining.least, begun)
         owners = [entry[-1][0].owner for entry in self._waiting[fitting:begun]]
         self._fitted = owners.count(Owner.BATCHER) if begun < limit else None
         for _, _, _, samples in self._waiting[:fitting]:
             first, *siblings = samples
             self.tokens -= first.needed
-            self._swapped -= first.hosted.swapped > 0
+            self._swapped -= first.state is State.SWAPPED
             for sequence in samples:
+                sequence.state = State.RUNNING
                 self._adapters.give(sequence)
             self._fill_virtual(first)
             self._rows.give(first)
             self._rows.promise(len(siblings))
-            self._planners[first.owner].start(samples)
+            first.planner.start(samples)
         del self._waiting[:fitting]
 
     def _fill_virtual(self, sequence: Sequence) -> None:
@@ -188,7 +201,7 @@ class Queue:
             self._adapters.fill(sequence.request.adapter, slots, first)
 
     def _place_of(self, sequence: Sequence) -> tuple[int, int]:
-        first = self._swapped_first and sequence.hosted.swapped > 0
+        first = self._swapped_first and sequence.state is State.SWAPPED
         return _FIRST if first else -sequence.request.priority, sequence.arrival
 
     def _of_batcher(self) -> Iterator[_Entry]:
@@ -208,9 +221,11 @@ class Queue:
         self._withdraw(begun[ours[0] :])
         return ours[0]
 
-    def _begin_fitting(self, limit: int) -> int:
+    def _begin_fitting(self, limit: int, planners: Iterable[StepPlanner]) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
-        ledger, rows = self._ledger(), self._rows.free
+        ledger, rows = Ledger(self._admission), self._rows.free
+        for planner in planners:
+            planner.add_to(ledger)
         adapters, is_full = self._adapters.in_used_slots, False
         #: The ledger's mark after each of them.
         marks: list[int] = []
@@ -228,12 +243,13 @@ class Queue:
                 if is_full:
                     break
                 self._kv.begin(samples[0])
-                self._planners[samples[0].owner].enter(ledger, samples)
+                ledger.joining(samples)
                 marks.append(ledger.mark)
             if len(marks) == fitting:
                 return fitting
             if too_many(-1):
-                asked = range(fitting, len(marks))
+                # The last one is known to be too many.
+                asked = range(fitting, len(marks) - 1)
                 fitting += bisect_left(asked, True, key=too_many)
                 self._withdraw(self._waiting[fitting : len(marks)])
                 return fitting

@@ -17,15 +17,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenpod.scheduler.block_keys import Key, root_key
-
-if TYPE_CHECKING:
-    from tokenpod.scheduler.blocks import BlockLog
 
 Tokens = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]
@@ -74,12 +71,24 @@ class Node:
         self.listed = True
         #: Whether it is in the queue for eviction.
         self.queued = False
-        #: The last ledger that counted it, and until which step it is locked there, or what else
-        #: that ledger notes of it.
+        #: The last ledger that counted it, and until which step it is locked there: by each draw.
         self.seen_by = 0
-        self.kept_until = 0
+        self.kept_until: list[int] = []
         #: What `spill` notes of it: keys of blocks that end in it, and perhaps of some before it.
         self.keys: list[Key] = []
+
+
+class Log(Protocol):
+    """Notes what changes in a tree; see `blocks.BlockLog`."""
+
+    def added(self, node: Node) -> None:
+        """A leaf has been added."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A node has been cut in two."""
+
+    def cut(self, node: Node, keep: int) -> None:
+        """All but the first `keep` tokens of a leaf are evicted."""
 
 
 class RadixTree:
@@ -105,7 +114,7 @@ class RadixTree:
         #: By time: what matches have; by uses: what was evicted last.
         self._clock = 0
         #: Hears of what is added and removed; None: nobody asks.
-        self.log: BlockLog | None = None
+        self.log: Log | None = None
         #: Called with a leaf and how many of its tokens stay, before the others are evicted.
         self.spill: Callable[[Node, int], None] | None = None
 

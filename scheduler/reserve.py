@@ -7,52 +7,13 @@ has ended. Prefixes in the tree count once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listing
-
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Ints, Table
-from tokenpod.scheduler.tally import Tally
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.admission import Admission, Needs
+from tokenpod.scheduler.table import Ints
 
 
-class Reserve:
-    """Admits a request if the bounds of all sequences together fit.
+class Reserve(Admission):
+    """Admits a request if the bounds of all sequences together fit."""
 
-    Args:
-        table: the sequences' columns.
-        limits: the engine's resources.
-        quantum: prompt tokens that every step with prompts is sure to compute.
-    """
-
-    def __init__(self, table: Table, limits: Limits, quantum: int) -> None:
-        del quantum
-        self._table = table
-        self._slots = limits.slots
-
-    def ledger(self) -> Bounds:
-        """See `Admission`."""
-        return Bounds(self._table, self._slots)
-
-    def victims(self, running: Listing[Sequence]) -> Listing[Sequence]:
-        """See `Admission`: slots don't run out, so no sequence is preempted."""
-        del running
-        return ()
-
-    def ended(self, sequence: Sequence) -> None:
-        """See `Admission`: bounds are all that counts here."""
-
-
-class Bounds(Tally):
-    """The sum of all bounds."""
-
-    def decoding_need(self, at: Ints) -> Ints:
-        """See `Tally`."""
-        return self.table.bound[at] - self.table.shared[at]
-
-    def need(self, sequence: Sequence) -> int:
-        """See `Tally`."""
-        return sequence.bound - sequence.shared
-
-    def sibling_need(self, sequence: Sequence) -> int:
-        """See `Tally`."""
-        return sequence.bound - (len(sequence.inputs) - 1)
+    def held(self, needs: Needs) -> Ints:
+        """All of the bound, for as long as it runs."""
+        return needs.bound - needs.shared

@@ -3,41 +3,64 @@
 The scheduler decides what the next step holds and what its outcome means; it knows lengths, slots
 and limits, and nothing of tensors or protocols. A caller may plan step n + 1 before it settles step
 n: a plan needs the lengths of sequences, not their tokens.
+
+    submit, advance --> Queue --admitted--> Batcher, RouterSteps --next_rows--> step
+         probes --------------------------> Probes _________________/             |
+                                              ^------ settle: tokens, ends -------+
+
+A sequence is RUNNING while its planner has it, and WAITING in the queue before and after that; it
+ends here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
 
+import msgspec
+
 from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
-from tokenpod.core.outputs import Failure, Load
+from tokenpod.core.outputs import (
+    Drafted,
+    Ended,
+    Failure,
+    FailureCode,
+    FinishCode,
+    Load,
+    Started,
+)
+from tokenpod.core.plan import UNSAMPLED
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.arrivals import Arrivals
+from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
 from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.blocks import BlockLog
-from tokenpod.scheduler.constrained import Constrained
-from tokenpod.scheduler.counts import Counts
 from tokenpod.scheduler.deadlines import Deadlines
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.ends import Ends, alive
+from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.host_kv import HostKV, host_of
 from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.lateness import Lateness
-from tokenpod.scheduler.load_counts import load_of
-from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.pace import Pace
-from tokenpod.scheduler.planners import Planners
+from tokenpod.scheduler.planner import StepPlanner
 from tokenpod.scheduler.preemption import Always, Preemption
-from tokenpod.scheduler.refusals import malformed, too_much
+from tokenpod.scheduler.queue import Queue
+from tokenpod.scheduler.refusals import malformed, never_fits, too_much
+from tokenpod.scheduler.router_steps import Probes, RouterSteps
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import EndState, Owner, Sequence
+from tokenpod.scheduler.sequence import (
+    END_STATES,
+    EndState,
+    Group,
+    Owner,
+    Planner,
+    Sequence,
+    State,
+)
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.step_clock import StepClock
 from tokenpod.scheduler.step_times import Costs
@@ -62,9 +85,6 @@ class Scheduler:
         forced_costs: decides whether forced tokens are taken together; None: always.
     """
 
-    #: What takes the tokens of steps.
-    _OUTCOMES = Outcomes
-
     def __init__(
         self,
         limits: Limits,
@@ -82,96 +102,73 @@ class Scheduler:
             by_uses=limits.prefix_eviction == "lfu",
             host=host_of(limits),
         )
-        self._batching = batching(limits)
-        self._admission = admission(self.kv.table, limits, self._batching.quantum)
-        self._rows = Rows(limits.max_rows)
         self.adapters = AdapterSlots(
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters
         )
         #: Tokens that constraints force.
         self.forced = Forced(limits.forced, forced_costs)
+        self._rows = Rows(limits.max_rows)
+        self._batching = batching(limits)
+        self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._drafting = drafting(self.kv) if drafting else None
-        #: Every sequence that exists, by id.
-        self._sequences: dict[int, Sequence] = {}
-        self._planners = Planners(
+        self._queue = Queue(
             self.kv,
             self._rows,
             self.adapters,
+            self._admission,
+            swapped_first=preemption.swapped_first,
+        )
+        self._constrained = self._queue.masks
+        self._batcher = Batcher(
+            self.kv,
+            self._rows,
+            self._queue,
             admission=self._admission,
             batching=self._batching,
+            preemption=preemption,
             forced=self.forced,
             drafting=self._drafting,
-            prefill_tokens=limits.prefill_tokens,
-            swapped_first=preemption.swapped_first,
-            requeue=lambda samples: self._arrivals.requeue(samples),
-            swaps=lambda each: preemption.swaps(each, alive(self._sequences, each.request)),
         )
-        self._batcher, self._routed = self._planners.batcher, self._planners.routed
-        self._queue = self._planners.queue
-        self._constrained = Constrained(self._queue.add_again)
-        self._arrivals = Arrivals(
-            limits,
-            self._sequences,
-            table=self.kv.table,
-            adapters=self.adapters,
-            drafting=self._drafting,
-            queue=self._queue,
-            constrained=self._constrained,
-        )
-        deadlines = Deadlines()
-        self._counts = Counts()
-        self._ends = Ends(
-            self._sequences,
-            self._planners,
-            self._constrained,
-            kv=self.kv,
-            adapters=self.adapters,
-            drafting=self._drafting,
-            deadlines=deadlines,
-            counts=self._counts,
-        )
+        self._routed = RouterSteps(self.kv, self._rows, self.forced, self._drafting)
+        self._probes = Probes(self.kv, self._rows)
+        #: In the order in which they settle.
+        self._planners: tuple[StepPlanner, ...] = (self._batcher, self._routed, self._probes)
+        #: Every sequence that exists, by id.
+        self._sequences: dict[int, Sequence] = {}
         self._pace = Pace(limits.prefill_tokens)
-        self._late = Lateness(
-            self._sequences,
-            self.kv,
-            self._planners,
-            deadlines=deadlines,
-            pace=self._pace,
-            end=self._ends.end,
-        )
-        self._outcomes = self._OUTCOMES(
-            self.kv,
-            self._batcher,
-            self._routed,
-            self._constrained,
-            self._drafting,
-            counts=self._counts,
-            end=self._ends.end,
-            refuse=self.end_constrained,
-        )
-        self._steps = 0
+        self._deadlines = Deadlines(self._sequences, self.kv, self._pace)
+        self._vectors = VectorIds()
         self._clock = StepClock()
+        self._cache_log: BlockLog | None = None
+        self._steps = 0
         #: What has happened since the last message. Whoever ends a sequence notes it here, once,
         #: before anything of it is freed.
         self._events = Settled()
+        #: Since the start: prompt tokens (of several samples they count once), those of them that
+        #: were found in the prefix tree, requests by how their last sample ended, and drafted and
+        #: accepted tokens by how far behind the last known one they stood.
+        self._prompt_tokens = self._cached_tokens = 0
+        self._ended = Ended()
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
 
     # -- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once (see `drain_events`)."""
-        if refusal := self._arrivals.refusal(request):
+        if refusal := self._refusal(request):
             problem, code = refusal
             for sequence_id in request.sequence_ids:
                 self._events.failures.append(Failure(sequence_id, code, problem))
-            self._counts.end(EndState.IGNORED)
+            self._count_end(EndState.IGNORED)
             return
         if request.probe:
-            self._planners.probes.add(*self._arrivals.make(request, Owner.PROBE))
+            self._probes.add(*self._make(request, self._probes))
             return
-        samples = self._arrivals.make(request, Owner.BATCHER)
+        samples = self._make(request, self._batcher)
         for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
-            self._arrivals.enqueue(together)
-        self._late.add(samples[0])
+            self._queue.add(together)
+        self._deadlines.add(samples[0])
 
     def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
@@ -179,9 +176,9 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
-        fresh = [s for request in op.start for s in self._arrivals.make(request, Owner.ROUTER)]
+        fresh = [s for request in op.start for s in self._make(request, self._routed)]
         for sequence in fresh:
-            self._arrivals.enqueue([sequence])
+            self._queue.add([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
         self._routed.begin(op, fresh, resumed)
         return None
@@ -193,7 +190,35 @@ class Scheduler:
         """
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
-                self._ends.end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
+                self._end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
+
+    def _refusal(self, request: Request) -> tuple[str, FailureCode] | None:
+        """Why a request can never run; None: it can."""
+        if problem := never_fits(request, self.limits):
+            return problem, FailureCode.INVALID_ARGUMENT
+        if not self.adapters.knows(request.adapter):
+            return "its adapter has been unloaded", FailureCode.NOT_FOUND
+        return None
+
+    def _make(self, request: Request, planner: Planner) -> list[Sequence]:
+        """The sequences of a request, which nobody has queued yet."""
+        if not self.adapters.knows(request.adapter):
+            # A router's: it is the base model's then, as of any other name.
+            changes = {"adapter": 0, "virtual_tokens": 0, "virtual_kv": False}
+            request = msgspec.structs.replace(request, **changes)
+        prompt, table = self._vectors.prompt_of(request), self.kv.table
+        streams = range(len(request.sequence_ids))
+        samples = [Sequence(request, i, prompt, table, planner) for i in streams]
+        group = None if request.beam is None else Group(request, request.beam, samples)
+        together = [*samples]
+        for sequence in samples:
+            self._sequences[sequence.id] = sequence
+            sequence.samples = together
+            sequence.group = group
+            self.adapters.enter(sequence)
+        if self._drafting:
+            self._drafting.began(samples)
+        return samples
 
     # -- constraints ---------------------------------------------------------------------------
 
@@ -204,7 +229,7 @@ class Scheduler:
 
     def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
         """The next masks of these sequences are there; see `Constrained.masked`."""
-        self._constrained.masked(sequence_ids, most)
+        self._queue.masked(sequence_ids, most)
 
     def end_constrained(self, sequence_id: int, failure: Failure | None = None) -> None:
         """End a sequence: its constraint allows nothing more, or has failed.
@@ -214,22 +239,72 @@ class Scheduler:
         if sequence := self._sequences.get(sequence_id):
             self._constrained.over[sequence_id] = sequence, failure
 
+    # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence could be advanced."""
+        waiting = len(self._queue) + len(self._probes) + len(self._constrained.held)
+        return bool(self._batcher.running or waiting or self._routed.ops)
+
+    def load(self) -> Load:
+        """The counts that go to the service with every step."""
+        kv, queue, held = self.kv, self._queue, self._constrained
+        load = Load(
+            running=self._batcher.running + len(self._routed.sequences),
+            waiting=len(queue) - queue.swapped + len(held.held),
+            waiting_tokens=queue.tokens + held.held_tokens,
+            slots=kv.total - PROBE_TOKENS,
+            free_slots=max(kv.free - PROBE_TOKENS, 0),
+            evictable_slots=kv.tree.evictable,
+            preemptions=self._batcher.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            evicted_tokens=kv.tree.evicted,
+            adapters=len(self.adapters.in_use),
+            swapped=queue.swapped,
+            ended=self._ended,
+            drafted_at=[*self._drafted],
+            accepted_at=[*self._accepted],
+        )
+        return load if kv.host is None else msgspec.structs.replace(load, **kv.host.counts)
+
+    def watch_cache(self, *, wanted: bool) -> None:
+        """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
+        tree = self.kv.tree
+        tree.log = self._cache_log = BlockLog(tree.root()) if wanted else None
+
+    def cache_events(self) -> CacheEvents | None:
+        """What has changed in the prefix cache since the last call; None: nothing, or unwatched."""
+        return None if self._cache_log is None else self._cache_log.take()
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix that no sequence uses."""
+        self.kv.flush()
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot and row is in exactly one place."""
+        self.kv.check(self._sequences.values())
+        self._rows.check(self._sequences.values())
+        self.adapters.check(self._sequences.values())
+        self._routed.check()
+
     # -- steps ---------------------------------------------------------------------------------
 
     def plan(self, now: int) -> Step | None:
         """The next step, or None if nothing can run."""
-        self._late.drop(now, self._events)
-        self._ends.end_constrained(self._events)
-        self._planners.admit()
+        self._end_late(now)
+        self._end_constrained()
+        self._admit()
         builder = StepBuilder(self.kv, now, self.limits.step, self._rows.free)
         host = self.kv.host
         if host is not None:
             host.step = self._steps + 1
-        self._planners.plan(builder)
+        self._add_rows(builder)
         if builder.empty and host is not None and host.flying:
             # There is nothing else to compute: the step waits for the copies.
             self._land(host, self._steps + 1)
-            self._planners.plan(builder)
+            self._add_rows(builder)
             assert host.issued or not builder.empty, "copies to slots that may have gone"
         if builder.empty:
             self._clock.idle()
@@ -270,22 +345,24 @@ class Scheduler:
         self.forced.settled(step, took)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
-        drafted = self._outcomes.check_drafts(step, tokens, took, drafting_ns)
-        self._outcomes.take_each(step, tokens, tops, drafted, now, self._events)
-        self._events.drafted += [self._outcomes.counted(draft) for draft in drafted.values()]
+        drafted = self._check_drafts(step, tokens, took, drafting_ns)
+        self._take_each(step, tokens, tops, drafted, now)
+        for draft in drafted.values():
+            self._count_drafts(draft)
         for sequence in left:
             if not sequence.in_flight:
-                self._ends.free(sequence)
-        self._batcher.settled()
+                self._free(sequence)
+        for planner in self._planners:
+            planner.settle(step)
         if self.kv.host is not None:
             self._land(self.kv.host, step.plan.step if arrived is None else arrived)
-        return self._take_events(step)
+        return self._take_events()
 
     def drain_events(self) -> Settled:
         """Events without a step since the last call."""
-        return self._take_events(None)
+        return self._take_events()
 
-    def _take_events(self, step: Step | None) -> Settled:
+    def _take_events(self) -> Settled:
         """All events since the last call, and the router steps that are complete with them.
 
         Events and answers leave here alone, together: a router's next step names every sequence
@@ -293,48 +370,248 @@ class Scheduler:
         sequences makes that next step fail.
         """
         events, self._events = self._events, Settled()
-        events.advanced += self._routed.settle(step)
+        events.advanced += self._routed.answers()
         return events
 
-    # -- state ---------------------------------------------------------------------------------
-
     @property
-    def busy(self) -> bool:
-        """Whether any sequence could be advanced."""
-        return self._planners.busy or bool(self._constrained.held)
+    def _slots_for_batcher(self) -> int:
+        """Slots that have been promised neither to routers' sequences nor to probes."""
+        return self.kv.available - self._routed.reserved - self._probes.reserved
 
-    def load(self) -> Load:
-        """The counts that go to the service with every step."""
-        return load_of(self.kv, self._planners, self._constrained, self.adapters, self._counts)
+    def _admit(self) -> None:
+        """Let in who may join: nobody, and nothing that was swapped out, if a step lacks room."""
+        if self._queue.may_admit and not self._batcher.lacks_room(self._slots_for_batcher):
+            joining = self._batcher.joining(self._queue.of_batcher)
+            self._queue.admit(joining, self._planners)
 
-    def watch_cache(self, *, wanted: bool) -> None:
-        """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
-        tree = self.kv.tree
-        tree.log = BlockLog(tree.root()) if wanted else None
+    def _add_rows(self, step: StepBuilder) -> None:
+        """Add to a step: if routers and the batcher have prompts, each gets half of the budget.
 
-    def cache_events(self) -> CacheEvents | None:
-        """What has changed in the prefix cache since the last call; None: nothing, or unwatched."""
-        log = self.kv.tree.log
-        return None if log is None else log.take()
-
-    def flush_cache(self) -> None:
-        """Forget every cached prefix that no sequence uses."""
-        self.kv.flush()
-
-    def check(self) -> None:
-        """Raise AssertionError unless every slot and row is in exactly one place."""
-        self.kv.check(self._sequences.values())
-        self._rows.check(self._sequences.values())
-        self.adapters.check(self._sequences.values())
-        self._planners.check()
-
-    # -- parts ---------------------------------------------------------------------------------
+        Of its drafts each can have as many as its sequences are of all. Probes have a budget of
+        their own.
+        """
+        budget = self.limits.prefill_tokens
+        if self._routed.ops:
+            of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
+            running = self._batcher.running
+            share = step.drafts_left * running // max(running + len(self._routed.sequences), 1)
+            with step.kept_drafts(share):
+                self._routed.next_rows(step, of_routers, self._routed.reserved)
+        left = budget - step.prompt_tokens
+        self._batcher.next_rows(step, left, self._slots_for_batcher)
+        self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
 
     def _land(self, host: HostKV, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""
         landed = host.land(step)
         for sequence in landed:
             if sequence.dead and not sequence.in_flight:
-                self._ends.free(sequence)
+                self._free(sequence)
         if landed:
-            self._planners.landed()
+            self._batcher.settle(None)
+            self._queue.freed()
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    def _check_drafts(
+        self, step: Step, tokens: Listing[int], took: int, drafting_ns: int
+    ) -> Mapping[int, Landed]:
+        """Take back what wrong drafts of a step have computed; see `Drafting.land`."""
+        if self._drafting is None:
+            return {}
+        drafted = self._drafting.land(step, tokens, took, drafting_ns)
+        for draft in drafted.values():
+            draft.sequence.planner.taken_back(draft.sequence, draft.wrong)
+        return drafted
+
+    def _take_each(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        tops: Mapping[int, Top],
+        drafted: Mapping[int, Landed],
+        now: int,
+    ) -> None:
+        """Append a step's tokens, and note what they mean.
+
+        Args:
+            step: whose outcome it is.
+            tokens: see `settle`, as `tops`.
+            tops: of beams, by index into `tokens`.
+            drafted: what has become of drafts, by sequence.
+            now: in nanoseconds.
+        """
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if sequence.group is not None:
+                self._take_tops(sequence.group, sequence, tops.get(at), now)
+            elif token != UNSAMPLED:
+                if self._drafting and sequence.id not in drafted:
+                    self._drafting.watch(sequence, token)
+                self._take(sequence, token, at, now)
+            elif sequence.constrained and not sequence.dead and at in step.rows_of_firsts:
+                row = step.rows_of_firsts[at]
+                # Drafts that may be wrong have been taken back.
+                self._postpone(sequence, 1 + (row in step.forced) * step.drafts_of(row))
+
+    def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
+        """Append a token of a sequence, sample `at` of its step."""
+        sequence.keep = sequence.keep and token >= 0
+        if sequence.dead:
+            # Sampled after its end, before that was seen.
+            return
+        if token < 0 and sequence.constrained and sequence.request.sampling.bad_words:
+            # What the mask allows, its bad words forbid; which these are now, the sampler knows.
+            self.end_constrained(sequence.id)
+            return
+        if token < 0:
+            self._spoil(sequence)
+            return
+        finish = sequence.append(token, now)
+        if not sequence.proven:
+            if len(sequence.outputs) == 1:
+                self._start(sequence)
+            sequence.proven = True
+            sequence.planner.inputs_settled(sequence)
+        events = self._events
+        events.sequence_ids.append(sequence.id)
+        events.token_ids.append(token)
+        events.finishes.append(finish)
+        events.samples.append(at)
+        if finish:
+            self._end(sequence, END_STATES[finish])
+
+    def _postpone(self, sequence: Sequence, n: int) -> None:
+        """The mask of a row was late: its last `n` positions are computed again once it comes."""
+        self.kv.take_back(sequence, n)
+        sequence.launched -= n
+        sequence.planner.unsampled(sequence, n)
+        self._constrained.pause(sequence)
+
+    def _take_tops(self, group: Group, sequence: Sequence, top: Top | None, now: int) -> None:
+        """Take what the search of a beam needs; once it has that of all beams, they go on."""
+        sequence.keep = sequence.keep and top is not None
+        if sequence.dead:
+            return
+        if top is None:
+            self._spoil(sequence)
+            return
+        if not group.take(sequence, top):
+            return
+        if not group.begun:
+            self._start(group.first)
+        if parents := group.advance(now):
+            self._batcher.branched(group, parents)
+            return
+        finish = group.report(self._events)
+        self._end(group.first, END_STATES[finish])
+
+    def _start(self, sequence: Sequence) -> None:
+        """The first token of a sequence has come."""
+        # Virtual tokens are not the client's.
+        cached = max(sequence.cached - sequence.request.virtual_tokens, 0)
+        self._events.started.append(Started(sequence.id, cached, sequence.began_at))
+        if not sequence.stream:
+            # Samples share their prompt: it counts once.
+            self._prompt_tokens += len(sequence.request.prompt)
+            self._cached_tokens += cached
+            if sequence.node is not None:
+                self.kv.tree.use(sequence.node)
+
+    def _count_drafts(self, draft: Landed) -> None:
+        """Count a row's drafts, and tell of them."""
+        for counts in (self._drafted, self._accepted):
+            counts += [0] * (draft.drafted - len(counts))
+        for at in range(draft.drafted):
+            self._drafted[at] += 1
+            self._accepted[at] += at < draft.accepted
+        self._events.drafted.append(Drafted(draft.sequence.id, draft.drafted, draft.accepted))
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence, state: EndState) -> None:
+        """End a sequence, with all beams of its search.
+
+        Nothing more of it is planned. What it has is free at once, or when the step in flight
+        settles. Its end has been noted among the events.
+        """
+        if sequence.dead:
+            return
+        # Of a search the first one last: those that wait for its prompt would be queued again.
+        beams = [sequence] if sequence.group is None else reversed(sequence.group.sequences)
+        for each in beams:
+            running = each.state is State.RUNNING
+            self._queue.remove(each)
+            each.end(state)
+            if each.owner is not Owner.PROBE and not each.alive:
+                self._count_end(state)
+            if running:
+                each.planner.drop(each)
+            if not each.in_flight:
+                self._free(each)
+
+    def _free(self, sequence: Sequence) -> None:
+        """A sequence has ended and has no step in flight: what it had is free."""
+        self._admission.ended(sequence)
+        if self._drafting:
+            self._drafting.forget(sequence)
+        self.kv.release(sequence)
+        if self.kv.host is not None:
+            self.kv.host.came_back(sequence)
+        self._rows.give_back(sequence)
+        sequence.planner.released(sequence)
+        self._queue.freed()
+        self._deadlines.forget(sequence.id)
+        del self._sequences[sequence.id]
+        self.adapters.leave(sequence)
+        sequence.leave()
+
+    def _end_late(self, now: int) -> None:
+        """End whoever is late, and whoever will be."""
+        if not self._deadlines.watches:
+            return
+        for sequence, problem in self._deadlines.late(now, self._computed_next()):
+            if problem is not None:
+                self._fail(sequence, FailureCode.DEADLINE_EXCEEDED, problem)
+                continue
+            for sequence_id in sequence.reported:
+                self._finish(sequence_id, FinishCode.TIME_LIMIT)
+            self._end(sequence, EndState.LENGTH)
+
+    def _computed_next(self) -> Iterator[Sequence]:
+        yield from self._queue.head[:1]
+        yield from self._batcher.prefilling
+
+    def _end_constrained(self) -> None:
+        """End sequences whose constraints allow nothing more, or have failed."""
+        for sequence_id, (sequence, failure) in [*self._constrained.over.items()]:
+            if sequence.owner is Owner.ROUTER and not self._routed.names(sequence):
+                continue
+            if failure is None:
+                self._finish(sequence_id, FinishCode.CONSTRAINT)
+                self._end(sequence, END_STATES[FinishCode.CONSTRAINT])
+            else:
+                self._events.failures.append(failure)
+                refused = failure.code is FailureCode.INVALID_ARGUMENT
+                self._end(sequence, EndState.IGNORED if refused else EndState.ABORTED)
+
+    def _spoil(self, sequence: Sequence) -> None:
+        problem = "the model computed NaN or Inf for this sequence"
+        self._fail(sequence, FailureCode.DATA_LOSS, problem)
+
+    def _fail(self, sequence: Sequence, code: FailureCode, problem: str) -> None:
+        self._events.failures += [Failure(each, code, problem) for each in sequence.reported]
+        self._end(sequence, EndState.ABORTED)
+
+    def _finish(self, sequence_id: int, code: FinishCode) -> None:
+        """Note an end without a token."""
+        events = self._events
+        # It may be told with a step's tokens: see `Settled.samples`.
+        events.samples.append(-1)
+        events.logprobs[len(events.sequence_ids)] = 0.0
+        events.sequence_ids.append(sequence_id)
+        events.token_ids.append(-1)
+        events.finishes.append(code)
+
+    def _count_end(self, state: EndState) -> None:
+        name = state.name.lower()
+        self._ended = msgspec.structs.replace(self._ended, **{name: getattr(self._ended, name) + 1})

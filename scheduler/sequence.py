@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from enum import Enum, auto
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokenpod.core.outputs import FinishCode
-from tokenpod.core.requests import Request
+from tokenpod.core.requests import BeamParams, Request
+from tokenpod.scheduler.beam_search import BeamSearch, Top
 from tokenpod.scheduler.host_tier import Hosted
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.tails import Tails
+from tokenpod.scheduler.work import Settled
 
-if TYPE_CHECKING:
-    from tokenpod.scheduler.beams import Group
+#: In `Settled.samples`: a token of a result, which was chosen in an earlier step.
+_NOT_SAMPLED = -1
 
 
 class Owner(Enum):
-    """The planner that decides when a sequence is stepped."""
+    """Whose a sequence is, and so which planner steps it."""
 
     #: The batcher: a token in every step.
     BATCHER = auto()
@@ -29,6 +30,50 @@ class Owner(Enum):
     ROUTER = auto()
     #: The scheduler: a liveness probe runs at once, in a row that is reserved for it.
     PROBE = auto()
+
+
+class Planner:
+    """Decides when its sequences are stepped; what the scheduler tells it about one of them.
+
+    A planner does nothing about what it has not overridden; `planner.StepPlanner` has the rest.
+    """
+
+    owner = Owner.BATCHER
+
+    def start(self, samples: list[Sequence]) -> None:
+        """A request has been admitted: its first sample has a row, the others are promised one."""
+
+    def inputs_settled(self, sequence: Sequence) -> None:
+        """The first output after a sequence's needed positions has settled."""
+
+    def taken_back(self, sequence: Sequence, n: int) -> None:
+        """The last `n` positions of a sequence are to be computed again: drafts were wrong."""
+
+    def unsampled(self, sequence: Sequence, n: int) -> None:
+        """A sequence got none of the `n` tokens of the step that settles: its mask was late."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """An admitted sequence has ended, as `ended_as` says; it has its slots until `released`."""
+
+    def released(self, sequence: Sequence) -> None:
+        """The slots and the row of a sequence that has ended are free."""
+
+
+#: Of sequences that nobody steps: in tests of memory.
+NO_PLANNER = Planner()
+
+
+class State(Enum):
+    """Where a sequence is on its way."""
+
+    #: In the queue, or held until its first mask is there.
+    WAITING = auto()
+    #: The same, and the host's memory has what it had computed before it was preempted.
+    SWAPPED = auto()
+    #: Admitted: its planner steps it.
+    RUNNING = auto()
+    #: Nothing more is planned, and what comes back is dropped.
+    ENDED = auto()
 
 
 class EndState(Enum):
@@ -84,7 +129,7 @@ class Sequence:
         stream: which of the request's samples.
         prompt: the request's, as an array that all samples share.
         table: has the columns, at `place`, until `leave`.
-        owner: decides when it is stepped.
+        planner: decides when it is stepped.
     """
 
     def __init__(
@@ -93,11 +138,11 @@ class Sequence:
         stream: int,
         prompt: Tokens,
         table: Table,
-        owner: Owner = Owner.BATCHER,
+        planner: Planner = NO_PLANNER,
     ) -> None:
         self.id = request.sequence_ids[stream]
         self.request = request
-        self.owner = owner
+        self.planner = planner
         self.stream = stream
         self.table = table
         self.place = table.take()
@@ -113,6 +158,10 @@ class Sequence:
         table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
+        #: The queue admits it and takes it back, and the scheduler ends it (see `end`).
+        self.state = State.WAITING
+        #: All samples of its request whose slots are not free yet, itself among them.
+        self.samples = [self]
         #: Its place in the queue within its priority.
         self.arrival = 0
         self.outputs: list[int] = []
@@ -144,6 +193,7 @@ class Sequence:
         self.table.adapted -= self.request.adapter > 0
         self.table.constrained -= self.constrained
         self.place = 0
+        self.samples.remove(self)
 
     def begin_after(self, node: Node, length: int) -> None:
         """Begin behind a prefix of `length` tokens, which ends at the locked `node`."""
@@ -154,7 +204,7 @@ class Sequence:
 
     def end(self, state: EndState) -> None:
         """Plan nothing more, and drop what comes back."""
-        self.ended_as = state
+        self.state, self.ended_as = State.ENDED, state
         self.table.ended[self.place] = 1
 
     def restart(self) -> None:
@@ -178,9 +228,24 @@ class Sequence:
     drafted = Counted("Drafted tokens in the step in flight.")
 
     @property
+    def owner(self) -> Owner:
+        """Whose it is."""
+        return self.planner.owner
+
+    @property
     def dead(self) -> bool:
         """Ended, aborted or failed: nothing more is planned, and what comes back is dropped."""
-        return self.ended_as is not None
+        return self.state is State.ENDED
+
+    @property
+    def alive(self) -> int:
+        """Samples of its request that have not ended."""
+        return sum(not sample.dead for sample in self.samples)
+
+    @property
+    def reported(self) -> list[int]:
+        """The ids by which clients hear of it."""
+        return [self.id] if self.group is None else self.request.reported
 
     @property
     def prompt_length(self) -> int:
@@ -261,3 +326,66 @@ class Sequence:
         if stopping.time_limit_at is not None and now >= stopping.time_limit_at:
             return FinishCode.TIME_LIMIT
         return FinishCode.RUNNING
+
+
+class Group:
+    """One search, and its sequences.
+
+    Args:
+        request: with a `beam`.
+        params: of it.
+        sequences: one for each beam.
+    """
+
+    def __init__(self, request: Request, params: BeamParams, sequences: list[Sequence]) -> None:
+        self.request = request
+        self.sequences = sequences
+        #: Whether the last of the prompt has been planned; and has settled, so that all have rows.
+        self.launched = False
+        self.begun = False
+        #: Which sequence computes which of the search's beams, in their order.
+        self.carriers = sequences[:1]
+        self._search = BeamSearch(params, request.stopping)
+        #: By sequence, of the step that settles.
+        self._tops: dict[Sequence, Top] = {}
+
+    @property
+    def first(self) -> Sequence:
+        """The sequence that computes the prompt."""
+        return self.sequences[0]
+
+    def take(self, sequence: Sequence, top: Top) -> bool:
+        """Take the most likely next tokens of one sequence; whether those of all are there."""
+        self._tops[sequence] = top
+        return len(self._tops) == len(self.carriers)
+
+    def advance(self, now: int) -> dict[Sequence, Sequence]:
+        """Extend all beams: which sequence goes on from which; none: the search is over.
+
+        A beam stays with its sequence, if no better one has continued the same beginning.
+        """
+        tops = [self._tops[sequence] for sequence in self.carriers]
+        self._tops = {}
+        parents = [self.carriers[i] for i in self._search.step(tops, now)]
+        if not parents:
+            return {}
+        carriers: list[Sequence | None] = []
+        for parent in parents:
+            carriers.append(None if parent in carriers else parent)
+        free = iter([s for s in self.sequences if s not in carriers])
+        self.carriers = [carrier or next(free) for carrier in carriers]
+        for carrier, beam in zip(self.carriers, self._search.beams, strict=True):
+            carrier.outputs = beam.tokens
+        return dict(zip(self.carriers, parents, strict=True))
+
+    def report(self, settled: Settled) -> FinishCode:
+        """The search is over: add its results, the best first; how the best one has ended."""
+        for sequence_id, result in zip(self.request.reported, self._search.results, strict=False):
+            for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
+                settled.logprobs[len(settled.token_ids)] = logprob
+                settled.sequence_ids.append(sequence_id)
+                settled.token_ids.append(token)
+                settled.finishes.append(FinishCode.RUNNING)
+                settled.samples.append(_NOT_SAMPLED)
+            settled.finishes[-1] = result.finish
+        return self._search.results[0].finish

@@ -165,7 +165,7 @@ class StepBuilder:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
         tails = sequences[0].tails
         assert tails is not None
-        slots = tails.extend(sequences)
+        slots = tails.extend([sequence.id for sequence in sequences])
         for at, sequence in enumerate(sequences):
             self._pieces.append(ChosenToken(sequence, sequence.computed, slots[at : at + 1]))
             sequence.computed += 1

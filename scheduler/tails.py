@@ -10,7 +10,6 @@ before the search takes new ones: with w beams that have computed n outputs it h
 from __future__ import annotations
 
 from collections.abc import Sequence as Listing
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,14 +17,11 @@ from tokenpod.scheduler.radix import Slots
 from tokenpod.scheduler.slot_pool import SlotPool
 from tokenpod.scheduler.slots import Extent
 
-if TYPE_CHECKING:
-    from tokenpod.scheduler.sequence import Sequence
-
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 class Tails:
-    """The tails of one search's sequences.
+    """The tails of one search's sequences, by their ids.
 
     Args:
         pool: gives more slots.
@@ -42,24 +38,22 @@ class Tails:
         self.bound = bound
         #: [n] slots that no sequence refers to.
         self.spare = _NO_SLOTS
-        self._slots: dict[Sequence, Slots] = {}
+        self._slots: dict[int, Slots] = {}
         #: The last slot of each tail is written by a step that is being planned.
         self._stepping = False
 
-    def begin(self, sequences: Listing[Sequence], slots: Slots) -> None:
+    def begin(self, sequence_ids: Listing[int], slots: Slots) -> None:
         """Let every sequence begin with the same slots, [n]."""
-        for sequence in sequences:
-            self._slots[sequence] = slots
-            sequence.tails = self
+        self._slots = dict.fromkeys(sequence_ids, slots)
 
-    def before_step(self, sequence: Sequence) -> Slots:
+    def before_step(self, sequence_id: int) -> Slots:
         """[n] the slots that are written before the step that is being planned."""
-        slots = self._slots[sequence]
+        slots = self._slots[sequence_id]
         return slots[:-1] if self._stepping else slots
 
-    def extend(self, sequences: Listing[Sequence]) -> Slots:
+    def extend(self, sequence_ids: Listing[int]) -> Slots:
         """[n] a slot for the next position of each of these, int64. Raises OutOfSlots."""
-        n = len(sequences)
+        n = len(sequence_ids)
         missing = n - len(self.spare)
         if missing > 0:
             room = max(self.bound - self.taken - missing, 0)
@@ -67,23 +61,23 @@ class Tails:
             self.taken += missing
             self.spare = np.concatenate((self.spare, slots))
         taken, self.spare = self.spare[:n], self.spare[n:]
-        for sequence, slot in zip(sequences, taken, strict=True):
-            self._slots[sequence] = np.append(self._slots[sequence], slot)
+        for sequence_id, slot in zip(sequence_ids, taken, strict=True):
+            self._slots[sequence_id] = np.append(self._slots[sequence_id], slot)
         self._stepping = True
         return taken
 
-    def settle(self, parents: dict[Sequence, Sequence]) -> None:
+    def settle(self, parents: dict[int, int]) -> None:
         """The step is over: every sequence goes on from one of them, mostly from itself."""
         self._stepping = False
         before = self._slots
-        self._slots = {sequence: before[parent] for sequence, parent in parents.items()}
-        dropped = [slots for sequence, slots in before.items() if sequence not in parents.values()]
+        self._slots = {sequence_id: before[parent] for sequence_id, parent in parents.items()}
+        continued = {*parents.values()}
+        dropped = [slots for sequence_id, slots in before.items() if sequence_id not in continued]
         self._free(dropped)
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence_id: int) -> None:
         """A sequence has ended; with the last one all slots are free."""
-        self._free([self._slots.pop(sequence, _NO_SLOTS)])
-        sequence.tails = None
+        self._free([self._slots.pop(sequence_id, _NO_SLOTS)])
         if not self._slots:
             self._pool.release(self.extents)
 

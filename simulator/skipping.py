@@ -12,52 +12,10 @@ from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.drafting import Landed
-from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Ints
 from tokenpod.simulator.plain import PLAIN, OutputCounts
-
-
-class SkippingOutcomes(Outcomes):
-    """Takes plain tokens of running streams at once."""
-
-    def __init__(self, *parts: Any, **others: Any) -> None:
-        super().__init__(*parts, **others)
-        self.counts = OutputCounts(self._kv.table)
-
-    def take_each(
-        self,
-        step: Step,
-        tokens: Listing[int],
-        tops: Mapping[int, Top],
-        drafted: Mapping[int, Landed],
-        now: int,
-        settled: Settled,
-    ) -> None:
-        """See `Outcomes`: a plain token of a running stream takes no questions."""
-        del tops, drafted
-        plan, table = step.plan, self._kv.table
-        # The first one after what a sequence needs is another matter.
-        special = plan.r_start + plan.r_tokens == table.needed[step.places]
-        places = step.places
-        if plan.sampling < plan.rows:
-            sampled = plan.r_samples > 0
-            special, places = special[sampled], places[sampled]
-        special |= np.asarray(tokens) != PLAIN
-        plain = ~special & (table.ended[places] == 0)
-        which = special.nonzero()[0].tolist()
-        for at, sequence in zip(which, self._sampled(step, which), strict=True):
-            self.take(sequence, int(tokens[at]), at, now, settled)
-        self.counts.add(places[plain])
-
-    @staticmethod
-    def _sampled(step: Step, which: list[int]) -> list[Sequence]:
-        """The sequences of some of a step's samples; no row has several of these."""
-        rows = which
-        if step.plan.sampling < step.plan.rows:
-            rows = step.plan.r_samples.nonzero()[0][which].tolist()
-        return [step.sequences[row] for row in rows]
 
 
 class SkippingScheduler(Scheduler):
@@ -68,15 +26,16 @@ class SkippingScheduler(Scheduler):
     first tokens of requests and the last ones; in between it is silent.
     """
 
-    _OUTCOMES = SkippingOutcomes
-    _outcomes: SkippingOutcomes
+    def __init__(self, *limits: Any, **policies: Any) -> None:
+        super().__init__(*limits, **policies)
+        self._counts = OutputCounts(self.kv.table)
 
     def submit(self, request: Request) -> None:
         """See `Scheduler`: outputs are counted, not kept."""
         super().submit(request)
         for sequence_id in request.sequence_ids:
             if sequence := self._sequences.get(sequence_id):
-                counted = self._outcomes.counts.begin(sequence.place)
+                counted = self._counts.begin(sequence.place)
                 # Only drafts and beams do more with a list, and there are none.
                 sequence.outputs = cast("list[int]", counted)
 
@@ -84,7 +43,7 @@ class SkippingScheduler(Scheduler):
         self, step: Step, tokens: Ints, now: int, *, arrived: int | None = None
     ) -> Settled:
         """See `settle`; tokens are [samples] int64."""
-        # `SkippingOutcomes` takes them as they are, and nobody else looks at them.
+        # `_take_each` takes them as they are, and nobody else looks at them.
         return self.settle(step, cast("list[int]", tokens), now, arrived=arrived)
 
     def quiet_steps(self, step: Step, most: int) -> int:
@@ -93,13 +52,13 @@ class SkippingScheduler(Scheduler):
         Such steps hold a token of the same rows, nobody joins, and each row has room for its slots.
         At most `most`; 0 if that can't be said.
         """
-        if most < 1 or self._queue.may_admit or self._routed.ops or len(self._planners.probes):
+        if most < 1 or self._queue.may_admit or self._routed.ops or len(self._probes):
             return 0
-        if self._late.watches or not self._batcher.holds_only(step.places):
+        if self._deadlines.watches or not self._batcher.holds_only(step.places):
             return 0
         table = self.kv.table
         left = (table.bound[step.places] - table.computed[step.places]).min()
-        available = self._planners.slots_for_batcher
+        available = self._slots_for_batcher
         return min(most, int(left), self.kv.room_of(step.places), available // len(step.places))
 
     def skip(self, step: Step, steps: int) -> None:
@@ -111,7 +70,7 @@ class SkippingScheduler(Scheduler):
         table = self.kv.table
         table.computed[step.places] += steps
         table.launched[step.places] += steps
-        self._outcomes.counts.add(step.places, steps)
+        self._counts.add(step.places, steps)
         for _ in range(steps):
             self._batching.decoded()
         self._steps += steps
@@ -125,3 +84,35 @@ class SkippingScheduler(Scheduler):
         """Where a sequence is in the table, until it has ended; None: it was refused."""
         sequence = self._sequences.get(sequence_id)
         return None if sequence is None else sequence.place
+
+    def _take_each(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        tops: Mapping[int, Top],
+        drafted: Mapping[int, Landed],
+        now: int,
+    ) -> None:
+        """See `Scheduler`: a plain token of a running stream takes no questions."""
+        del tops, drafted
+        plan, table = step.plan, self.kv.table
+        # The first one after what a sequence needs is another matter.
+        special = plan.r_start + plan.r_tokens == table.needed[step.places]
+        places = step.places
+        if plan.sampling < plan.rows:
+            sampled = plan.r_samples > 0
+            special, places = special[sampled], places[sampled]
+        special |= np.asarray(tokens) != PLAIN
+        plain = ~special & (table.ended[places] == 0)
+        which = special.nonzero()[0].tolist()
+        for at, sequence in zip(which, self._sampled(step, which), strict=True):
+            self._take(sequence, int(tokens[at]), at, now)
+        self._counts.add(places[plain])
+
+    @staticmethod
+    def _sampled(step: Step, which: list[int]) -> list[Sequence]:
+        """The sequences of some of a step's samples; no row has several of these."""
+        rows = which
+        if step.plan.sampling < step.plan.rows:
+            rows = step.plan.r_samples.nonzero()[0][which].tolist()
+        return [step.sequences[row] for row in rows]

@@ -143,6 +143,13 @@ def server(installed: Path, tmp_path_factory) -> Iterator[ServerProcess]:
         process.wait()
 
 
+def test_the_installed_program_simulates_a_trace(installed: Path, empty: Path) -> None:
+    trace = "arrival_s,prompt_tokens,output_tokens\n0,20,3\n0.5,30,4\n"
+    (empty / "trace.csv").write_text(trace)
+    done = run(installed / "tokenpod", "simulate", "trace.csv", "--gpu", "cpu", cwd=empty)
+    assert "preemptions: 0" in done.stdout
+
+
 def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "tokenpod/py.typed" in names

@@ -3,10 +3,12 @@ import random
 import numpy as np
 from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.exact import Forecast
+from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
 from tokenpod.scheduler.peak import FOREVER
 from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.work import Limits
 
 
 def begun(kv, sequence_id, prompt, **options):
@@ -85,6 +87,10 @@ def test_the_cache_gives_way_to_who_needs_the_slots():
     kv.check([two])
 
 
+def ledger_of(kv):
+    return Ledger(Exact(kv.table, Limits(100, 8, 100, prefill_tokens=8), quantum=8))
+
+
 def test_the_forecast_counts_a_shared_prefix_once():
     kv = KV(100)
     one = begun(kv, 1, [1] * 10, max_new_tokens=5)
@@ -92,7 +98,7 @@ def test_the_forecast_counts_a_shared_prefix_once():
     kv.publish_inputs(one, awaited=False)
     two = begun(kv, 2, [1] * 10, max_new_tokens=5)
     compute(kv, two, 1)
-    forecast = Forecast(kv.table, slots=100, quantum=8)
+    forecast = ledger_of(kv)
     forecast.decoding([one, two], np.array([one.place, two.place]))
     # The prompt, the last prompt token of the second again, and what is to come but for the last
     # tokens: these are never processed.
@@ -105,7 +111,7 @@ def test_a_frozen_sequence_counts_with_all_it_holds_and_may_come_to_hold():
     for sequence in (one, two):
         compute(kv, sequence, 10)
         kv.publish_inputs(sequence, awaited=False)
-    forecast = Forecast(kv.table, slots=100, quantum=8)
+    forecast = ledger_of(kv)
     forecast.reserved(one)
     forecast.reserved(two)
     assert forecast.peak() == one.bound + two.bound
@@ -134,7 +140,7 @@ def two_samples(kv, prompt, **options):
 def test_the_forecast_counts_an_awaited_prompt_once_until_the_last_sample_is_over():
     kv = KV(100)
     first, sibling = two_samples(kv, [1] * 10, max_new_tokens=4)
-    forecast = Forecast(kv.table, slots=100, quantum=8)
+    forecast = ledger_of(kv)
     forecast.prefilling(first)
     forecast.siblings(first, [sibling])
     assert forecast.peak() == 10 + 3 + (1 + 3)

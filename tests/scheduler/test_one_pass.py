@@ -49,7 +49,7 @@ def reference_peak(driver, extra):
 
     def own(sequence):
         """What it holds alone: its prompt is its siblings' too."""
-        siblings = batcher._siblings.of(sequence)
+        siblings = sequence.id in batcher._siblings
         return sequence.private - (sequence.needed - sequence.shared if siblings else 0)
 
     for sequence in [*batcher._leaving.values(), *batcher._vacating.values()]:
@@ -59,11 +59,11 @@ def reference_peak(driver, extra):
         hold(sequence, own(sequence), left, left + 1)
     for sequence in batcher._ready:
         in_line(sequence, sequence.needed - sequence.computed)
-    for first, siblings in batcher._siblings.by_first:
+    for first, siblings in batcher._siblings.items():
         computed = batcher._decoding.get(first) or batcher._vacating.get(first)
         if computed is not None:
             follow(computed, siblings)
-    waiting = [[s, *batcher._siblings.of(s)] for s in batcher._prefilling]
+    waiting = [[s, *batcher._siblings.get(s.id, ())] for s in batcher._prefilling]
     frozen = list(routed.sequences)
     for samples in extra:
         if samples[0].owner.name == "ROUTER":
@@ -118,11 +118,11 @@ def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
     queue, decisions = driver.scheduler._queue, []
     admit = queue.admit
 
-    def compared():
+    def compared(*asked):
         full = queue._fitted == 0
         wanted = 0 if full else reference_count(driver)
         before = len(queue)
-        admit()
+        admit(*asked)
         assert before - len(queue) == wanted
         if before and not full:
             decisions.append((wanted, before))

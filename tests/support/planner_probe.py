@@ -24,16 +24,17 @@ class Stalls:
     def __init__(self, scheduler: Scheduler) -> None:
         self.count = 0
         self._decodes = False
-        batching, self._decoding = scheduler._batching, scheduler._batcher._decoding
-        self._portion, self._add_to = batching.portion, self._decoding.add_to
-        batching.portion, self._decoding.add_to = self._portion_of, self._added
+        batching, batcher = scheduler._batching, scheduler._batcher
+        self._decoding = batcher._decoding
+        self._portion, self._decode = batching.portion, batcher._decode
+        batching.portion, batcher._decode = self._portion_of, self._added
 
     def _portion_of(self, **budget):
         portion = self._portion(**budget)
         self._decodes = portion.decode
         return portion
 
-    def _added(self, step, sequences, places, *, ahead):
+    def _added(self, step, sequences, places, slots):
         if self._decodes:
             self.count += len(self._decoding.next()[0]) - len(sequences)
-        return self._add_to(step, sequences, places, ahead=ahead)
+        return self._decode(step, sequences, places, slots)

@@ -13,20 +13,21 @@ A router's sequences have their whole bound reserved and are never preempted.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from tokenpod.core.messages import Advance
+from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.outputs import Advanced
-from tokenpod.scheduler.admission import Ledger
-from tokenpod.scheduler.decoding import add_ahead
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ledger import Ledger
+from tokenpod.scheduler.planner import add_decoding
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequence import Owner, Planner, Sequence, State
 from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.table import places_of
 
 
 @dataclass(slots=True)
@@ -55,16 +56,20 @@ class _Op:
         return not self.members or (self.begun and not self.open)
 
 
-class Routed:
+class RouterSteps(Planner):
     """Plans the sequences of Prefill and Decode.
 
     Args:
+        kv: of the scheduler.
         rows: of the executor.
         forced: which tokens are forced.
         drafting: decides who has drafts; None: nobody.
     """
 
-    def __init__(self, rows: Rows, forced: Forced, drafting: Drafting | None = None) -> None:
+    owner = Owner.ROUTER
+
+    def __init__(self, kv: KV, rows: Rows, forced: Forced, drafting: Drafting | None) -> None:
+        self._kv = kv
         self._rows = rows
         self._forced = forced
         self._drafting = drafting
@@ -87,17 +92,13 @@ class Routed:
         return self._admitted.values()
 
     def start(self, samples: list[Sequence]) -> None:
-        """See `queue.Planner`."""
+        """See `Planner`."""
         (sequence,) = samples
         self._admitted[sequence.id] = self._waiting.pop(sequence.id)
         self.reserved += sequence.bound - sequence.computed
 
-    def enter(self, ledger: Ledger, samples: list[Sequence]) -> None:
-        """See `queue.Planner`."""
-        ledger.reserved(samples[0])
-
     def add_to(self, ledger: Ledger) -> None:
-        """Add what sequences with a row need."""
+        """See `StepPlanner`."""
         for sequence in self._admitted.values():
             ledger.reserved(sequence)
 
@@ -108,25 +109,29 @@ class Routed:
         members = {sequence.id: sequence for sequence in (*fresh, *resumed)}
         self.ops.append(_Op(op.op, members, chunks, bool(resumed), op.waits))
 
-    def plan(self, step: StepBuilder, prefill_tokens: int) -> None:
-        """Add to a step what routers have asked for, at most `prefill_tokens` of prompts."""
+    def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
+        """See `StepPlanner`: what routers have asked for, in slots that are theirs already."""
+        del slots
         taken: set[int] = set()
         decoding: list[Sequence] = []
         for op in self.ops:
             if taken.isdisjoint(op.members):
-                prefill_tokens -= self._plan_op(op, prefill_tokens, step, decoding)
+                prompt_tokens -= self._plan_op(op, prompt_tokens, step, decoding)
             if not op.done:
                 taken |= op.members.keys()
         if decoding:
             # Together: who has drafts is decided among all of a step.
-            places = np.array([sequence.place for sequence in decoding], np.int64)
-            self.reserved -= add_ahead(step, decoding, places, self._forced, self._drafting)
+            places = places_of(decoding)
+            self.reserved -= add_decoding(step, decoding, places, self._forced, self._drafting)
 
-    def settle(self, step: Step | None) -> list[Advanced]:
-        """Answers to the `Advance`s that are complete, after a step or (None) without one."""
+    def settle(self, step: Step | None) -> None:
+        """See `StepPlanner`."""
         if step is not None and self.ops:
             for sequence in step.sequences:
                 self._settle_row(sequence)
+
+    def answers(self) -> list[Advanced]:
+        """Answers to the `Advance`s that are complete since the last call."""
         done = [op for op in self.ops if op.done]
         if done:
             self.ops = [op for op in self.ops if not op.done]
@@ -136,26 +141,35 @@ class Routed:
         """Whether a step that is asked for names a sequence: only then can its end be told."""
         return any(sequence.id in op.members for op in self.ops)
 
+    def inputs_settled(self, sequence: Sequence) -> None:
+        """See `Planner`."""
+        self._kv.publish_inputs(sequence, awaited=False)
+
     def unsampled(self, sequence: Sequence, n: int) -> None:
-        """A sequence of the step that settles got none of its `n` tokens: its mask was late."""
+        """See `Planner`."""
         self.taken_back(sequence, n)
         for op in self.ops:
             if sequence.id in op.open:
                 op.waiting.append(sequence.id)
 
     def taken_back(self, sequence: Sequence, n: int) -> None:
-        """The last `n` positions of a sequence are to be computed again."""
+        """See `Planner`."""
         if sequence.id in self._admitted:
             self.reserved += n
 
     def released(self, sequence: Sequence) -> None:
-        """A sequence has ended; its slots and row are free."""
+        """See `Planner`."""
         self._waiting.pop(sequence.id, None)
         if self._admitted.pop(sequence.id, None):
             self.reserved -= sequence.bound - sequence.computed
         for op in self.ops:
             op.members.pop(sequence.id, None)
             op.open.pop(sequence.id, None)
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is reserved is what its sequences may take."""
+        promised = sum(sequence.bound - sequence.computed for sequence in self.sequences)
+        assert promised == self.reserved, (promised, self.reserved)
 
     def _settle_row(self, sequence: Sequence) -> None:
         for op in self.ops:
@@ -240,3 +254,64 @@ def _answer(op: _Op) -> Advanced:
     behind = {s.id: s.to_compute for s in members if s.prefilling}
     waiting = [i for i in op.waiting if i in op.members]
     return Advanced(op.id, behind=behind, waiting=waiting)
+
+
+class Probes(Planner):
+    """Plans liveness probes of routers: one token each, at once, whatever else runs or waits.
+
+    A row and `PROBE_TOKENS` slots are reserved for them beside those that all others share, so a
+    pod whose rows and memory are all taken still shows that it can generate. They run one after
+    another.
+
+    Args:
+        kv: gives the slots.
+        rows: of the executor.
+    """
+
+    owner = Owner.PROBE
+
+    def __init__(self, kv: KV, rows: Rows) -> None:
+        self._kv = kv
+        self._rows = rows
+        self._waiting: deque[Sequence] = deque()
+        self._running: Sequence | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._running is not None)
+
+    @property
+    def reserved(self) -> int:
+        """Slots that the next probe may take."""
+        return 0 if self._running is not None else PROBE_TOKENS
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a probe: a prompt of less than `PROBE_TOKENS` tokens, and one new token."""
+        self._waiting.append(sequence)
+
+    def add_to(self, ledger: Ledger) -> None:
+        """See `StepPlanner`: what probes take is nobody else's."""
+
+    def settle(self, step: Step | None) -> None:
+        """See `StepPlanner`: nothing follows a probe's token."""
+
+    def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
+        """Add the whole prompt of the next probe to a step, if none is under way."""
+        del prompt_tokens, slots
+        if self._running is not None or not self._waiting:
+            return
+        self._running = sequence = self._waiting.popleft()
+        sequence.state = State.RUNNING
+        self._kv.begin(sequence)
+        self._rows.give_probe(sequence)
+        step.prompt(sequence, sequence.to_compute)
+
+    def inputs_settled(self, sequence: Sequence) -> None:
+        """See `Planner`."""
+        self._kv.publish_inputs(sequence, awaited=False)
+
+    def released(self, sequence: Sequence) -> None:
+        """See `Planner`."""
+        if sequence is self._running:
+            self._running = None
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)

@@ -1,0 +1,61 @@
+"""What plans the rows of steps: the batcher, the routers' steps, and probes.
+
+queue --admitted--> RouterSteps (a router's), Batcher (callers')    Probes, which never wait
+                          \\____________|_____________________________/
+                                       step
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.ledger import Ledger
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.table import Ints
+
+
+class StepPlanner(Protocol):
+    """Plans steps of the sequences whose `planner` it is; see `sequence.Planner` for the rest."""
+
+    def add_to(self, ledger: Ledger) -> None:
+        """Add what its admitted sequences need."""
+
+    def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
+        """Add the next tokens and pieces of prompts of its sequences to a step.
+
+        Args:
+            step: may have rows of other planners already, and counts what a step has room for.
+            prompt_tokens: that it may add.
+            slots: that it may take.
+        """
+
+    def settle(self, step: Step | None) -> None:
+        """A step's tokens have been taken, and what has ended is free; None: copies have come."""
+
+
+def add_decoding(
+    step: StepBuilder,
+    sequences: list[Sequence],
+    places: Ints,
+    forced: Forced,
+    drafting: Drafting | None,
+) -> int:
+    """Add the next tokens of one planner's sequences, and what may follow; the slots taken.
+
+    Args:
+        step: is added to.
+        sequences: could decode.
+        places: [n] int64, theirs.
+        forced: which tokens are forced.
+        drafting: decides who has drafts; None: nobody.
+    """
+    sequences, places, taken = forced.add_to(step, sequences, places)
+    if drafting is not None:
+        sequences, places, drafted = drafting.add_to(step, sequences, places)
+        taken += drafted
+    if sequences:
+        step.decode(sequences, places)
+    return taken + len(sequences)

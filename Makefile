@@ -16,10 +16,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test test-gpu chaos lint types shape trace docs models format baseline wheel locks image clean
+.PHONY: help setup stubs demo test test-unit test-all test-gpu chaos lint types shape trace docs models format baseline wheel locks image clean
 
 help: ## This list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 setup: $(STAMP) $(STUBS) ## The virtual environment in .venv with everything locked in requirements/dev.txt
 
@@ -47,8 +47,14 @@ demo: setup ## Start the server on the embedded model and stream a completion
 	@$(PY) tools/demo.py
 
 # Three, since tests of servers often wait.
-test: setup ## The whole test suite, in three processes (make test ARGS='tests/scheduler -x' for a part, in one)
+test: setup ## The tests of every change, in three processes (make test ARGS='tests/scheduler -x' for a part, in one)
 	@$(PY) -m pytest $(or $(ARGS),-n 3)
+
+test-unit: setup ## Those of them that start no process and are short
+	@$(PY) -m pytest -m unit $(or $(ARGS),-n 2)
+
+test-all: setup ## All tests that need no GPU, with all examples of property tests: an hour
+	@EXAMPLES=all $(PY) -m pytest -m "not gpu" $(or $(ARGS),-n 3)
 
 test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARGS='tests/kernels -x' for a part, in one)
 	@$(PY) -m pytest -m gpu $(or $(ARGS),-n 16)

@@ -17,7 +17,7 @@ import grpc
 
 from tokenpod_client import AsyncClient
 from tokenpod_client.cli.connection import Remote
-from tokenpod_client.cli.remote import RemoteError, credentials_of
+from tokenpod_client.cli.remote import RemoteError, client_of
 from tokenpod_client.cli.terminal import json_line
 from tokenpod_client.errors import ServerError
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
@@ -136,15 +136,7 @@ async def batch(
         given: options of each prompt whose line does not say otherwise.
     """
     progress = Progress(sum(1 for _ in read_lines(prompts, given)))
-    credentials = credentials_of(remote)
-    client = AsyncClient(
-        remote.address,
-        token=remote.token,
-        credentials=credentials,
-        deadline=remote.deadline,
-        attempts=_ATTEMPTS,
-    )
-    async with client:
+    async with client_of(remote, attempts=_ATTEMPTS) as client:
         await _reach(client, remote)
         with _opened(answers) as out:
             turns, awaited = asyncio.Semaphore(at_once), deque[asyncio.Task[str]]()
@@ -199,5 +191,5 @@ async def _answer(
             progress.note(None)
             problem = {"code": error.code.name, "message": error.message}
             return json.dumps({**about, "error": problem}, ensure_ascii=False)
-    progress.note(answer)
-    return json_line(answer, **about)
+    progress.note(answer.response)
+    return json_line(answer.response, **about)

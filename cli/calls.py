@@ -117,9 +117,9 @@ def chat(conversation: Conversation, options: RequestOptions, remote: Remote) ->
 
     if (options.n or 1) > 1:
         raise click.BadParameter("a conversation has one answer a turn", param_hint="--n")
-    request = commands.generate_request("", options.fields, chat=True, system=None)
+    fields = options.fields
     with commands.remote_errors():
-        talk(remote, request, conversation.system)
+        talk(remote, fields, conversation.system)
 
 
 @command(Counted, Remote)

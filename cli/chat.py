@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
+from tokenpod_client.chats import Message
 from tokenpod_client.cli import commands
 from tokenpod_client.cli.connection import Remote
-from tokenpod_client.cli.remote import RemoteError, calling
+from tokenpod_client.cli.remote import RemoteError, connected
 from tokenpod_client.cli.terminal import finish_text
-from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 HELP = """\
 /new            begin a new conversation
@@ -42,67 +42,59 @@ class Conversation:
 
     Args:
         remote: the server.
-        request: what all turns ask for; its chat is the conversation's.
+        options: what all turns ask for, as options of the Python client.
     """
 
-    def __init__(self, remote: Remote, request: pb.GenerateRequest) -> None:
+    def __init__(self, remote: Remote, options: Mapping[str, Any]) -> None:
         self._remote = remote
-        self._request = request
+        self._options = options
+        self._messages: list[Message] = []
         self._colours = sys.stdout.isatty()
         self._reasons = False
 
     def begin(self, system: str | None) -> None:
         """Forget all turns."""
-        self._request.chat.Clear()
-        if system:
-            self._request.chat.messages.add(role="system").content.add(text=system)
+        self._messages = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> None:
         """The user's turn, and the model's as it comes. Without an answer neither has been."""
-        messages = self._request.chat.messages
-        messages.add(role="user").content.add(text=text)
-        answer = chat_pb2.ChatMessage(role="assistant")
+        self._messages.append({"role": "user", "content": text})
+        answer = {"role": "assistant", "content": "", "reasoning": ""}
+        turn: list[Message] = [answer]
         try:
-            asyncio.run(self._answer(answer))
+            asyncio.run(self._answer(answer, turn))
         except KeyboardInterrupt:
             self._write("\n[interrupted]\n", reasons=False)
         except RemoteError as error:
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
-        if answer.content or answer.reasoning or answer.tool_calls:
-            messages.append(answer)
+        if len(turn) > 1 or answer["content"] or answer["reasoning"]:
+            self._messages.append(turn[-1])
         else:
-            del messages[-1]
+            del self._messages[-1]
 
-    async def _answer(self, answer: chat_pb2.ChatMessage) -> None:
-        """Show the next turn, and note it in `answer` as far as it has come."""
-        options: dict[str, Any] = {
-            "timeout": self._remote.deadline,
-            "metadata": self._remote.metadata,
-        }
-        async with calling(self._remote) as channel:
-            async for event in GenerationServiceStub(channel).Generate(self._request, **options):
-                if event.HasField("tokens"):
-                    self._show(event.tokens, answer)
-                elif event.HasField("finished"):
-                    self._close(event.finished)
-                    answer.CopyFrom(event.finished.message)
-
-    def _show(self, tokens: pb.Tokens, answer: chat_pb2.ChatMessage) -> None:
-        if tokens.reasoning:
-            answer.reasoning += tokens.reasoning
-            self._write(tokens.reasoning, reasons=True)
-        elif tokens.text:
-            if not answer.content:
-                answer.content.add()
-            answer.content[0].text += tokens.text
-            self._write(tokens.text, reasons=False)
+    async def _answer(self, answer: dict[str, str], turn: list[Message]) -> None:
+        """Show the next turn; note in `answer` how far it has come, and add it whole to `turn`."""
+        async with (
+            connected(self._remote) as client,
+            client.generate(self._messages, **self._options) as stream,
+        ):
+            async for delta in stream:
+                answer["reasoning"] += delta.reasoning
+                answer["content"] += delta.text
+                self._write(delta.reasoning, reasons=True)
+                self._write(delta.text, reasons=False)
+            finished = stream.finished[0]
+            self._close(finished)
+            turn.append(finished.message)
 
     def _close(self, finished: pb.Finished) -> None:
         ended = finished.finish_reason != pb.FINISH_REASON_EOS_TOKEN
         self._write(f"\n[{finish_text(finished)}]\n" if ended else "\n", reasons=False)
 
     def _write(self, text: str, *, reasons: bool) -> None:
+        if not text:
+            return
         if reasons != self._reasons:
             self._reasons = reasons
             between = "" if reasons or text.startswith("\n") else "\n"
@@ -112,7 +104,7 @@ class Conversation:
         sys.stdout.flush()
 
 
-def talk(remote: Remote, request: pb.GenerateRequest, system: str | None) -> None:
+def talk(remote: Remote, options: Mapping[str, Any], system: str | None) -> None:
     """Let the user talk with the model until they leave. Raises RemoteError if there is none."""
     with contextlib.suppress(ImportError):
         # input() lets it edit lines and remember them, once it is there.
@@ -122,7 +114,7 @@ def talk(remote: Remote, request: pb.GenerateRequest, system: str | None) -> Non
         raise RemoteError(f"{model.name} has no chat template: use tokenpod generate")
     if sys.stdin.isatty():
         print(f"{model.name} at {remote.address}; /help says what else there is.")
-    conversation = Conversation(remote, request)
+    conversation = Conversation(remote, options)
     conversation.begin(system)
     while True:
         try:

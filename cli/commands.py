@@ -14,16 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod_client import requests
 from tokenpod_client.cli.connection import Remote
-from tokenpod_client.cli.remote import RemoteError, calling
+from tokenpod_client.cli.remote import RemoteError, calling, connected
 from tokenpod_client.cli.terminal import LiveText, json_line, table
 from tokenpod_client.protos.tokenpod.v1 import (
     adapter_pb2,
-    adapter_service_pb2,
     generation_pb2,
     model_pb2,
 )
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
-from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 Result = TypeVar("Result")
@@ -118,32 +116,19 @@ async def _known(service: str) -> AsyncIterator[None]:
 
 async def ask_model(remote: Remote) -> model_pb2.Model:
     """What a server serves, and its limits. Raises RemoteError."""
-    async with calling(remote) as channel:
-        stub = GenerationServiceStub(channel)
-        answer = await stub.GetModel(pb.GetModelRequest(), **_call_options(remote))
-    return answer.model
+    async with connected(remote) as client:
+        return await client.model()
 
 
 async def info(remote: Remote, *, json_output: bool) -> None:
     """Print what a server serves, and its limits. Raises RemoteError."""
-    model = await ask_model(remote)
+    async with connected(remote) as client:
+        model = await client.model()
+        adapters = await client.adapters() if model.adapter_count and not json_output else []
     if json_output:
         print(json_line(model))
         return
-    adapters = await _adapters(remote) if model.adapter_count else []
     print(table([*_rows(model), ("adapters", ", ".join(map(_adapter, adapters)))]))
-
-
-async def _adapters(remote: Remote) -> list[adapter_pb2.Adapter]:
-    found: list[adapter_pb2.Adapter] = []
-    async with calling(remote) as channel:
-        stub, token = AdapterServiceStub(channel), ""
-        while True:
-            request = adapter_service_pb2.ListAdaptersRequest(page_token=token)
-            page = await stub.ListAdapters(request, **_call_options(remote))
-            found += page.adapters
-            if not (token := page.next_page_token):
-                return found
 
 
 def _adapter(adapter: adapter_pb2.Adapter) -> str:
@@ -174,10 +159,11 @@ def _fields(message: Any) -> Iterator[tuple[str, Any]]:
 
 def tokens_request(text: str, *, chat: bool, ids: bool, special: bool) -> pb.TokenizeRequest:
     """The message of `tokens`."""
-    if chat:
-        chats = requests.chat_of(_chat(text, None))
-        return pb.TokenizeRequest(chat=chats, return_token_ids=ids)
-    return pb.TokenizeRequest(text=text, return_token_ids=ids, add_special_tokens=special)
+    request = requests.tokenize_request(_chat(text, None) if chat else text)
+    request.return_token_ids = ids
+    if not chat:
+        request.add_special_tokens = special
+    return request
 
 
 async def tokens(remote: Remote, request: pb.TokenizeRequest, *, json_output: bool) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from tokenpod_client.aio import AsyncClient
 from tokenpod_client.channel import OPTIONS
 from tokenpod_client.cli.connection import Remote
 from tokenpod_client.errors import ServerError
@@ -41,6 +42,27 @@ def credentials_of(remote: Remote) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(*(f.read_bytes() if f else None for f in files))
 
 
+def client_of(remote: Remote, *, attempts: int) -> AsyncClient:
+    """The library's client, which tries a call so often. Needs a running event loop."""
+    return AsyncClient(
+        remote.address,
+        token=remote.token,
+        credentials=credentials_of(remote),
+        deadline=remote.deadline,
+        attempts=attempts,
+    )
+
+
+@asynccontextmanager
+async def connected(remote: Remote) -> AsyncIterator[AsyncClient]:
+    """The library's client, which tries once. What fails within becomes a RemoteError."""
+    async with client_of(remote, attempts=1) as client:
+        try:
+            yield client
+        except ServerError as error:
+            raise RemoteError(describe(error, remote.address)) from error
+
+
 @asynccontextmanager
 async def calling(remote: Remote) -> AsyncIterator[grpc.aio.Channel]:
     """An open channel. What fails within becomes a RemoteError; what runs is cancelled."""
@@ -48,12 +70,11 @@ async def calling(remote: Remote) -> AsyncIterator[grpc.aio.Channel]:
         try:
             yield channel
         except grpc.aio.AioRpcError as error:
-            raise RemoteError(describe(error, remote.address)) from error
+            raise RemoteError(describe(ServerError.of(error), remote.address)) from error
 
 
-def describe(error: grpc.aio.AioRpcError, address: str) -> str:
+def describe(found: ServerError, address: str) -> str:
     """What went wrong, for the operator: a line for each field that the server complains of."""
-    found = ServerError.of(error)
     text = found.message
     if found.code is grpc.StatusCode.UNAVAILABLE and text.startswith(_NO_CONNECTION):
         return f"can't reach {address}: {_ATTEMPT.sub('', text)}"

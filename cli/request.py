@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,10 @@ def _flag(name: str) -> str:
 #: Fields of `Constraint`, and what makes their values of an option's name and value.
 _CONSTRAINTS: dict[str, Callable[[str, Any], Any]] = {
     "json_schema": _text_or_file,
-    "json_object": lambda name, given: {},
+    "json_object": lambda name, given: True,
     "regex": _text_or_file,
     "grammar": _text_or_file,
-    "choice": lambda name, given: {"texts": given},
+    "choice": lambda name, given: given,
     "structural_tag": _text_or_file,
 }
 
@@ -126,8 +125,11 @@ class RequestOptions:
     model: str = option("The model that is meant; another one is an error.", default="")
 
     @property
-    def fields(self) -> dict[str, object]:
-        """The fields that are set, by name. Raises BadParameter for a value that can't be read."""
+    def fields(self) -> dict[str, Any]:
+        """The Python client's options that are set, by name.
+
+        Raises BadParameter for a value that can't be read.
+        """
         given = {name: value for name, value in vars(self).items() if value is not None}
         del given["stream"]
         kinds = [name for name in _CONSTRAINTS if given.get(name)]
@@ -142,8 +144,6 @@ class RequestOptions:
         if any(value is not None for value in beam.values()):
             beam["n"] = given.pop("n", None)
             given["beam"] = {name: value for name, value in beam.items() if value is not None}
-        if self.time_limit is not None:
-            given["time_limit"] = timedelta(seconds=self.time_limit)
         return given | {"logit_bias": dict(map(_bias, self.logit_bias or ()))}
 
 

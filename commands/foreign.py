@@ -1,8 +1,10 @@
-"""Flags and variables of other servers, by what they are called here."""
+"""Flags and variables of other servers and of earlier versions, by what they are called here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+
+from tokenpod.service.settings import REMOVED
 
 #: vLLM's flags that ours have other names for.
 _VLLM = {
@@ -88,6 +90,12 @@ _RENAMED = {
     "SHARD_UDS_PATH": "TOKENPOD_UDS_PATH",
     "TRUST_REMOTE_CODE": "nothing: no code of a model's repository is ever run",
 }
+
+
+def removed_flag(name: str) -> str | None:
+    """What to do instead of a flag that earlier versions had; None if they had none."""
+    instead = REMOVED.get(name.removeprefix("--").replace("-", "_"))
+    return f"No such option: {name}. It was removed: {instead}" if instead else None
 
 
 def foreign_flag(name: str) -> str | None:

@@ -36,6 +36,11 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     features: tuple[str, ...] = ()
     #: Why it is not served, or was not tried.
     reason: str = ""
+    #: `model_type` in config.json; empty if transformers does not carry the architecture.
+    type: str = ""
+    #: The architectures that its text model may be of, if it also sees or hears: one of them
+    #: computes it, and its text alone is served.
+    texts: tuple[str, ...] = ()
 
 
 class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,12 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from tokenpod.commands.foreign import foreign_flag, foreign_model, foreign_variables
+from tokenpod.commands.foreign import (
+    foreign_flag,
+    foreign_model,
+    foreign_variables,
+    removed_flag,
+)
 from tokenpod.service.config import (
     ServerSettings,
     SettingsError,
@@ -28,16 +33,17 @@ HELP = """Start a server.
     """
 
 
-class Serve(Command):
-    """`serve`, which knows flags of other servers by what they are called here."""
+class ServerCommand(Command):
+    """A command with settings as flags: for one that it lacks it says what to use instead."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As a command does it. Raises UsageError, which names our flag for a foreign one."""
+        """As a command does it. Raises UsageError, which names our flag for another one."""
         self.tell = lambda text: print_error(text, json_output="--json-output" in args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if (said := foreign_flag(error.option_name)) is None:
+            name = error.option_name
+            if (said := removed_flag(name) or foreign_flag(name)) is None:
                 raise
             raise click.UsageError(said, ctx) from None
 
@@ -106,4 +112,4 @@ def _parameters() -> list[click.Parameter]:
     return [model, *(setting_flag(name, field) for name, field in fields)]
 
 
-serve = Serve("serve", callback=_run, params=_parameters(), help=HELP)
+serve = ServerCommand("serve", callback=_run, params=_parameters(), help=HELP)

@@ -16,12 +16,12 @@ from tokenpod.commands.serve import setting_flag
 from tokenpod.core.capacity import host_slots
 from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.preemption import PREEMPTIONS
-from tokenpod.scheduler.simulation.machines import MACHINES, Machine
-from tokenpod.scheduler.simulation.simulator import Outcome, Simulator
-from tokenpod.scheduler.simulation.skipping import SkippingScheduler
-from tokenpod.scheduler.simulation.trace import Arrival, Trace, TraceError, at_rate, read_trace
 from tokenpod.scheduler.work import Limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings
+from tokenpod.simulator.machines import MACHINES, Machine
+from tokenpod.simulator.simulator import Outcome, Simulator
+from tokenpod.simulator.skipping import SkippingScheduler
+from tokenpod.simulator.trace import Arrival, Trace, TraceError, at_rate, read_trace
 from tokenpod_client.cli.bench.figures import Record
 from tokenpod_client.cli.bench.flags import BenchOptions
 from tokenpod_client.cli.bench.fleet import Measured

@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from tokenpod.commands.gpus import GPUS, Device
-from tokenpod.commands.serve import setting_flag
+from tokenpod.commands.serve import ServerCommand, setting_flag
 from tokenpod.commands.size import Report, SizeError, as_json, as_text, report
 from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
-from tokenpod_client.cli.options import Command, option, parameters
+from tokenpod_client.cli.options import option, parameters
 
 SIZE_HELP = (
     "Estimate whether a model fits a device, how large its KV cache is and how many sequences run"
@@ -43,7 +43,6 @@ _SETTINGS = (
     "memory_fraction",
     "speculate",
     "draft_model",
-    "draft_tree",
     "host_kv_bytes",
     "max_adapters",
     "max_adapter_rank",
@@ -142,4 +141,4 @@ def _call(**given: Any) -> int:
 
 
 _OWN = parameters(SizeOptions)
-size = Command("size", callback=_call, params=_parameters(), help=SIZE_HELP)
+size = ServerCommand("size", callback=_call, params=_parameters(), help=SIZE_HELP)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
 from tokenpod.core.step_limits import StepLimits
@@ -202,11 +201,10 @@ def spare_draft_slots(most: int, rows: int) -> int:
 
 def step_limits(options: EngineOptions) -> StepLimits:
     """What executors have room for in a step: a row and a prompt of a liveness probe besides."""
-    chains, trees = options.speculate * options.max_batch_size, MOST_BRANCHES
     return StepLimits(
         rows=options.max_batch_size + 1,
         prompt=options.max_batch_prefill_tokens + PROBE_TOKENS,
-        drafts=min(MOST_DRAFTS, chains + (trees if options.draft_tree else 0)),
+        drafts=min(MOST_DRAFTS, options.speculate * options.max_batch_size),
     )
 
 

@@ -284,8 +284,6 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     host_kv_least_tokens: int = 1
     #: What becomes of a preempted sequence, by name (see scheduler/preemption.py).
     preemption: str = "auto"
-    #: Drafts of a row where they are a tree; 0: they never are.
-    draft_tree: int = 0
 
 
 ToEngine = (

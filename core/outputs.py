@@ -141,6 +141,17 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     ignored: int = 0
 
 
+class StepCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Steps since the start of the engine, added up."""
+
+    steps: int = 0
+    #: Nanoseconds with at least one step under way; the rest of the time the engine was idle.
+    busy_ns: int = 0
+    #: Sequences of all steps, and tokens that were computed in them.
+    rows: int = 0
+    tokens: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What the engine holds after a step, or after an abort that no step follows."""
 
@@ -179,6 +190,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: Tokens that the host's memory has room for, and those of them that are taken.
     host_slots: int = 0
     host_used_slots: int = 0
+    steps: StepCounts = StepCounts()
 
     @property
     def drafted_tokens(self) -> int:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.core.branches import Branches
 from tokenpod.core.new_row import NewRow
 
 Ints = npt.NDArray[np.int32]
@@ -60,8 +59,6 @@ class Counts(NamedTuple):
     ready: int = 0
     #: 1 or none: copies that it relies on.
     awaited: int = 0
-    #: As many as tokens, or none.
-    parents: int = 0
 
     @property
     def words(self) -> int:
@@ -80,7 +77,6 @@ class Counts(NamedTuple):
             + 2 * (self.puts + self.soft)
             + 3 * self.ready
             + self.awaited
-            + self.parents
         )
 
 
@@ -139,9 +135,9 @@ class StepPlan:
         self.n_flags = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
-        #: Keys and values to be copied before anything else, from slot to slot. Those behind the
-        #: pool's last one are in the host's memory. First come all copies within the pool, then all
-        #: go out that do, then all come in that do, which may take longer than the step.
+        #: Keys and values to be copied before anything else, from slot to slot: one of the two is
+        #: behind the pool's last one, in the host's memory. First all go out that do, then all come
+        #: in that do, which may take longer than the step.
         self.copy_from = self.copy_to = _NOTHING
         #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be
         #: there before anything of this step is read or copied (0: it is this step).
@@ -158,11 +154,8 @@ class StepPlan:
         self.soft_adapter = self.soft_index = _NOTHING
         #: Slots that get the keys and values of adapters' virtual tokens before anything else.
         self.ready_slot = self.ready_adapter = self.ready_index = _NOTHING
-        #: Empty if each token of a row follows the one before it. Else which token of its row each
-        #: follows, counted from the row's first, whose own is -1: drafts may be trees.
-        self.t_parent = _NOTHING
         if any(fewer):
-            copies, adapters, masked, given, width, puts, soft, ready, awaited, parents = fewer
+            copies, adapters, masked, given, width, puts, soft, ready, awaited = fewer
             self.copy_from, self.copy_to = column(copies), column(copies)
             self.r_adapter, self.r_masked = column(adapters), column(masked)
             self.given = column(given * width).view(np.float32).reshape(given, width)
@@ -171,7 +164,6 @@ class StepPlan:
             self.ready_slot, self.ready_adapter = column(ready), column(ready)
             self.ready_index = column(ready)
             self.awaited = column(awaited)
-            self.t_parent = column(parents)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -236,12 +228,6 @@ class StepPlan:
         """How many of them are sampled behind drafts: besides each row's first."""
         return self.samples - self.sampling
 
-    @cached_property
-    def branches(self) -> Branches | None:
-        """What its trees of drafts are; None: each token follows the one before it."""
-        found = Branches.of(self.r_tokens, self.t_parent) if len(self.t_parent) else None
-        return found if found is not None and len(found.tokens) else None
-
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
@@ -265,8 +251,6 @@ class PlanRow:
     prefix: Sequence[int] | npt.NDArray[Any] = ()
     adapter: int = 0
     masked: bool = False
-    #: Of a tree of drafts: see `StepPlan.t_parent`.
-    parents: Sequence[int] = ()
     #: [m, width]
     given: Floats | None = None
 
@@ -300,7 +284,6 @@ def plan_of(
         width=given[0].shape[1] if given else 0,
         puts=len(puts),
         awaited=len(awaited),
-        parents=sum(len(row.slots) for row in rows) if any(row.parents for row in rows) else 0,
     )
     plan = StepPlan.empty(step, counts, [new for _, new in fresh])
     plan.r_row[:] = [row.row for row in rows]
@@ -326,9 +309,6 @@ def plan_of(
         plan.r_adapter[:] = [row.adapter for row in rows]
     if counts.masked:
         plan.r_masked[:] = [row.masked for row in rows]
-    if counts.parents:
-        each = (row.parents or range(-1, len(row.slots) - 1) for row in rows)
-        plan.t_parent[:] = [parent for row in each for parent in row]
     if given:
         np.concatenate(given, out=plan.given)
     return plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.plan import StepPlan
 
 
@@ -25,8 +24,6 @@ class StepLimits:
     prompt: int
     #: Tokens of all rows behind their next ones.
     drafts: int
-    #: Drafts in trees that are branches.
-    branches: int = MOST_BRANCHES
 
     @property
     def tokens(self) -> int:
@@ -40,12 +37,10 @@ class StepLimits:
 
     def check(self, plan: StepPlan) -> None:
         """Raise AssertionError, which names the limit, for a step that a buffer can't hold."""
-        branches = 0 if plan.branches is None else len(plan.branches.tokens)
         for name, number, most in (
             ("rows", plan.rows, self.rows),
             ("tokens", plan.tokens, self.tokens),
             ("drafts", plan.drafts, self.drafts),
-            ("branches", branches, self.branches),
         ):
             if number > most:
                 raise AssertionError(f"a step of {number} {name}; executors have room for {most}")

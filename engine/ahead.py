@@ -39,10 +39,10 @@ class Before:
     def of(cls, plan: StepPlan, unknown: Unknown | None, positions: int) -> Before | None:
         """None: nothing is found for any.
 
-        That is where drafts are trees, and where some row waits for its mask: it has not been drawn
-        yet. `positions`: of the longest sequence; all drafts may be right, and as many follow.
+        That is where some row waits for its mask: it has not been drawn yet. `positions`: of the
+        longest sequence; all drafts may be right, and as many follow.
         """
-        if unknown is None or plan.branches is not None or len(plan.r_masked):
+        if unknown is None or len(plan.r_masked):
             return None
         rows, counts = unknown.rows, unknown.counts
         fits = plan.r_start[rows] + 2 * counts < positions
@@ -85,8 +85,6 @@ class Ahead:
 
     def columns(self, plan: StepPlan, unknown: Unknown) -> Ints | None:
         """[n] of each draft that a plan leaves open, its row's column; None: not all are found."""
-        if plan.branches is not None:
-            return None
         columns = []
         for at, count in zip(unknown.rows.tolist(), unknown.counts.tolist(), strict=True):
             found = self._found.get(int(plan.r_row[at]))

@@ -49,7 +49,6 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
-from tokenpod.scheduler.tree_shapes import ranks_of, tree_of
 
 __all__ = ["Assembled", "EngineError", "assemble"]
 
@@ -230,7 +229,6 @@ def _on_device(
         adapted=adapted,
         adapters=model.adapters,
         drafts=drafts,
-        ranks=ranks_of(tree_of(options.draft_tree, options.speculate)),
         draft=_draft(draft, model, options, pool.slots + spare, device),
         host=host,
     )

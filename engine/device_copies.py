@@ -90,15 +90,6 @@ class DeviceCopies(HostCopies):
             _, moment = self._coming.popleft()
             moment.wait()
 
-    def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `HostCopies`: two launches for all layers."""
-        if self._slots is None:
-            super()._move(source, target)
-            return
-        rows = self._slots.rows(len(source))
-        self._slots.gather(source, rows)
-        self._slots.scatter(rows, target)
-
     def _go_out(self, slots: torch.Tensor, host_slots: np.ndarray, host: HostPool) -> None:
         assert self._slots is not None
         for first, end in _pieces_of(len(slots), len(self._pieces[0])):

@@ -14,15 +14,14 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.ahead import Ahead, Before
-from tokenpod.engine.branch_rows import line_of
 from tokenpod.engine.device_parallel import ParallelProposals
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import ChainDraft, Draft
 from tokenpod.engine.mailbox import Mailbox
-from tokenpod.engine.open_drafts import Asked, Ints, Unknown
+from tokenpod.engine.open_drafts import Ints, Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.small_steps import Known, MakeBatch, SmallSteps
+from tokenpod.engine.small_steps import Known, MakeBatch, SmallSteps, places_of
 
 
 def make_proposals(
@@ -34,13 +33,12 @@ def make_proposals(
     last_token: torch.Tensor,
     accepted: torch.Tensor,
     upload: Callable[[np.ndarray], torch.Tensor],
-    ranks: int,
 ) -> Proposals | ParallelProposals:
     """What finds drafts with a draft model, a head, or heads; see `Proposals`."""
     if isinstance(draft, ParallelDraft):
         return ParallelProposals(draft, sampler, last_token=last_token, upload=upload)
     tables = {"row_table": row_table, "last_token": last_token, "accepted": accepted}
-    return Proposals(draft, sampler, make_batch, **tables, upload=upload, ranks=ranks)
+    return Proposals(draft, sampler, make_batch, **tables, upload=upload)
 
 
 class Proposals:
@@ -50,11 +48,10 @@ class Proposals:
         draft: the model.
         sampler: of all rows.
         make_batch: of a small step.
-        row_table: [lines, positions] int32; behind the rows' lines are padding's, then branches'.
+        row_table: [rows + 1, positions] int32; the last row is padding's.
         last_token: [rows + 1] int64: what each row sampled last.
         accepted: [rows + 1] int64: how many drafts of its last step were right.
         upload: to the device, in the order of its queue.
-        ranks: most drafts that follow one token.
     """
 
     def __init__(
@@ -67,13 +64,12 @@ class Proposals:
         last_token: torch.Tensor,
         accepted: torch.Tensor,
         upload: Callable[[np.ndarray], torch.Tensor],
-        ranks: int = 1,
     ) -> None:
         self._small = SmallSteps(
-            draft, sampler, make_batch, row_table=row_table, last_token=last_token, ranks=ranks
+            draft, sampler, make_batch, row_table=row_table, last_token=last_token
         )
         self._draft, self._accepted, self._upload = draft, accepted, upload
-        self._positions, self._padding_row = row_table.shape[1], len(last_token) - 1
+        self._positions = row_table.shape[1]
         #: Drafts of a step, and words of the integers of its small steps.
         self.room = self._small.room
         #: The first slot that belongs to nobody, and for how many rows there are some.
@@ -101,27 +97,22 @@ class Proposals:
         """
         columns = self.ahead.columns(plan, unknown)
         if columns is not None:
-            source: Ints = unknown.places * self._small.found.shape[1] + columns
             mailbox.drafted(self.ahead.between)
         else:
-            source = self._find(plan, mailbox, unknown)
+            columns = self._find(plan, mailbox, unknown)
             mailbox.drafted()
+        source = unknown.places * self._small.found.shape[1] + columns
         at, found_at = self._upload(np.stack([unknown.tokens, source]).astype(np.int64))
         found = self._small.found.view(-1).index_select(0, found_at)
         mailbox.post_drafts(found)
         return at, found
 
     def _find(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown) -> Ints:
-        """Queue them; [n] where the drafts will be."""
-        asked = unknown.asked(plan)
-        known = _known(plan, asked, self._padding_row + 1)
-        shapes = self._small.shapes(known, trees=plan.branches is not None)
-        words = self._small.fill(mailbox.draft_words, known, shapes)
-        self._small.run(mailbox.draft_words[:words], shapes)
-        there, source = asked.drafts >= 0, np.full(plan.tokens, -1)
-        source[asked.drafts[there]] = self._small.found_at(known, shapes)[there]
-        found: Ints = source[unknown.tokens]
-        return found
+        """Queue them; [n] of each draft, its row's column."""
+        known, shape = _known(plan, unknown), self._small.shape(len(unknown.rows))
+        words = self._small.fill(mailbox.draft_words, known, shape[0])
+        self._small.run(mailbox.draft_words[:words], shape)
+        return np.arange(len(unknown.rows)).repeat(unknown.counts)
 
     # -- the next one --------------------------------------------------------------------------
 
@@ -134,49 +125,38 @@ class Proposals:
         before = Before.of(plan, unknown, self._positions)
         if before is None or len(before.rows) > self._spare_rows:
             return
-        known = self._known_ahead(before)
-        shapes = self._small.shapes(known, trees=False)
-        _, words = mailbox.staging.room((sum(each.words for each, _ in shapes),), np.int64)
-        self._small.fill(words, known, shapes)
+        known, shape = self._known_ahead(before), self._small.shape(len(before.rows))
+        _, words = mailbox.staging.room((int(before.counts.max()) * shape[0].words,), np.int64)
+        self._small.fill(words, known, shape[0])
         self.ahead.begin(before)
-        self._small.run(words, shapes, self._accepted)
+        self._small.run(words, shape, self._accepted)
         self.ahead.end()
 
     def _known_ahead(self, before: Before) -> Known:
         """The tokens if no draft is right: the device adds how many are."""
-        most, m = int(before.counts.max()), len(before.rows)
-        place, column = np.arange(most).repeat(m), np.tile(np.arange(m), most)
-        some = place < before.counts[column]
-        place, column = place[some], column[some]
-        rows = before.rows[column]
+        place, column = places_of(before.counts)
         return Known(
             place=place,
             column=column,
-            row=rows,
+            row=before.rows[column],
             position=before.starts[column] + 1 + place,
             slot=self._spare + column * self._draft.most + place,
-            line=rows,
             output=before.outputs[column] + 1 + place,
             token=np.full(len(place), LAST),
-            follows=rows[:, None],
         )
 
 
-def _known(plan: StepPlan, asked: Asked, first_line: int) -> Known:
-    """What a plan says of the tokens behind which is guessed.
-
-    `first_line`: the line of the row table for the step's first branch.
-    """
-    lines = line_of(plan, first_line)
+def _known(plan: StepPlan, unknown: Unknown) -> Known:
+    """What a plan says of the tokens behind which is guessed."""
+    place, column = places_of(unknown.counts)
+    rows, at = unknown.rows[column], unknown.firsts[column] + place
     return Known(
-        place=asked.place,
-        column=asked.column,
-        row=plan.r_row[asked.rows],
-        position=plan.r_start[asked.rows] + asked.place,
-        slot=plan.t_slot[asked.at],
-        line=lines[asked.at],
-        output=plan.r_output[asked.rows] + asked.place,
+        place=place,
+        column=column,
+        row=plan.r_row[rows],
+        position=plan.r_start[rows] + place,
+        slot=plan.t_slot[at],
+        output=plan.r_output[rows] + place,
         # Behind the first one: what the small step before drew.
-        token=np.where(asked.place == 0, plan.t_token[asked.at], LAST),
-        follows=np.where(asked.drafts >= 0, lines[asked.drafts], -1),
+        token=np.where(place == 0, plan.t_token[at], LAST),
     )

@@ -14,10 +14,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.engine.captured_steps import CapturedSteps
-from tokenpod.engine.device_branches import BranchLines
 from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals, make_proposals
 from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws, drawn_late
@@ -56,7 +54,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
-        ranks: most drafts that follow one token; more than 1: they may be trees.
         adapted: whether steps in which rows have adapters are captured too.
         host: holds keys and values for later; None: nothing is held.
     """
@@ -72,15 +69,12 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_tokens: int,
         device: torch.device,
         drafts: int = 0,
-        ranks: int = 1,
         adapted: bool = False,
         adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
         host: HostPool | None = None,
     ) -> None:
-        # Behind the rows' lines are padding's and those of branches.
-        lines = rows + 1 + (MOST_BRANCHES if ranks > 1 else 0)
-        table = torch.zeros((lines, max_positions), dtype=torch.int32, device=device)
+        table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
         super().__init__(
             model,
             pool,
@@ -93,7 +87,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             draft=draft,
         )
         self._masked_draws = MaskedDraws(sampler, self._last_token)
-        self._branches = BranchLines(table, rows + 1)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | ParallelProposals | None = None
         #: Drafts for the step that is being launched, see `Proposals.find`.
@@ -110,7 +103,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 last_token=self._last_token,
                 accepted=self._accepted,
                 upload=self._upload,
-                ranks=ranks,
             )
         if isinstance(self._proposals, Proposals):
             self._proposals.use(pool.slots)
@@ -147,8 +139,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
-        if len(self._row_table) > self._rows + 1:
-            self._branches.load()
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -163,10 +153,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         super().release(rows)
         if isinstance(self._proposals, Proposals):
             self._proposals.ahead.forget(rows)
-
-    def _fill(self, host: Integers, plan: StepPlan) -> None:
-        super()._fill(host, plan)
-        self._branches.name(plan, host)
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         assert self._proposals is not None
@@ -336,7 +322,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             runs = self._runs[plan.r_row[at]]
             if cut_runs(runs, int(plan.r_start[at])):
                 append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
-        self._branches.write(plan, self._mailboxes[self._turn % _DEPTH].staging)
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""

@@ -7,13 +7,12 @@ from itertools import islice
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
 from tokenpod.engine.mailbox import Staging
-from tokenpod.engine.rounds import Drawing, Ints, Paths, Round, allowed, mask_words, rounds
+from tokenpod.engine.rounds import Drawing, Ints, Round, allowed, mask_words, rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import accept, remember
@@ -31,8 +30,7 @@ class DeviceDrawing(Drawing):
         t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
-        accepted: [rows] int64, where it goes how many drafts of a row are right, if they are no
-            tree.
+        accepted: [rows] int64, where it goes how many drafts of a row are right.
         staging: the step's way to the device.
     """
 
@@ -65,13 +63,12 @@ class DeviceDrawing(Drawing):
             self._draw_joined(turns, masks)
         else:
             for turn in turns:
-                for part in self._parts(len(turn.rows)):
-                    self._draw_one(turn.part(part), masks)
-        if self.plan.branches is None and turns:
+                self._draw_one(turn, masks)
+        if turns:
             self._accept(np.unique(np.concatenate([turn.rows for turn in turns])))
 
     def _parts(self, n: int) -> Iterator[slice]:
-        """As many samples at a time as the sampler has room for, which trees may have more of."""
+        """As many samples at a time as the sampler has room for."""
         most = len(self._last_token) - 1  # of the last row is padding
         most -= most % 2 if most > 1 else 0  # see `Staging.upload`
         return (slice(at, at + most) for at in range(0, n, most))
@@ -135,8 +132,6 @@ class DeviceDrawing(Drawing):
             self._sampler.begin(scores, rows, positions, own)
             drawn = self._sampler.finish(scores, rows, positions, masks=own)
             self._enter(drawn, _stretch(which[part], at))
-        if plan.branches is not None:
-            self._remember_last(np.unique(drawing))
 
     def _accept(self, rows: Ints) -> None:
         """Note how many drafts of each of these rows of the plan are right, and its last token."""
@@ -152,25 +147,6 @@ class DeviceDrawing(Drawing):
             numbers[1 + most + turn.place, which[there]] = turn.behind[there]
         uploaded = self._staging.upload(numbers)
         accept(uploaded, self.drawn.tokens, self._t_token, self._last_token, self._accepted)
-
-    def _remember_last(self, rows: Ints) -> None:
-        """Note the last token that counts of each of these rows of the plan, which have trees.
-
-        It is the one behind most drafts that are right, each of them drawn itself.
-        """
-        tokens, paths = self.drawn.tokens, Paths.of(self.plan, rows)
-        # The rows first: a kernel reads them, see `Staging.upload`.
-        numbers = [self.plan.r_row[rows], paths.at, paths.own, paths.before, paths.behind]
-        numbers.append(paths.drafts)
-        flat = np.concatenate([each.ravel() for each in numbers]).astype(np.int64)
-        sizes = [each.size for each in numbers]
-        uploaded = torch.split(self._staging.upload(flat), sizes)
-        row, at, own, before, behind, drafts = uploaded
-        right = (tokens[before] == self._t_token[behind]) & (tokens[own] >= 0)
-        counts = pad(right, (0, 1), value=True)[drafts].view(paths.drafts.shape).all(2)
-        order = torch.arange(1, len(counts) + 1, device=tokens.device)[:, None]
-        last = (counts * order).argmax(0, keepdim=True)
-        remember(tokens[at].view(paths.at.shape).gather(0, last)[0], row, self._last_token)
 
     def _bits(self, turns: Sequence[Round], masks: Masks) -> torch.Tensor:
         """The masks of these rounds' samples."""

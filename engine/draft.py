@@ -216,11 +216,6 @@ def load_draft(
                 require_manifest=options.require_manifest,
             )
         if is_medusa(folder):
-            if options.draft_tree:
-                raise ModelError(
-                    f"draft_tree is {options.draft_tree}, and Medusa heads draft chains alone: what"
-                    " they read is kept by position, and several tokens of a tree have one"
-                )
             return load_medusa(
                 folder,
                 _of_ours(served),

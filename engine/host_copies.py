@@ -42,9 +42,6 @@ class HostCopies:
         source, target = plan.copy_from.astype(np.int64), plan.copy_to.astype(np.int64)
         first = self._pools[0].sink + 1
         out, back = target >= first, source >= first
-        within = ~(out | back)
-        if within.any():
-            self._move(self._indices(source[within]), self._indices(target[within]))
         if self._host is not None and out.any():
             self._go_out(self._indices(source[out]), target[out] - first, self._host)
         if self._host is not None and back.any():
@@ -53,11 +50,6 @@ class HostCopies:
     def arrived(self) -> int | None:
         """The last step whose copies from the host are there; None: all are."""
         return None
-
-    def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy from slots [n] to others, all at once."""
-        for pool in self._pools:
-            pool.copy(source, target)
 
     def _go_out(self, slots: torch.Tensor, host_slots: np.ndarray, host: HostPool) -> None:
         """Copy what slots [n] of the pool hold to these of the host."""

@@ -9,14 +9,13 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.branch_rows import runs_to
 from tokenpod.engine.draft import ChainDraft, Draft
 from tokenpod.engine.executor import Masks, Model
 from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers, StepWords
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
-from tokenpod.engine.open_drafts import Asked, Unknown
+from tokenpod.engine.open_drafts import Unknown
 from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.engine.rounds import (
     Drawing,
@@ -116,21 +115,15 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
 
     def _take_small_steps(self, plan: StepPlan, unknown: Unknown, draft: ChainDraft) -> None:
         """Find them one behind the other."""
-        asked = unknown.asked(plan)
-        for place in range(asked.steps):
-            some = asked.of(asked.place == place)
-            rows = plan.r_row[some.rows]
-            batch = self._small_step(plan, some, self._resolved(plan.t_token[some.at], rows))
-            outputs = (plan.r_output[some.rows] + place).tolist()
-            logits = draft.logits(batch).float()
-            found: Ints = np.empty((len(rows), some.ranks), np.int64)
-            for rank in range(some.ranks):
-                drafts = self._sampler.propose(logits, rows.tolist(), outputs)
-                found[:, rank] = _others(drafts.numpy(), found[:, :rank], logits.shape[1])
-                if rank + 1 < some.ranks:
-                    logits = logits.scatter(1, drafts[:, None], -torch.inf)
-            wanted = some.drafts[:, : some.ranks]
-            plan.t_token[wanted[wanted >= 0]] = found[wanted >= 0]
+        for place in range(unknown.most):
+            which = unknown.counts > place
+            rows, at = plan.r_row[unknown.rows[which]], unknown.firsts[which] + place
+            positions = plan.r_start[unknown.rows[which]] + place
+            tokens = self._resolved(plan.t_token[at], rows)
+            batch = self._small_step(rows, tokens, positions, plan.t_slot[at])
+            outputs = (plan.r_output[unknown.rows[which]] + place).tolist()
+            drafts = self._sampler.propose(draft.logits(batch).float(), rows.tolist(), outputs)
+            plan.t_token[at + 1] = drafts.numpy()
 
     def _guess(self, plan: StepPlan, unknown: Unknown, draft: ParallelDraft) -> None:
         """The same by heads that guess all drafts of a row at once."""
@@ -150,25 +143,20 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
         return np.where(tokens == LAST, self._last_token.numpy()[rows], tokens)
 
-    def _small_step(self, plan: StepPlan, some: Asked, tokens: Ints) -> ForwardBatch:
-        """These tokens, each as a row, whose slots have been noted, and those of others."""
-        rows, starts = plan.r_row[some.rows], plan.r_start[some.rows] + some.place
-        runs = [
-            runs_to(self._runs[row], plan, at, token)
-            for row, at, token in zip(
-                rows.tolist(), some.rows.tolist(), some.at.tolist(), strict=True
-            )
-        ]
+    def _small_step(self, rows: Ints, tokens: Ints, positions: Ints, slots: Ints) -> ForwardBatch:
+        """A token of each of these rows [m], where all that is before it has been noted."""
+        runs = [[*self._runs[row]] for row in rows.tolist()]
+        for own, position in zip(runs, positions.tolist(), strict=True):
+            cut_runs(own, position + 1)
         t_token, t_position, t_slot = (
-            torch.from_numpy(column.astype(np.int64))
-            for column in (tokens, starts, plan.t_slot[some.at])
+            torch.from_numpy(column.astype(np.int64)) for column in (tokens, positions, slots)
         )
         return ForwardBatch(
             t_token=t_token,
             t_position=t_position,
             t_slot=t_slot,
             b_start=list(range(len(rows) + 1)),
-            b_context=(starts + 1).tolist(),
+            b_context=(positions + 1).tolist(),
             b_runs=runs,
             b_row=rows.tolist(),
             row_table=self._row_table,
@@ -200,15 +188,6 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         known = tokens.numpy()
         known[:] = self._resolved(known, integers.t_row.numpy())
         return tokens
-
-
-def _others(drafts: Ints, known: Ints, vocab_size: int) -> Ints:
-    """[m] drafts, but where one is known [m, n] already, a token beside it."""
-    found = drafts.copy()
-    for _ in range(len(known.T)):  # each of them can be met once
-        met = (known == found[:, None]).any(1)
-        found[met] = (found[met] + 1) % vocab_size
-    return found
 
 
 class _HostDrawing(Drawing):

@@ -141,10 +141,6 @@ def fill(into: Integers, plan: StepPlan) -> None:
         into.t_row[:tokens] = np.repeat(plan.r_row, plan.r_tokens)
         offsets = np.repeat(plan.r_start - starts[:-1], plan.r_tokens)
         np.add(offsets, np.arange(tokens), out=into.t_position[:tokens])
-    if plan.branches is not None:
-        np.add(
-            plan.r_start.repeat(plan.r_tokens), plan.branches.t_depth, out=into.t_position[:tokens]
-        )
     if plan.embeds:
         into.t_token[given_tokens(plan)] = 0
     if len(into.t_adapter):

@@ -31,7 +31,7 @@ from tokenpod.core.messages import (
     Vocabulary,
     WatchCache,
 )
-from tokenpod.core.outputs import Advanced, Load, Started, StepOutputs, Top
+from tokenpod.core.outputs import Advanced, Load, Started, StepCounts, StepOutputs, Top
 from tokenpod.core.requests import Request
 from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
@@ -60,6 +60,7 @@ class _OpTimes:
 class _InFlight:
     step: Step
     launched: Launched
+    launched_at: int
 
 
 @dataclass(slots=True)
@@ -89,6 +90,9 @@ class EngineLoop:
     #: An `Ask` waits for its answer.
     _asked: bool = False
     _flying: _InFlight | None = None
+    _counts: StepCounts = field(default_factory=StepCounts)
+    #: When the last step settled: steps overlap, and their common time counts once.
+    _settled_at: int = 0
     _ops: dict[int, _OpTimes] = field(default_factory=dict)
     #: Scores of prompts under way, by sequence id.
     _scored: dict[int, PromptScores] = field(default_factory=dict)
@@ -209,12 +213,13 @@ class EngineLoop:
 
     def _launch(self) -> bool:
         """Plan the next step and launch it, if there is one."""
-        step = self.scheduler.plan(self.clock())
+        now = self.clock()
+        step = self.scheduler.plan(now)
         if step is None:
             return False
         if self.masked is not None:
             self.masked.prepare(step)
-        self._flying = _InFlight(step, self.executor.launch(step.plan))
+        self._flying = _InFlight(step, self.executor.launch(step.plan), now)
         return True
 
     def _settle(self, flying: _InFlight) -> None:
@@ -235,10 +240,12 @@ class EngineLoop:
                 scores, start = scores.behind(-start), max(start, 0)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
+        now = self.clock()
+        self._count(flying, now)
         settled = self.scheduler.settle(
             flying.step,
             result.tokens,
-            self.clock(),
+            now,
             tops,
             drafting_ns=result.drafting_ns,
             arrived=result.arrived,
@@ -249,6 +256,16 @@ class EngineLoop:
             # All that runs has waited for these tokens: the device must not wait for messages, too.
             self._launch()
         self._publish(settled, flying.step, result, satisfied=satisfied)
+
+    def _count(self, flying: _InFlight, now: int) -> None:
+        counts, plan = self._counts, flying.step.plan
+        self._counts = StepCounts(
+            steps=counts.steps + 1,
+            busy_ns=counts.busy_ns + now - max(flying.launched_at, self._settled_at),
+            rows=counts.rows + plan.rows,
+            tokens=counts.tokens + plan.tokens,
+        )
+        self._settled_at = now
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -282,8 +299,8 @@ class EngineLoop:
         self._asked = False
         load = self._sent_load = self.scheduler.load()
         self._load_sent = True
-        if self.masked is not None:
-            load = msgspec.structs.replace(load, masks=self.masked.counts)
+        masks = load.masks if self.masked is None else self.masked.counts
+        load = msgspec.structs.replace(load, masks=masks, steps=self._counts)
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
         if step is not None and result is not None:

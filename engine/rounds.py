@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.branches import Branches
 from tokenpod.core.plan import UNSAMPLED, StepPlan
 from tokenpod.engine.executor import Masks, StepResult, Words
 from tokenpod.engine.sampler import Samples
@@ -32,7 +31,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The samples number `place` of m rows; of a tree each that may be it, of which one can be."""
+    """The samples number `place` of m rows."""
 
     place: int
     #: [m] rows of the plan, rising.
@@ -56,9 +55,6 @@ class Round:
 
 def rounds(plan: StepPlan) -> Iterator[Round]:
     """The rounds of a step: none, mostly one."""
-    if plan.branches is not None:
-        yield from _rounds_of_trees(plan, plan.branches)
-        return
     most = int(plan.r_samples.max()) if plan.drafts else min(plan.sampling, 1)
     done, last = 0, np.full(plan.rows, -1) if most > 1 else _NOTHING
     firsts = plan.r_tokens.cumsum() - plan.r_samples
@@ -69,63 +65,6 @@ def rounds(plan: StepPlan) -> Iterator[Round]:
         if most > 1:
             last[rows] = at
         done += len(rows)
-
-
-def _rounds_of_trees(plan: StepPlan, branches: Branches) -> Iterator[Round]:
-    """The same by depth: of what a row may sample at one, all but one is behind wrong drafts."""
-    rows = np.arange(plan.rows).repeat(plan.r_samples)
-    firsts = (plan.r_tokens.cumsum() - plan.r_samples)[rows]
-    tokens = firsts + np.arange(len(rows)) - (plan.r_samples.cumsum() - plan.r_samples)[rows]
-    places = branches.t_depth[tokens] - branches.t_depth[firsts]
-    sample_of = np.full(plan.tokens, -1)
-    sample_of[tokens[places.argsort(kind="stable")]] = np.arange(len(tokens))
-    for place in range(int(places.max(initial=-1)) + 1):
-        which = places == place
-        at, own = sample_of[tokens[which]], branches.t_before[tokens[which]]
-        yield Round(place, rows[which], at, sample_of[own] if place else at, tokens[which])
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Which drafts are before each sample of R rows, N of a row at most and D drafts before one.
-
-    F of the samples are behind drafts.
-    """
-
-    #: [N, R] where a row's samples are among those of the step, round after round; where it has
-    #: fewer, its last again.
-    at: Ints
-    #: [F] the same of those behind a draft, of the sample before each, and which token of the step
-    #: the draft is.
-    own: Ints
-    before: Ints
-    behind: Ints
-    #: [N, R, D] which of the F samples are on the way to each of `at`, itself included; F: none.
-    drafts: Ints
-
-    @classmethod
-    def of(cls, plan: StepPlan, rows: Ints) -> Paths:
-        """Of these rows of the plan, rising, each of which is sampled."""
-        turns = [turn.of(np.isin(np.arange(plan.rows), rows)) for turn in rounds(plan)]
-        turns = [turn for turn in turns if len(turn.rows)]
-        own, before, behind = (
-            np.concatenate([_NOTHING, *(getattr(turn, name) for turn in turns[1:])])
-            for name in ("at", "before", "behind")
-        )
-        paths: dict[int, list[int]] = {at: [] for at in turns[0].at.tolist()}
-        for f, (at, last) in enumerate(zip(own.tolist(), before.tolist(), strict=True)):
-            paths[at] = [*paths[last], f]
-        samples: dict[int, list[int]] = {row: [] for row in rows.tolist()}
-        for turn in turns:
-            for row, at in zip(turn.rows.tolist(), turn.at.tolist(), strict=True):
-                samples[row].append(at)
-        most = max(map(len, samples.values()))
-        table = [[*each, *each[-1:] * (most - len(each))] for each in samples.values()]
-        drafts = np.full((most, len(rows), len(turns)), len(own))
-        for r, each in enumerate(table):
-            for n, at in enumerate(each):
-                drafts[n, r, : len(paths[at])] = paths[at]
-        return cls(np.array(table).T, own, before, behind, drafts)
 
 
 def drafts_of(plan: StepPlan, turn: Round) -> Ints:
@@ -179,8 +118,7 @@ def row_after_row(
     """
     if not there and not plan.drafts:
         return drawn
-    counted = _counted if plan.branches is None else _counted_of_trees
-    order, counts = counted(plan, drawn.tokens, there)
+    order, counts = _counted(plan, drawn.tokens, there)
     place = {i: n for n, (i, kept) in enumerate(zip(order, counts, strict=True)) if kept}
     return replace(
         drawn,
@@ -208,21 +146,6 @@ def _counted(
         drafts = plan.t_token[np.where(has, firsts + places, 0)[:, 1:]]
         right[:, 1:] &= np.array(tokens)[at[:, :-1]] == drafts
     return at[has].tolist(), np.logical_and.accumulate(right, axis=1)[has].tolist()
-
-
-def _counted_of_trees(
-    plan: StepPlan, tokens: list[int], there: Mapping[int, int]
-) -> tuple[list[int], list[bool]]:
-    """The same, of each row what counts first."""
-    counts, turns = [True] * len(tokens), [*rounds(plan)]
-    for turn in turns:
-        before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
-        for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
-            right = not turn.place or (counts[before[i]] and tokens[before[i]] == drafts[i])
-            counts[at] = right and turn.place < there.get(row, turn.place + 1)
-    rows = np.concatenate([turn.rows for turn in turns])
-    order = np.lexsort((~np.array(counts), rows)).tolist()
-    return order, [counts[at] for at in order]
 
 
 def _kept(values: list[T], order: list[int], counts: list[bool], none: T) -> list[T]:

@@ -99,8 +99,7 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     if not options.speculate:
         return None
     source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
-    tree = options.draft_tree
-    return lambda kv: Drafting(source, options.speculate, kv, Costs(), tree=tree)
+    return lambda kv: Drafting(source, options.speculate, kv, Costs())
 
 
 def _method(options: EngineOptions) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.branches import MOST_BRANCHES
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import DRAWS, EDITED, ROW_WORDS, TABLE, SamplingTable
@@ -152,8 +151,7 @@ class LeaderTokens:
         self._group = group
         #: `NewRow.flags` of live rows.
         self._flags: dict[int, int] = {}
-        # Of branches of trees there may be several drafts for a row at a time.
-        self._tokens = torch.zeros(rows + MOST_BRANCHES, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     @property
     def draws(self) -> bool:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
-from tokenpod.engine.branch_rows import with_branches
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.host_copies import HostCopies
@@ -73,8 +72,8 @@ class StepExecutor(ABC, Generic[S]):
         sampler: for as many rows.
         rows: sequences that can be live at once.
         device: where the model is.
-        row_table: [lines, max_positions] int32 slots, or of no size where runs are read. Behind
-            the rows' lines are padding's and those of branches.
+        row_table: [rows + 1, max_positions] int32 slots, the last row padding's; or of no size
+            where runs are read.
         copies: makes the copies that plans ask for.
         adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
@@ -108,8 +107,6 @@ class StepExecutor(ABC, Generic[S]):
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         #: Of each row: what is asked of its prompt's tokens. Followers report nothing.
         self._wanted = [Wanted()] * rows
-        #: The row table's line of the first branch of a tree of drafts; None: there is no table.
-        self._first_line = rows + 1 if row_table.numel() else None
         #: The last step, if it may wait for masks.
         self._unsampled: Flight | None = None
 
@@ -157,7 +154,7 @@ class StepExecutor(ABC, Generic[S]):
 
     @abstractmethod
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
-        """Find the drafts that a plan leaves open: small step after small step, see `Asked`.
+        """Find the drafts that a plan leaves open.
 
         It marks in the mailbox when they are there.
         """
@@ -249,16 +246,13 @@ class StepExecutor(ABC, Generic[S]):
 
     def _ragged(self, host: Integers, plan: StepPlan) -> RaggedRows:
         rows = plan.r_row.tolist()
-        ragged = RaggedRows(
+        return RaggedRows(
             b_start=host.b_start[: len(rows) + 1].tolist(),
             b_context=host.b_context[: len(rows)].tolist(),
             b_runs=[self._runs[row] for row in rows],
             b_row=rows,
             single_rows=plan.singles,
         )
-        if plan.branches is None:
-            return ragged
-        return with_branches(ragged, plan, first_line=self._first_line)
 
     def _batch(
         self, integers: Integers, rows: RaggedRows, t_token: torch.Tensor | None = None

@@ -101,14 +101,6 @@ class KVPool:
     def release_rows(self, rows: Sequence[int]) -> None:
         """Rows are free again; their slots are the scheduler's."""
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy keys and values from slots [n] to others, all at once, in every layer."""
-        source, target = source.long(), target.long()
-        for tensor in self.stored:
-            # As integers: numbers of 8 bits can be moved, but not by that name.
-            numbers = tensor.view(torch.uint8)
-            numbers[target] = numbers[source]
-
     def write(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
         """Write ready keys and values to slots.
 

@@ -82,7 +82,7 @@ class Checkpoint:
 
     def check(self, name: str, declared: StoredTensor) -> None:
         """Raise ModelError unless a tensor, which is there, is what it must be."""
-        if self.shape(name) not in (declared.shape, *declared.others):
+        if self.shape(name) not in declared.shapes:
             raise ModelError(
                 f"tensor {name} has shape {list(self.shape(name))}; "
                 f"config.json says {list(declared.shape)}"

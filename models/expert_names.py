@@ -81,6 +81,11 @@ class ExpertNames:
         gate, up = ExpertTensor(gate_up, Half.FIRST), ExpertTensor(gate_up, Half.SECOND)
         return replace(self, gate=gate, up=up, down=ExpertTensor(down), **other)
 
+    def transposed(self) -> ExpertNames:
+        """The same with experts' weights as [in, out]."""
+        gate, up, down = (replace(x, transposed=True) for x in (self.gate, self.up, self.down))
+        return replace(self, gate=gate, up=up, down=down)
+
 
 def experts_apart(
     router: str, expert: str, gate: str, up: str, down: str, **other: Any

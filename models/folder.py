@@ -20,6 +20,7 @@ from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.names import beyond_names, head_name, weights_of
+from tokenpod.models.nested import Nesting, Text, split, text_of
 from tokenpod.models.overrides import Overridden
 from tokenpod.models.spec import ModelSpec
 
@@ -36,6 +37,8 @@ class Described(NamedTuple):
 
     family: Family
     spec: ModelSpec
+    #: Where its tensors are, if it is part of a model; None: it is all of it.
+    nesting: Nesting | None
     #: How its weights are quantised; None: they are not, or as the family has them.
     published: PublishedLayout | None
 
@@ -58,7 +61,19 @@ def read_config(
 
 def is_native(folder: Path) -> bool:
     """Whether one of our families has the model. Raises ModelError without a config.json."""
-    return _family(read_fields(folder / "config.json")) is not None
+    return _family(read_text(folder)) is not None
+
+
+def read_text(folder: Path) -> Text:
+    """The text model that config.json describes. Raises ModelError without one."""
+    fields = read_fields(folder / "config.json")
+    if HEADS in fields and "architectures" not in fields:
+        base = fields.values.get("base_model_name_or_path")
+        raise ModelError(
+            f"{fields.source} is that of Medusa heads: serve their model, {base}, with --speculate"
+            " and this folder as --draft-model"
+        )
+    return text_of(fields)
 
 
 def tier_of(
@@ -74,9 +89,8 @@ def tier_of(
     from tokenpod.models.tier.choose import loader_of
     from tokenpod.models.tier.errors import NotServed
 
-    fields = read_fields(folder / "config.json")
-    names = fields.texts("architectures")
-    name = names[0] if names else "none"
+    architecture, fields, nesting = read_text(folder)
+    name = next(iter(fields.texts("architectures")), "none")
     layout = layout_of(folder, fields)
     if layout is not None:
         raise ModelError(
@@ -90,8 +104,9 @@ def tier_of(
         )
     try:
         return loader_of(
-            name,
+            architecture,
             fields,
+            nesting,
             dtype=dtype_of(fields),
             eos_token_ids=_end_tokens(folder, fields.token_ids("eos_token_id")),
             served=max_total_tokens,
@@ -115,7 +130,7 @@ def read_layout(
     too; the others are as `read_config` has them. Raises ModelError as that does, and where
     config.json and tensors don't go together.
     """
-    family, spec, published = describe(folder, max_total_tokens, override)
+    family, spec, nesting, published = describe(folder, max_total_tokens, override)
     reader = reader_for(spec, quantize, published, checkpoint, head=quantize_head)
     names = family.names_of(spec)
     there = (
@@ -133,11 +148,11 @@ def read_layout(
         # The files say so, though config.json does not.
         reader = PublishedReader(FamilyLayout(family.quantised[0]), checkpoint)
     stored = checkpoint.names if checkpoint else set()
-    parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
-    unused = {part.rstrip("."): count for part, count in parts.items() if count}
     if quantize_head and spec.head.tied:
         weights = with_head(weights)
-    layout = Layout(spec, weights, scale_names(spec, chosen, prefix, stored), reader, unused)
+    layout = Layout(
+        spec, weights, scale_names(spec, chosen, prefix, stored), reader, split(stored, nesting)
+    )
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
@@ -151,7 +166,11 @@ def read_layout(
             reader=reader,
             optional=optional,
             surplus=chosen.surplus,
-            beyond=(*family.unused, *beyond_names(spec, chosen, prefix), HEADS_WITHIN),
+            beyond=(
+                *(nesting.unused if nesting else ()),
+                *beyond_names(spec, chosen, prefix),
+                HEADS_WITHIN,
+            ),
         )
     return layout
 
@@ -160,18 +179,21 @@ def describe(
     folder: Path, max_total_tokens: int | None, override: Mapping[str, Any] | None
 ) -> Described:
     """Family and spec of the model in `folder`. Raises ModelError, also for no family of ours."""
-    fields = read_fields(folder / "config.json")
-    family = _family(fields)
+    text = read_text(folder)
+    family, nesting = _family(text), text.nesting
     if family is None:
-        raise unsupported(fields, None)
-    published = layout_of(folder, fields, family.quantised)
+        raise unsupported(text.fields, None)
+    published = layout_of(folder, text.fields, family.quantised)
     if override:
-        fields = Overridden(fields, override)
-    spec = family.spec(fields, max_total_tokens)
-    if isinstance(fields, Overridden):
+        fields = Overridden(read_fields(folder / "config.json"), override)
+        spec = family.spec(text_of(fields).fields, max_total_tokens)
         fields.check_all_read(spec.architecture)
+    else:
+        spec = family.spec(text.fields, max_total_tokens)
+    if nesting is not None:
+        family = dataclasses.replace(family, prefixes=nesting.prefixes)
     eos = ends_within(_end_tokens(folder, spec.eos_token_ids), spec.vocab_size)
-    return Described(family, dataclasses.replace(spec, eos_token_ids=eos), published)
+    return Described(family, dataclasses.replace(spec, eos_token_ids=eos), nesting, published)
 
 
 def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
@@ -182,16 +204,9 @@ def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
     return generation.token_ids("eos_token_id") or by_config
 
 
-def _family(fields: Fields) -> Family | None:
+def _family(text: Text) -> Family | None:
     """None: we don't have the model; transformers may."""
-    if HEADS in fields and "architectures" not in fields:
-        base = fields.values.get("base_model_name_or_path")
-        raise ModelError(
-            f"{fields.source} is that of Medusa heads: serve their model, {base}, with --speculate"
-            " and this folder as --draft-model"
-        )
-    names = fields.texts("architectures")
-    return next((f for f in FAMILIES if names and names[0] in f.architectures), None)
+    return next((f for f in FAMILIES if text.architecture in f.architectures), None)
 
 
 def unsupported(fields: Fields, reason: Exception | None) -> ModelError:

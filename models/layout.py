@@ -39,12 +39,25 @@ def stored_table(
     *,
     packed: bool,
 ) -> tuple[Names, list[Weight]]:
-    """The layout of which a checkpoint has all tensors; otherwise the first that is `packed`."""
-    for names, weights in layouts:
-        if checkpoint and all(
-            name in checkpoint for weight in weights for name in tensors_of(weight, reader)
-        ):
-            return names, weights
+    """The layout of which a checkpoint has all tensors; otherwise the first that is `packed`.
+
+    Where several have the same names, it is the first of the same shapes.
+    """
+    declared = [
+        {name: each for weight in weights for name, each in tensors_of(weight, reader).items()}
+        for _, weights in layouts
+    ]
+    whole = [
+        (pair, tensors)
+        for pair, tensors in zip(layouts, declared, strict=True)
+        if checkpoint and all(name in checkpoint for name in tensors)
+    ]
+    for pair, tensors in whole:
+        assert checkpoint is not None
+        if all(checkpoint.shape(name) in each.shapes for name, each in tensors.items()):
+            return pair
+    if whole:
+        return whole[0][0]
     alike = (pair for pair in layouts if any(weight.packed for weight in pair[1]) == packed)
     return next(alike, layouts[0])
 

@@ -29,8 +29,7 @@ from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint, tensors_of
 from tokenpod.models.decoder import Decoder, rotations_of, step_of, tiles_of
 from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
-from tokenpod.models.folder import read_layout
+from tokenpod.models.folder import read_layout, read_text
 from tokenpod.models.head_spec import HeadSpec
 from tokenpod.models.layer import make_layer, make_norm
 from tokenpod.models.layer_spec import Norm
@@ -50,7 +49,7 @@ _OWN_NORM = "shared_head.norm"
 def mtp_layout(folder: Path, model: Layout) -> Layout:
     """The layer's spec and weights, beside those of a model. Raises ModelError if it has none."""
     spec, last = model.spec, len(model.spec.layers) - 1
-    if not read_fields(folder / "config.json").count(FIELD, 0):
+    if not read_text(folder).fields.count(FIELD, 0):
         raise ModelError(
             f"{spec.architecture} has no layers that predict further tokens ({FIELD} is 0)"
         )

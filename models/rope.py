@@ -103,7 +103,8 @@ def _stretched(
     served: int | None,
 ) -> Rope:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "mrope"):
+        # Multimodal: a text's positions are the same on all axes, whatever the sections.
         return _rope(plain)
     if kind == "linear":
         return _rope(plain / scaling.real("factor"))

@@ -67,6 +67,11 @@ class StoredTensor(NamedTuple):
     #: Other shapes in which the same is published.
     others: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """All that it may have."""
+        return (self.shape, *self.others)
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,10 +28,10 @@ class Counts:
         name = state.name.lower()
         self.ended = msgspec.structs.replace(self.ended, **{name: getattr(self.ended, name) + 1})
 
-    def drafts(self, drafted: Listing[int], accepted: int) -> None:
-        """A row had so many drafts at each position, and one was accepted at the first ones."""
+    def drafts(self, drafted: int, accepted: int) -> None:
+        """A row had so many drafts, of which the first ones were accepted."""
         for counts in (self.drafted, self.accepted):
-            counts += [0] * (len(drafted) - len(counts))
-        for at, n in enumerate(drafted):
-            self.drafted[at] += n
+            counts += [0] * (drafted - len(counts))
+        for at in range(drafted):
+            self.drafted[at] += 1
             self.accepted[at] += at < accepted

@@ -14,25 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
 from tokenpod.core.plan import LAST, UNSAMPLED
-from tokenpod.scheduler.draft_choice import Choice, Choosing, gain_of
+from tokenpod.scheduler.draft_choice import Choosing
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.step_times import Costs
 from tokenpod.scheduler.table import Ints
-from tokenpod.scheduler.tree_shapes import (
-    Shape,
-    depth_of,
-    is_chain,
-    tree_of,
-    way_along,
-    widths_of,
-)
 
 #: In steps of more rows nothing is drafted, nor watched: weights are read for many rows already.
 MOST_ROWS = 64
@@ -56,26 +48,6 @@ class DraftSource(Protocol):
         """The sequence is over."""
 
 
-class TreeSource(DraftSource, Protocol):
-    """Guesses several tokens for a place."""
-
-    def propose_tree(self, sequence: Sequence, shape: Shape) -> list[int]:
-        """A token for each draft of a tree; those that follow the same one are different.
-
-        `plan.LAST` stands for tokens that the executor finds.
-        """
-        ...
-
-
-class Guess(NamedTuple):
-    """A sequence and what may follow its last token: at least one token."""
-
-    sequence: Sequence
-    tokens: list[int]
-    #: Which follows which; empty: each the one before it.
-    shape: Shape = ()
-
-
 class ModelDrafts:
     """A source whose guesses the executor makes, with a draft model."""
 
@@ -85,11 +57,6 @@ class ModelDrafts:
         """See `DraftSource`."""
         del sequence
         return [LAST] * most
-
-    def propose_tree(self, sequence: Sequence, shape: Shape) -> list[int]:
-        """See `TreeSource`."""
-        del sequence
-        return [LAST] * len(shape)
 
     def forget(self, sequence: Sequence) -> None:
         """See `DraftSource`."""
@@ -110,17 +77,11 @@ class Landed:
     """A sequence whose drafts have been checked, before it is given the tokens that were drawn."""
 
     sequence: Sequence
-    #: Drafts, by how many drafts are before them.
-    widths: tuple[int, ...]
-    #: Drafts that equal what was drawn: those behind each other from the first on.
+    drafted: int
+    #: Drafts that equal what was drawn, from the first on.
     right: int
     #: Outputs that it had.
     outputs: int
-
-    @property
-    def drafted(self) -> int:
-        """Drafts in all."""
-        return sum(self.widths)
 
     @property
     def wrong(self) -> int:
@@ -138,22 +99,12 @@ class Drafting:
 
     Args:
         source: of guesses.
-        most: drafts of one row in a step that are behind each other.
+        most: drafts of one row in a step.
         kv: of the sequences.
         costs: what steps take, learned from them; None: draft always, as much as may be.
-        tree: drafts of one row in a step where they are a tree, more than `most`, of a source that
-            can find these; 0: they never are.
     """
 
-    def __init__(
-        self,
-        source: DraftSource,
-        most: int,
-        kv: KV,
-        costs: Costs | None = None,
-        *,
-        tree: int = 0,
-    ) -> None:
+    def __init__(self, source: DraftSource, most: int, kv: KV, costs: Costs | None = None) -> None:
         self._source = source
         self._most = most
         self._kv = kv
@@ -161,7 +112,7 @@ class Drafting:
         #: By the planner of sequences. Choices of one hold for its own rows alone; and those of
         #: routers, which may draft in every step, must not keep the batcher's from theirs.
         self._planners = {
-            owner: _Planner(Choosing(most, tree, costs, watched=source.watched)) for owner in Owner
+            owner: _Planner(Choosing(most, costs, watched=source.watched)) for owner in Owner
         }
         #: By sequence id: a guess that is compared with what comes, and how much of it was right.
         self._watched: dict[int, tuple[list[int], int]] = {}
@@ -202,30 +153,20 @@ class Drafting:
             ready[:] = False
         drafting = np.flatnonzero(ready).tolist()
         for before, at in enumerate(drafting):
+            sequence = sequences[at]
             # Equal shares: each has waited for the step that it was in.
-            most = min(int(each[at]), step.drafts_left // (len(drafting) - before))
-            guess = self._guess(sequences[at], choice, most, step.branches_left)
-            self._watched.pop(sequences[at].id, None)
-            if guess.tokens:
-                step.draft(guess.sequence, guess.tokens, shape=guess.shape)
-                taken += 1 + len(guess.tokens)
+            share = step.drafts_left // (len(drafting) - before)
+            most = min(choice.drafts, sequence.request.drafts, int(each[at]), share)
+            tokens = self._source.propose(sequence, most) if most > 0 else []
+            self._watched.pop(sequence.id, None)
+            if tokens:
+                step.draft(sequence, tokens)
+                taken += 1 + len(tokens)
                 planner.flying += 1
             else:
                 plain[at] = True
         others = [sequences[at] for at in np.flatnonzero(plain).tolist()]
         return others, places[plain], taken
-
-    def _guess(self, sequence: Sequence, choice: Choice, most: int, branches: int) -> Guess:
-        """Up to `most` drafts, and in a tree up to so many; none: there is no guess."""
-        depth = min(choice.depth, sequence.request.drafts)
-        # Trees that are less deep are broader: more drafts follow one token than there is room for.
-        if choice.is_tree and depth == choice.depth and not sequence.constrained:
-            shape = tree_of(min(choice.drafts, most), depth)
-            if len(shape) <= branches and not is_chain(shape):
-                source = cast(TreeSource, self._source)
-                return Guess(sequence, source.propose_tree(sequence, shape), shape)
-        n = min(depth, most)
-        return Guess(sequence, self._source.propose(sequence, n) if n > 0 else [])
 
     def land(
         self, step: Step, tokens: Listing[int], took: int, drafting_ns: int = 0
@@ -245,7 +186,7 @@ class Drafting:
             n = step.plan.drafts
             self._costs.note(step.plan.tokens, took - drafting_ns, drafts=n > 0, gap=step.gap)
             if drafting_ns:
-                most = max(depth_of(step.shape_of(row)) for row, _ in step.drafting)
+                most = max(step.drafts_of(row) for row, _ in step.drafting)
                 self._costs.note_finding(-(-n // most), most, drafting_ns)
         for row, first in step.drafting:
             sequence = step.sequences[row]
@@ -255,38 +196,14 @@ class Drafting:
             if sequence.dead:
                 continue
             drawn = [*tokens[first : first + 1 + drafted], UNSAMPLED]
-            way = self._keep(step, row, drawn[: max(drawn.index(UNSAMPLED), 1)])
-            widths = widths_of(step.shape_of(row))
-            landed = Landed(sequence, widths, len(way), len(sequence.outputs))
+            right = max(drawn.index(UNSAMPLED) - 1, 0)
+            landed = Landed(sequence, drafted, right, len(sequence.outputs))
             if landed.wrong:
                 self._kv.take_back(sequence, landed.wrong)
                 sequence.launched -= landed.wrong
-            self._note(sequence, step.shape_of(row), way)
+            self._planners[sequence.owner].choosing.odds.checked(sequence.place, drafted, right)
             found[sequence.id] = landed
         return found
-
-    def _keep(self, step: Step, row: int, drawn: list[int]) -> list[int]:
-        """Have what right drafts have computed lie where a chain's would; their numbers, from 1."""
-        shape = step.shape_of(row)
-        if is_chain(shape):
-            return [*range(1, len(drawn))]
-        end = int(step.plan.r_tokens[: row + 1].sum())
-        way = way_along(shape, step.plan.t_token[end - len(shape) : end].tolist(), drawn)
-        slots = step.plan.t_slot[end - len(shape) - 1 : end].tolist()
-        for at, number in enumerate(way, 1):
-            if number != at:
-                self._kv.pool.move(slots[number], slots[at])
-        return way
-
-    def _note(self, sequence: Sequence, shape: Shape, way: list[int]) -> None:
-        """Note how many of a row's drafts were right, of a tree's also how many of its trunk."""
-        choosing, place = self._planners[sequence.owner].choosing, sequence.place
-        right, depth = len(way), depth_of(shape)
-        if not is_chain(shape):
-            odds = choosing.odds.of(np.array([place]), cautious=False)
-            choosing.trees.checked(float(gain_of(shape, odds)[0]), right)
-            right = sum(number == at for at, number in enumerate(way, 1))
-        choosing.odds.checked(place, depth, right)
 
     def watch(self, sequence: Sequence, token: int) -> None:
         """A token has been drawn without drafts, and is not among the sequence's yet."""

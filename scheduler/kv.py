@@ -144,12 +144,8 @@ class KV:
         sequence.computed += n
 
     def copies(self) -> tuple[Slots, Slots, list[int]]:
-        """What the next plan says of copies: those of `SlotPool.move`, then see `HostKV.take`."""
-        host = (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
-        moved = self.pool.take_moves()
-        if not len(moved[0]):
-            return host
-        return np.append(moved[0], host[0]), np.append(moved[1], host[1]), host[2]
+        """What the next plan says of copies; see `HostKV.take`."""
+        return (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Keep what a sequence has computed in the host's memory; False: there is no room.

@@ -100,7 +100,7 @@ class Outcomes:
 
     def counted(self, draft: Landed) -> Drafted:
         """Count a row's drafts, and tell of them."""
-        self._counts.drafts(draft.widths, draft.accepted)
+        self._counts.drafts(draft.drafted, draft.accepted)
         return Drafted(draft.sequence.id, draft.drafted, draft.accepted)
 
     def take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:

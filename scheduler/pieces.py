@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +10,6 @@ from tokenpod.core.plan import LAST
 from tokenpod.scheduler.given import Vectors, vectors_of
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.tree_shapes import Shape
 
 
 @dataclass(slots=True)
@@ -24,8 +22,6 @@ class Piece:
     drafts: list[int] = field(default_factory=list)
     #: The drafts are sure to be right.
     forced: bool = False
-    #: Which draft follows which, if they are a tree.
-    shape: Shape = ()
 
     @property
     def tokens(self) -> Tokens:
@@ -33,11 +29,6 @@ class Piece:
         if self.drafts:
             return np.array([LAST, *self.drafts], np.int32)
         return self.sequence.inputs[self.start : self.start + len(self.slots)]
-
-    @property
-    def parents(self) -> Iterable[int]:
-        """[n] see `StepPlan.t_parent`."""
-        return (-1, *self.shape) if self.shape else range(-1, len(self.slots) - 1)
 
     @property
     def scored(self) -> bool:

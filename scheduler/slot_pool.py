@@ -14,7 +14,6 @@ ROOM_TO_EVICT_FOR = 128
 MOST_EVICTED = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
-_NO_MOVES: Slots = np.empty((2, 0), np.int64)
 
 
 class SlotPool:
@@ -30,18 +29,6 @@ class SlotPool:
         self._tree = tree
         #: Slots of the tree that the next plan fills with what adapters have.
         self.unfilled: set[int] = set()
-        self._moves: list[tuple[int, int]] = []
-
-    def move(self, source: int, target: int) -> None:
-        """Have what a slot holds copied to another of the same sequence, before the next step."""
-        self._moves.append((source, target))
-
-    def take_moves(self) -> Slots:
-        """[2, n] what `move` was asked since the last call: slots from, slots to."""
-        if not self._moves:
-            return _NO_MOVES
-        moves, self._moves = np.array(self._moves, np.int64).T, []
-        return moves
 
     def take_unfilled(self) -> set[int]:
         """The slots of `unfilled`, which are filled now."""

@@ -19,7 +19,6 @@ from tokenpod.scheduler.pieces import ChosenToken, Piece
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Ints, Table
-from tokenpod.scheduler.tree_shapes import Shape, chain_of
 
 _NOBODY: Ints = np.empty(0, np.int64)
 
@@ -67,13 +66,6 @@ class Step:
         """How many drafts a row of the plan has."""
         return max(int(self.plan.r_samples[row]) - 1, 0)
 
-    def shape_of(self, row: int) -> Shape:
-        """Which of them follows which."""
-        if not len(self.plan.t_parent):
-            return chain_of(self.drafts_of(row))
-        end = int(self.plan.r_tokens[: row + 1].sum())
-        return tuple(self.plan.t_parent[end - self.drafts_of(row) : end].tolist())
-
     @cached_property
     def rows_of_firsts(self) -> dict[int, int]:
         """By the first sample of each row that is sampled, the row of the plan."""
@@ -99,9 +91,8 @@ class StepBuilder:
     def __init__(self, kv: KV, now: int, limits: StepLimits, free_rows: int) -> None:
         #: Tokens of prompts (or of preempted sequences) so far.
         self.prompt_tokens = 0
-        #: Drafts that may still be added, forced tokens among them; in trees; and forced tokens.
+        #: Drafts that may still be added, forced tokens among them; and forced tokens.
         self.drafts_left = limits.drafts
-        self.branches_left = limits.branches
         self._forced_left = free_rows
         #: See `Step.gap`.
         self.gap: int | None = None
@@ -153,25 +144,22 @@ class StepBuilder:
         self._pieces.append(Piece(sequence, start, slots))
         self.prompt_tokens += n
 
-    def draft(
-        self, sequence: Sequence, drafts: list[int], *, shape: Shape = (), forced: bool = False
-    ) -> None:
+    def draft(self, sequence: Sequence, drafts: list[int], *, forced: bool = False) -> None:
         """Add the next token of a sequence that decodes, and what may follow it.
 
         It has no step in flight, and is in no other one before this has settled; or with `forced`,
-        nothing else can follow it. `shape`: of a tree; by default each draft follows the last.
+        nothing else can follow it.
         """
         start, n = sequence.computed, 1 + len(drafts)
         slots = self._kv.extend(sequence, n)
         sequence.computed = start + n
         sequence.launched += n
         self.drafts_left -= len(drafts)
-        self.branches_left -= len(shape)
         if forced:
             self._forced_left -= len(drafts)
         else:
             self._kv.table.drafted[sequence.place] = len(drafts)
-        self._pieces.append(Piece(sequence, start, slots, drafts, forced, shape))
+        self._pieces.append(Piece(sequence, start, slots, drafts, forced))
 
     def extend_beams(self, sequences: list[Sequence]) -> None:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
@@ -245,7 +233,6 @@ class StepBuilder:
             ready=len(ready or ()),
             copies=len(source),
             awaited=len(awaited),
-            parents=tokens if any(piece.shape for piece in longer) else 0,
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -267,9 +254,6 @@ class StepBuilder:
             plan.ready_slot[:], plan.ready_adapter[:], plan.ready_index[:] = columns
         if len(source) or awaited:
             plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
-        if counts.parents:
-            parents = [parent for piece in longer for parent in piece.parents]
-            plan.t_parent[:] = [*[-1] * len(order), *parents]
         if counts.masked:
             plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
         if freed:

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
 
 from tokenpod.service.config_rules import contradictions, flag, named_adapters
-from tokenpod.service.settings import VARIABLE_PREFIX, Settings
+from tokenpod.service.settings import REMOVED, VARIABLE_PREFIX, Settings
 
 #: Variables of the client commands, which are no settings of the server.
 CLIENT_VARIABLES = frozenset({"TOKENPOD_TOKEN", "TOKENPOD_ADDRESS"})
@@ -123,6 +123,10 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SettingsError(f"--config is {path}: it must have settings by name, as port: 50051")
     values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    for name in values.keys() & REMOVED.keys():
+        raise SettingsError(
+            f"--config is {path}: {name.replace('_', '-')} was removed: {REMOVED[name]}"
+        )
     known = ServerSettings.model_fields.keys() - {"config"}
     if unknown := [name for name in found if str(name).replace("-", "_") not in known]:
         raise SettingsError(f"--config is {path}: there is no setting {unknown[0]}")
@@ -271,6 +275,16 @@ class ServerSettings(Settings):
         return f"{host_of(self.hostname)}:{self.health_port}" if self.health_port else None
 
     @property
+    def metrics_address(self) -> str | None:
+        """Where Prometheus fetches metrics; None: nowhere."""
+        return f"{host_of(self.hostname)}:{self.metrics_port}" if self.metrics_port else None
+
+    @property
+    def resolved_metrics_names(self) -> frozenset[str]:
+        """Of which other servers the metrics port shows the names."""
+        return frozenset(name.strip() for name in (self.metrics_names or "").split(",") if name)
+
+    @property
     def socket_path(self) -> str | None:
         """The unix socket's path, by this pod's first rank; None: there is none."""
         return f"{self.uds_path}-{self.first_rank}" if self.uds_path else None
@@ -298,6 +312,9 @@ def variable(name: str) -> str:
 
 def load_settings(**flags: object) -> ServerSettings:
     """The settings of these flags, the environment and the defaults. Raises SettingsError."""
+    for name, instead in REMOVED.items():
+        if value := os.environ.get(variable(name)):
+            raise SettingsError(f"{variable(name)} is {value}: it was removed: {instead}")
     try:
         return ServerSettings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:

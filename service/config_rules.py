@@ -83,6 +83,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _batching_faults(settings)
     yield from _draft_faults(settings)
     yield from _network_faults(settings)
+    yield from _telemetry_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
 
@@ -179,17 +180,10 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
 def _draft_faults(s: ServerSettings) -> Iterator[str]:
     if s.draft_model is not None and not s.speculate:
         yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
-    if s.draft_tree and s.draft_model is None:
-        yield f"--draft-tree is {s.draft_tree}: --draft-model is needed with it"
-    if 0 < s.draft_tree <= s.speculate:
-        yield (
-            f"--draft-tree is {s.draft_tree}: it must be more than --speculate, which is"
-            f" {s.speculate}"
-        )
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:
-    for one, other in combinations(("port", "health_port", "tgis_port"), 2):
+    for one, other in combinations(("port", "health_port", "tgis_port", "metrics_port"), 2):
         if getattr(s, one) == getattr(s, other) != 0:
             yield f"{flag(one)} and {flag(other)} are both {getattr(s, one)}: they must differ"
     if s.uds_path is not None:
@@ -205,6 +199,13 @@ def _network_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--uds-group is {s.uds_group}: --uds-path is needed with it"
 
 
+def _telemetry_faults(s: ServerSettings) -> Iterator[str]:
+    if unknown := sorted(s.resolved_metrics_names - {"vllm", "tgi"}):
+        yield f"--metrics-names has {', '.join(map(repr, unknown))}: there are vllm and tgi"
+    if s.metrics_names and not s.metrics_port:
+        yield f"--metrics-names is {s.metrics_names}: --metrics-port is needed with it"
+
+
 def _shard_faults(s: ServerSettings) -> Iterator[str]:
     if s.node_rank >= s.num_nodes:
         yield (
@@ -215,9 +216,10 @@ def _shard_faults(s: ServerSettings) -> Iterator[str]:
         if s.master_addr is None:
             yield f"--num-nodes is {s.num_nodes}: --master-addr is needed with it"
         ports = {name: getattr(s, name) for name in ("master_port", "shard_port")}
-        ports |= {"port": s.port, "health_port": s.health_port}
+        own = {name: getattr(s, name) for name in ("port", "health_port", "metrics_port")}
+        ports |= own
         for name, other in combinations(ports, 2):
-            if ports[name] == ports[other] != 0 and {name, other} != {"port", "health_port"}:
+            if ports[name] == ports[other] != 0 and not {name, other} <= own.keys():
                 yield f"{flag(name)} and {flag(other)} are both {ports[name]}: they must differ"
     tls = ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     given = [name for name in tls if getattr(s, name) is not None]

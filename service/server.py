@@ -21,6 +21,7 @@ import functools
 import gc
 import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.state import Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.certificates import credentials
+from tokenpod.service.rpc.certificates import credentials, expiry
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
@@ -62,6 +63,7 @@ from tokenpod.service.rpc.listen import (
     bind_all,
     check_ports,
     public_server,
+    reason,
 )
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
@@ -71,6 +73,7 @@ from tokenpod.service.serving.overview import overview, summary
 from tokenpod.service.serving.serving import check_limits, request_limits
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.logs import configure_logging, print_error
+from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.encoder import Encoder
@@ -147,9 +150,26 @@ class Server:
             stopping=stopping,
             startup=GroupStartup(settings.start_timeout),
             renewal=Renewal(),
+            telemetry=telemetry,
         )
         telemetry.watch(state.load)
+        started_at = time.time()
+        telemetry.watch_pod(lambda: self._readings(state, started_at))
+        stack.callback(telemetry.watch_loop())
         return state
+
+    def _readings(self, state: PodState, started_at: float) -> PodReadings:
+        """What metrics say of the pod; called from other threads, and only if telemetry is on."""
+        cert = self.settings.tls_cert
+        return PodReadings(
+            started_at=started_at,
+            ready=state.board.is_serving() and state.admission.closed is None,
+            stalled=state.counters.stalled,
+            admitted=state.counters.requests,
+            call_bytes=state.counters.call_bytes,
+            most_call_bytes=self.settings.resolved_front_end_bytes,
+            certificate_expires=None if cert is None else expiry(cert),
+        )
 
     async def _public(
         self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
@@ -188,6 +208,12 @@ class Server:
         if (health_address := settings.health_address) is not None:
             health, _ = await serve_health(health_address, board)
             stack.push_async_callback(health.stop, None)
+        try:
+            stack.callback(telemetry.listen())
+        except OSError as error:
+            where = settings.metrics_address or ""
+            why = reason(where, error)
+            raise StartError(f"cannot listen on {where} (--metrics-port): {why}") from error
         return Listener(public, make, address, shard_url, socket)
 
     # -- one life of the engines -----------------------------------------------------------------
@@ -282,7 +308,13 @@ class Server:
             relay_secret=secret,
             counters=counters.descriptor,
         )
-        others = FrontEnds(counters, config, ranks.first.spare_links, ranks.first.new_link)
+        others = FrontEnds(
+            counters,
+            config,
+            ranks.first.spare_links,
+            ranks.first.new_link,
+            state.telemetry.front_end_socket,
+        )
         life.push_async_callback(others.stop)
         return others
 

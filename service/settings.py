@@ -19,6 +19,9 @@ from tokenpod.core.formats import ABOUT, Quantize
 
 VARIABLE_PREFIX = "TOKENPOD_"
 
+#: Settings of earlier versions, and what to do instead. Where one is given the start is refused.
+REMOVED = {"draft_tree": "drafts of a sequence are a chain now; --speculate alone says how many"}
+
 
 class Group(StrEnum):
     """What a setting is about: the panels of `--help`, the tables of docs/settings.md."""
@@ -273,9 +276,6 @@ class Settings(BaseSettings):
     name that is in the local Hugging Face cache; or mtp, the layer of the served model's own
     checkpoint that predicts further tokens. A model's vocabulary must be the served one's; each
     rank holds it whole."""
-    draft_tree: int = _memory(0, ge=0, le=31)
-    """Drafts of a sequence in a step if they are a tree: several for one place, from draft-model,
-    more than speculate in all. Few sequences at a time have trees, where these pay. 0: none."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""
@@ -315,6 +315,12 @@ class Settings(BaseSettings):
     """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
     line; read again on change, as auth-token-file. Tokens of auth-token-file do not count there."""
 
+    metrics_port: int = _telemetry(0, ge=0, le=65535)
+    """Port from which Prometheus fetches metrics (HTTP, `/metrics`; customarily 9464): plaintext,
+    without authentication, and for nothing else. 0: none."""
+    metrics_names: str | None = _telemetry(min_length=1)
+    """Names of other servers under which the metrics port shows the same numbers as well: `vllm`,
+    which llm-d's picker reads too, `tgi`, or both with a comma."""
     otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
     """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""
     otlp_service_name: str = _telemetry("tokenpod", min_length=1)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from gpu_lock import gpu_lock
 from harness import ServerProcess, serve
+from hypothesis import settings
+
+from examples import examples
 
 # Without an NVIDIA GPU, or with torch's build for CPUs, Triton interprets kernels. It reads this
 # when it is imported first, which other libraries may do before any test of ours.
@@ -38,15 +40,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 FOLDER = Path(__file__).parent
+#: Folders and fixtures whose tests start processes, servers mostly.
+POD_FOLDERS = ("chaos/", "deploy/", "examples/", "server/", "tools/")
+POD_FIXTURES = frozenset({"server", "stub"})
+#: Folders whose tests compute for seconds: their kernels are interpreted.
+COMPUTE_FOLDERS = ("kernels/triton/",)
+#: Audit events of a process that starts another; the last one is our own (prefork.py).
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "prefork.start")
 #: Folders whose tests keep a processor busy.
 COMPUTING = ("engine", "kernels", "models")
 #: And those whose files take a second or two.
 SHORT = ("core", "service")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--shard 1/6`: the first of six parts of about equal size."""
-    parser.addoption("--shard", help="run one of several parts of the tests, such as 1/6")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -62,12 +66,71 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give markers to sampled tests, keep those of a shard, and order files for processes."""
+    """Mark tests with their tier, and order files for processes."""
     mark_sampled(items)
+    mark_tiers(items)
     if hasattr(config, "workerinput"):  # pytest-xdist's
         items[:] = interleaved(items)
-    if shard := config.getoption("--shard"):
-        items[:] = [item for item in items if in_shard(item.nodeid, shard)]
+    # First, while nothing else has the GPU: the others would wait for it in the middle of theirs.
+    items.sort(key=lambda item: item.get_closest_marker("fills_gpu") is None)  # stable
+
+
+def mark_tiers(items: list[pytest.Item]) -> None:
+    """`unit` is what has no other tier; besides what says so, `pod` is what uses a server."""
+    for item in items:
+        place = item.path.relative_to(FOLDER).as_posix()
+        fixtures = frozenset(getattr(item, "fixturenames", ()))
+        if place.startswith(POD_FOLDERS) or fixtures & POD_FIXTURES:
+            item.add_marker("pod")
+        if place.startswith(COMPUTE_FOLDERS):
+            item.add_marker("compute")
+        if not any(item.get_closest_marker(tier) for tier in ("compute", "pod", "slow", "gpu")):
+            item.add_marker("unit")
+
+
+def asks_the_system(arguments: tuple[object, ...]) -> bool:
+    """Whether a process is one that libraries start when they are imported, such as `ldconfig`."""
+    names = {Path(str(program)).name for program in arguments[:1]}
+    return not names.isdisjoint({"gcc", "ldconfig", "ninja", "uname"})
+
+
+class NoProcesses:
+    """An attempt to start a process fails a test that is not of the tier for that."""
+
+    def __init__(self) -> None:
+        self.test: str | None = None
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in STARTS and self.test is not None and not asks_the_system(arguments):
+            name, self.test = self.test, None
+            pytest.fail(f"{name} starts a process, and is not marked pod ({arguments})")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Remember which test runs that must start none."""
+        free = any(item.get_closest_marker(tier) for tier in ("pod", "slow", "gpu"))
+        self.test = None if free else item.nodeid
+        try:
+            return (yield)
+        finally:
+            self.test = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests that use the GPU wait while one fills it."""
+    if not item.get_closest_marker("gpu"):
+        return (yield)
+    with gpu_lock(fills=item.get_closest_marker("fills_gpu") is not None):
+        return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Audit hooks stay for the life of a process: there is one of ours."""
+    config.pluginmanager.register(NoProcesses())
+    settings.register_profile("tokenpod", max_examples=examples(100), deadline=None)
+    settings.load_profile("tokenpod")
 
 
 def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -84,14 +147,6 @@ def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
         kind.update({path: (at + 0.5) / len(kind) for at, path in enumerate(kind)})
     places = waiting | computing | others
     return sorted(items, key=lambda item: places[item.path])  # stable
-
-
-def in_shard(test: str, shard: str) -> bool:
-    """Whether a test belongs to a shard: by its name, so that others don't move when one is new."""
-    match = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise pytest.UsageError(f"--shard is {shard}: it should be one of 1/6 to 6/6, say")
-    return zlib.crc32(test.encode()) % int(match[2]) == int(match[1]) - 1
 
 
 def mark_sampled(items: list[pytest.Item]) -> None:
@@ -116,9 +171,21 @@ def mark_sampled(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
-    with serve("--kv-cache-events") as running:
+    with serve("--kv-cache-events", own_imports=True) as running:
+        running.is_common = True
         yield running
         assert running.stop() == 0
+
+
+@pytest.fixture(autouse=True)
+def _idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of the common server leaves no call, sequence or batch behind."""
+    common = None
+    if "server" in request.fixturenames:
+        common = request.getfixturevalue("server")
+    yield
+    if getattr(common, "is_common", False):  # files may have other fixtures of that name
+        common.wait_until_idle()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.pod
+
 ROOT = Path(__file__).resolve().parent.parent
 #: A shell without a terminal ignores SIGINT for what it runs in the background, as this does.
 IGNORING = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]

@@ -86,6 +86,17 @@ def test_what_is_wrong_in_a_file_is_told_by_its_name(tmp_path, text, problem):
     assert "\n" not in told
 
 
+def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(monkeypatch, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("draft-tree: 31")
+    instead = "drafts of a sequence are a chain now; --speculate alone says how many"
+    assert fault(config=path) == f"--config is {path}: draft-tree was removed: {instead}"
+    monkeypatch.setenv("TOKENPOD_DRAFT_TREE", "31")
+    assert fault() == f"TOKENPOD_DRAFT_TREE is 31: it was removed: {instead}"
+    monkeypatch.setenv("TOKENPOD_DRAFT_TREE", "")
+    load_settings()
+
+
 def test_a_file_that_is_not_there_is_named():
     assert fault(config="/no/such").startswith("--config is /no/such: it can't be read (No such")
 
@@ -107,7 +118,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
-    odd |= {"prefix_eviction": "lfu", "draft_tree": "13"}
+    odd |= {"prefix_eviction": "lfu"}
     odd |= {
         "require_manifest": "true",
         "quantize_head": "true",
@@ -127,6 +138,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
         "port": "11",
         "tgis_port": "10",
     }
+    odd |= {"metrics_port": "16", "metrics_names": "vllm,tgi"}
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
@@ -227,6 +239,9 @@ def test_every_fault_is_told_on_a_line_of_its_own():
         ({"config_override": "[1"}, "--config-override is [1: it is not JSON"),
         ({"config_override": "[1]"}, "--config-override is [1]: it must be a JSON object"),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
+        ({"port": 7, "metrics_port": 7}, "--port and --metrics-port are both 7"),
+        ({"metrics_names": "vllm"}, "--metrics-names is vllm: --metrics-port is needed with it"),
+        ({"metrics_port": 7, "metrics_names": "vllm,x"}, "--metrics-names has 'x': there are vllm"),
         ({"health_port": 7, "tgis_port": 7}, "--health-port and --tgis-port are both 7"),
         ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),
@@ -293,6 +308,7 @@ def test_every_setting_says_what_it_means_and_where_it_belongs():
         assert group_of(field) in list(Group), name
 
 
+@pytest.mark.pod
 def test_the_documentation_is_current_and_has_every_setting():
     check = [sys.executable, "-P", "tools/settings_docs.py", "--check"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)

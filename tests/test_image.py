@@ -166,6 +166,7 @@ def test_the_health_check_is_a_command_of_ours() -> None:
     assert words[-1] == f"127.0.0.1:${{TOKENPOD_HEALTH_PORT:-{port}}}"
 
 
+@pytest.mark.pod
 def test_no_compiler_is_installed_but_for_cuda() -> None:
     stage, stages = "", {}
     for name, arguments in instructions():
@@ -190,12 +191,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.pod
 def test_the_bill_of_materials_is_complete(root: Path) -> None:
     there = {canonical(each.name) for each in found(root)}
     assert {"torch", "grpcio", "tokenpod", "numpy"} <= there
     assert check_bill(root) == len(there)
 
 
+@pytest.mark.pod
 def test_a_bill_that_lacks_something_is_refused(root: Path, tmp_path: Path) -> None:
     bill = json.loads((root / BILL).read_text())
     bill["components"] = [each for each in bill["components"] if each["name"] != "torch"]

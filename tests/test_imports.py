@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "protos": set[str](),
     "core": set[str](),
     "scheduler": {"core"},
+    "simulator": {"core", "scheduler"},
     "kernels": {"core"},
     "models": {"core", "kernels"},
     "engine": {"protos", "core", "scheduler", "kernels", "models"},
@@ -24,15 +25,18 @@ MAY_IMPORT = {
     # The client's own modules: nothing of the server's.
     "tokenpod_client": {"protos"},
     "cli": {"protos", "tokenpod_client"},
-    "commands": {"core", "scheduler", "service", "cli"},
+    "commands": {"core", "scheduler", "simulator", "service", "cli"},
     # The command's entry.
     "tokenpod": {"cli"},
 }
 #: Our packages: folders with modules of their own, and links to other folders.
 OWN = ("tokenpod", "tokenpod_client")
 #: What a process without a GPU's libraries must be able to import.
-WITHOUT_TORCH = ("core", "scheduler", "service", "tokenpod_client", "cli", "commands", "tokenpod")
-WITHOUT_PROTOBUF = ("core", "scheduler", "kernels", "models")
+WITHOUT_TORCH = (
+    *("core", "scheduler", "simulator", "service", "tokenpod_client", "cli", "commands"),
+    "tokenpod",
+)
+WITHOUT_PROTOBUF = ("core", "scheduler", "simulator", "kernels", "models")
 
 
 def modules(folder: str) -> Iterator[Path]:

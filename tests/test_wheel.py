@@ -21,6 +21,8 @@ import pytest
 from harness import ServerProcess, free_port
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.pod
+
 ROOT = Path(__file__).resolve().parent.parent
 #: The folders of the projects, by the packages that they build.
 PROJECTS = {"tokenpod": ".", "tokenpod_client": "client"}
@@ -233,6 +235,7 @@ def test_a_wheel_has_every_file_of_its_package(wheels: dict[str, Path], package:
 
 
 @pytest.mark.parametrize(("package", "folder"), PROJECTS.items())
+@pytest.mark.slow
 def test_a_source_distribution_builds_the_same_wheel(
     checkout: Path, wheels: dict[str, Path], package: str, folder: str, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.settings import descriptions
+from tokenpod.service.settings import REMOVED, descriptions
 
 SCHEMA = (
     Path(__file__).resolve().parent.parent / "deploy" / "helm" / "tokenpod" / "values.schema.json"
@@ -41,7 +41,10 @@ _KEPT = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMax
 def server_properties() -> dict[str, Any]:
     """A schema for each setting, by its name in camelCase."""
     fields = ServerSettings.model_json_schema()["properties"]
-    return {_camel(name): _property(name, f) for name, f in fields.items() if name not in DERIVED}
+    there = {_camel(name): _property(name, f) for name, f in fields.items() if name not in DERIVED}
+    # templates/_checks.tpl refuses them, and says what to do instead.
+    gone = {_camel(name): {"description": f"Removed: {text}."} for name, text in REMOVED.items()}
+    return there | gone
 
 
 def schema() -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
-from tokenpod.commands.models import Survey, survey
+from tokenpod.commands.models import WAYS, Entry, Survey, survey
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN = (
@@ -20,38 +21,81 @@ BEGIN = (
 END = "<!-- End of the list. -->"
 #: What computes those that are served.
 WHOSE = {"native": "tokenpod", "transformers": "transformers", "padded": "transformers, padded"}
+#: A text model may be of so many architectures: that is any.
+MANY, ANY = 6, "any of the usual ones"
+#: Characters of a reason.
+LONGEST = 90
 
 
 def listed(found: Survey) -> str:
     """The list, between its marks."""
-    count = {
-        way: sum(entry.served == way for entry in found.classes.values())
-        for way in ("native", "transformers", "padded", "no", "untried")
-    }
+    alone = {name: entry for name, entry in found.classes.items() if not entry.texts}
+    count = {way: sum(x.served == way for x in alone.values()) for way in WAYS}
     lines = [
         BEGIN,
         "",
         f"Of transformers {found.transformers}'s causal models and ours: {count['native']} are "
         f"native, {count['transformers']} are computed by transformers over our pool, "
         f"{count['padded']} with caches of their own, {count['no']} are not served, "
-        f"{count['untried']} could not be tried. `make models` tries them again.",
+        f"{count['untried']} could not be tried. `make models` tries them again. Native ones take "
+        "every [format of weights](quantisation.md), the others dense weights. In brackets is "
+        "`model_type`, where it is not the name in small letters.",
         "",
-        "| architecture | computed by | tested there | example |",
-        "|---|---|---|---|",
+        *_table("computed by | what its tiny model had", _by_features(alone)),
+        "",
+        "Checkpoints that also see or hear, whose text alone is served:",
+        "",
+        *_table("computed by | text model", _by_texts(found.classes)),
+        "",
+        "Not served, or not tried:",
+        "",
+        *_table("why", _by_reason(alone)),
     ]
-    for name, entry in found.classes.items():
-        if entry.served in WHOSE:
-            whose = WHOSE[entry.served]
-            example = f"`{entry.example}`" if entry.example else ""
-            features = "as above" if entry.served == "native" else ", ".join(entry.features)
-            lines.append(f"| `{name}` | {whose} | {features} | {example} |")
-    lines += ["", "Not served, or not tried:", "", "| why | architectures |", "|---|---|"]
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for name, entry in found.classes.items():
-        if entry.reason:
-            reasons[entry.reason.replace("|", "\\|")].append(f"`{name}`")
-    lines += [f"| {why} | {', '.join(names)} |" for why, names in sorted(reasons.items())]
     return "\n".join([*lines, "", END])
+
+
+def _table(keys: str, rows: dict[str, list[str]]) -> list[str]:
+    """One row for what is alike."""
+    head = [f"| {keys} | architectures |", "|---" * (keys.count("|") + 2) + "|"]
+    return [*head, *(f"| {key} | {', '.join(names)} |" for key, names in rows.items())]
+
+
+def _by_features(classes: Mapping[str, Entry]) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = defaultdict(list)
+    for way, whose in WHOSE.items():
+        of_way = {name: entry for name, entry in classes.items() if entry.served == way}
+        for name, entry in sorted(of_way.items(), key=lambda x: (x[1].features, x[0])):
+            rows[f"{whose} | {', '.join(entry.features)}"].append(_shown(name, entry))
+    return rows
+
+
+def _by_texts(classes: Mapping[str, Entry]) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name, entry in classes.items():
+        if entry.texts:
+            text = ", ".join(f"`{x}`" for x in entry.texts) if len(entry.texts) < MANY else ANY
+            rows[f"{WHOSE[entry.served]} | {text}"].append(_shown(name, entry))
+    return dict(sorted(rows.items(), reverse=True))
+
+
+def _by_reason(classes: Mapping[str, Entry]) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = defaultdict(list)
+    for name, entry in classes.items():
+        if entry.reason:
+            rows[_short(entry.reason)].append(f"`{name}`")
+    return dict(sorted(rows.items()))
+
+
+def _short(reason: str) -> str:
+    """Its beginning: `tokenpod models` has all of it."""
+    line = reason.replace("|", "\\|")
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+
+
+def _shown(name: str, entry: Entry) -> str:
+    plain = name.split("For")[0].lower().replace("_", "")
+    known = plain == entry.type.replace("_", "").replace("-", "") or not entry.type
+    return f"`{name}`" + ("" if known else f" ({entry.type})")
 
 
 def page(text: str, found: Survey) -> str:

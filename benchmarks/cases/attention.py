@@ -43,7 +43,7 @@ GPU = DEVICE.type == "cuda"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SMOKE = {
     "cpu": "--decode 1x40 --prompts 16/24",
-    "gpu": "--decode 16x1024 --prompts 512/512 --search",
+    "gpu": "--decode 1x256 16x1024 --prompts 512/512",
 }
 #: Where scores of queries with keys are so many at most, results are compared.
 CHECKED = 40_000_000

@@ -16,10 +16,10 @@ from benchmarks.support.loads import SHAPES, Lengths, arrivals, figures
 from benchmarks.support.report import Report
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.scheduler import Limits
-from tokenpod.scheduler.simulation.machines import MACHINES
-from tokenpod.scheduler.simulation.simulator import Simulator
-from tokenpod.scheduler.simulation.skipping import SkippingScheduler
-from tokenpod.scheduler.simulation.trace import Arrival
+from tokenpod.simulator.machines import MACHINES
+from tokenpod.simulator.simulator import Simulator
+from tokenpod.simulator.skipping import SkippingScheduler
+from tokenpod.simulator.trace import Arrival
 
 SMOKE = {
     "cpu": "--only 64k-chat --requests 20 --loads 1.0",

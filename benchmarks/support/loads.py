@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenpod.scheduler.simulation.trace import Arrival
+from tokenpod.simulator.trace import Arrival
 
 Lengths = list[tuple[int, int, int]]  # prompt, output, asked for
 

@@ -1,15 +1,19 @@
-module github.com/tokenpod/tokenpod
+module github.com/tokenpod/tokenpod/examples/go
 
-go 1.26.0
+go 1.24.0
 
 require (
-	google.golang.org/grpc v1.85.0
-	google.golang.org/protobuf v1.36.12
+	github.com/tokenpod/tokenpod/gen/go v0.0.0
+	google.golang.org/grpc v1.76.0
 )
 
 require (
-	golang.org/x/net v0.60.0 // indirect
-	golang.org/x/sys v0.48.0 // indirect
-	golang.org/x/text v0.42.0 // indirect
-	google.golang.org/genproto/googleapis/rpc v0.0.0-20260817212433-ac3dfec99bb1 // indirect
+	golang.org/x/net v0.42.0 // indirect
+	golang.org/x/sys v0.34.0 // indirect
+	golang.org/x/text v0.27.0 // indirect
+	google.golang.org/genproto/googleapis/rpc v0.0.0-20250804133106-a7a43d27e69b // indirect
+	google.golang.org/protobuf v1.36.10 // indirect
 )
+
+// A program of its own gets them with `go get github.com/tokenpod/tokenpod/gen/go`.
+replace github.com/tokenpod/tokenpod/gen/go => ../../gen/go

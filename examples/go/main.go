@@ -1,9 +1,4 @@
 // Streams a completion: go run . [HOST:PORT [PROMPT]].
-//
-// The code of the messages is made from the protos, in this folder:
-//
-//	protoc -I ../../protos --go_out=. --go_opt=module=github.com/tokenpod/tokenpod \
-//	    --go-grpc_out=. --go-grpc_opt=module=github.com/tokenpod/tokenpod ../../protos/tokenpod/v1/*.proto
 package main
 
 import (

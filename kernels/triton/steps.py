@@ -83,38 +83,6 @@ def accept(
     )
 
 
-def branch(lines: torch.Tensor, slots: torch.Tensor, row_table: torch.Tensor) -> None:
-    """Write lines of the row table that begin as others do.
-
-    Args:
-        lines: [n, 5] int64: which line, which one it begins as, how many positions of that, and
-            where in `slots` those behind them begin and end.
-        slots: [m] int64.
-        row_table: [rows, positions] int32.
-    """
-    _branch[(len(lines),)](lines, slots, row_table, row_table.stride(0), BLOCK=1024, num_warps=4)
-
-
-def spread(
-    found: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """Let the drafts behind one token be different ones, and remember each.
-
-    Args:
-        found: [n, ranks] int64; changed: one that is there already becomes a token beside it.
-        rows: [n * ranks] int64: last_token[rows] becomes the drafts.
-        last_token: [rows] int64.
-        vocab_size: tokens, more than ranks.
-
-    Returns `found`.
-    """
-    n, ranks = found.shape
-    _spread[(triton.cdiv(n, BLOCK),)](
-        found, rows, last_token, n, vocab_size, RANKS=ranks, BLOCK=BLOCK, num_warps=4
-    )
-    return found
-
-
 # None overlaps with its neighbours (`launch`): kernels that do may read a row table or a token
 # before they wait.
 
@@ -171,37 +139,3 @@ def _accept(
         number += right.to(tl.int64)
     tl.store(last_token + row, last, mask=(i < count) & (last >= 0))
     tl.store(accepted + row, number, mask=i < count)
-
-
-@triton.jit
-def _branch(lines, slots, row_table, table_stride, BLOCK: tl.constexpr):
-    line = lines + tl.program_id(0) * 5
-    to = row_table + tl.load(line) * table_stride
-    source = row_table + tl.load(line + 1) * table_stride
-    length = tl.load(line + 2)
-    first = tl.load(line + 3)
-    own = tl.load(line + 4) - first
-    for at in range(0, length, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        tl.store(to + i, tl.load(source + i, mask=i < length), mask=i < length)
-    for at in range(0, own, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        slot = tl.load(slots + first + i, mask=i < own)
-        tl.store(to + length + i, slot.to(tl.int32), mask=i < own)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _spread(found, rows, last_token, count, vocab_size, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = i < count
-    for rank in tl.static_range(RANKS):
-        draft = tl.load(found + i * RANKS + rank, mask=there, other=0)
-        # As often as there are others: each can be met once.
-        for _ in tl.static_range(rank):
-            met = draft < 0
-            for other in tl.static_range(rank):
-                met = met | (draft == tl.load(found + i * RANKS + other, mask=there, other=0))
-            draft = tl.where(met, (draft + 1) % vocab_size, draft)
-        tl.store(found + i * RANKS + rank, draft, mask=there)
-        row = tl.load(rows + i * RANKS + rank, mask=there, other=0)
-        tl.store(last_token + row, draft, mask=there)

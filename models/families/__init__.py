@@ -16,6 +16,7 @@ from tokenpod.models.families.gemma2 import GEMMA2
 from tokenpod.models.families.gemma3 import GEMMA3
 from tokenpod.models.families.glm import GLM, GLM4
 from tokenpod.models.families.glm4_moe import GLM4_MOE
+from tokenpod.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from tokenpod.models.families.gpt2 import GPT2
 from tokenpod.models.families.gpt_bigcode import GPT_BIGCODE
 from tokenpod.models.families.gpt_neox import GPT_NEOX
@@ -24,8 +25,10 @@ from tokenpod.models.families.gptj import GPTJ
 from tokenpod.models.families.granite import GRANITE
 from tokenpod.models.families.granite_moe import GRANITE_MOE
 from tokenpod.models.families.helium import HELIUM
+from tokenpod.models.families.hy_v3 import HY_V3
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
 from tokenpod.models.families.llama import LLAMA
+from tokenpod.models.families.minimax_m2 import MINIMAX_M2
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from tokenpod.models.families.mixtral import MIXTRAL
 from tokenpod.models.families.mpt import MPT
@@ -45,7 +48,6 @@ from tokenpod.models.families.seed_oss import SEED_OSS
 from tokenpod.models.families.smollm3 import SMOLLM3
 from tokenpod.models.families.stablelm import STABLELM
 from tokenpod.models.families.starcoder2 import STARCODER2
-from tokenpod.models.families.text_of import GEMMA3_TEXT, MISTRAL3_TEXT
 
 FAMILIES: tuple[Family, ...] = (
     ARCEE,
@@ -67,6 +69,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT2,
     GPTJ,
     GPT_BIGCODE,
@@ -75,9 +78,11 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE,
     GRANITE_MOE,
     HELIUM,
+    HY_V3,
     INTERNLM2,
     INTERNLM3,
     LLAMA,
+    MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
@@ -100,8 +105,6 @@ FAMILIES: tuple[Family, ...] = (
     SMOLLM3,
     STABLELM,
     STARCODER2,
-    GEMMA3_TEXT,
-    MISTRAL3_TEXT,
 )
 
 __all__ = ["FAMILIES", "Family"]

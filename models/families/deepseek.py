@@ -10,6 +10,7 @@ from tokenpod.models.families.experts import (
     gate_names,
     shared_of,
     sigmoid_routing,
+    sparse_layers,
     stacked,
     with_experts,
 )
@@ -33,7 +34,7 @@ def _v2_spec(fields: Fields, served: int | None) -> ModelSpec:
         routing = routing._replace(
             groups=fields.integer("n_group"), chosen_groups=fields.integer("topk_group")
         )
-    spec = _decoder(fields, served, interleaved=True)
+    spec = latent_decoder(fields, served, interleaved=True)
     experts = experts_of(fields, spec, routing, count=("n_routed_experts",))
     return _with_shared(spec, fields, experts, shared=2, dense=0)
 
@@ -41,7 +42,7 @@ def _v2_spec(fields: Fields, served: int | None) -> ModelSpec:
 def _v3_spec(fields: Fields, served: int | None) -> ModelSpec:
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
-    spec = _decoder(fields, served, interleaved=fields.flag("rope_interleave", True))
+    spec = latent_decoder(fields, served, interleaved=fields.flag("rope_interleave", True))
     return with_v3_experts(spec, fields, dense=3)
 
 
@@ -59,11 +60,10 @@ def _with_shared(
     fields.only("moe_layer_freq", 1)
     width = fields.integer("n_shared_experts", shared, most=64) * experts.width
     experts = replace(experts, shared=shared_of(experts, width))
-    first = fields.count("first_k_dense_replace", dense)
-    return with_experts(spec, experts, range(first, len(spec.layers)))
+    return with_experts(spec, experts, sparse_layers(fields, len(spec.layers), dense=dense))
 
 
-def _decoder(fields: Fields, served: int | None, *, interleaved: bool) -> ModelSpec:
+def latent_decoder(fields: Fields, served: int | None, *, interleaved: bool) -> ModelSpec:
     """Llama's decoder with other attention, whose heads end in the numbers that are rotated."""
     fields.only("attention_bias", False)
     rope_dim = fields.integer("qk_rope_head_dim", 64, most=1 << 10)
@@ -95,6 +95,6 @@ def _decoder(fields: Fields, served: int | None, *, interleaved: bool) -> ModelS
 
 
 # Layers beyond the last one predict further tokens: `models.mtp` reads them.
-_NAMES = Names(experts=gate_names(), beyond=("layers.{layers}.",))
-DEEPSEEK_V2 = Family(("DeepseekV2ForCausalLM",), _v2_spec, _NAMES, layouts=(stacked(),))
-DEEPSEEK_V3 = Family(("DeepseekV3ForCausalLM",), _v3_spec, _NAMES, layouts=(stacked(),))
+NAMES = Names(experts=gate_names(), beyond=("layers.{layers}.",))
+DEEPSEEK_V2 = Family(("DeepseekV2ForCausalLM",), _v2_spec, NAMES, layouts=(stacked(),))
+DEEPSEEK_V3 = Family(("DeepseekV3ForCausalLM",), _v3_spec, NAMES, layouts=(stacked(),))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 from tokenpod.kernels.expert_ops import Routing, Score
+from tokenpod.models.errors import ModelError
 from tokenpod.models.expert_names import ExpertNames, experts_apart
 from tokenpod.models.fields import Fields
 from tokenpod.models.layer_spec import Experts, Mlp
@@ -85,6 +87,19 @@ def every(fields: Fields, layers: int) -> frozenset[int]:
     return frozenset(range(step - 1, layers, step)) - fields.indices("mlp_only_layers")
 
 
+def sparse_layers(fields: Fields, layers: int, *, dense: int) -> Collection[int]:
+    """As `mlp_layer_types` says; without it, all but the first `first_k_dense_replace` layers."""
+    if "mlp_layer_types" not in fields:
+        return range(fields.count("first_k_dense_replace", dense), layers)
+    types = fields.texts("mlp_layer_types")
+    if len(types) != layers or not {*types} <= {"dense", "sparse"}:
+        raise ModelError(
+            f"{fields.source}: mlp_layer_types must name dense or sparse for each of {layers} "
+            "layers"
+        )
+    return frozenset(i for i, kind in enumerate(types) if kind == "sparse")
+
+
 def gate_names(
     *,
     shared: str = "shared_experts",
@@ -106,14 +121,21 @@ def gate_names(
     )
 
 
-def stacked(block: str = "mlp", **other: str) -> Callable[[Names], Names]:
-    """The layout in which transformers holds experts since its version 5, with `other` names."""
+def stacked(
+    block: str = "mlp", *, transposed: bool = False, **other: Any
+) -> Callable[[Names], Names]:
+    """The layout in which transformers holds experts since its version 5, with `other` names.
+
+    `transposed`: [in, out], as Qwen 3 VL is published.
+    """
 
     def layout(names: Names) -> Names:
         assert names.experts is not None
         experts = names.experts.stacked(
             f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj", **other
         )
+        if transposed:
+            experts = experts.transposed()
         return replace(names, experts=experts)
 
     return layout

@@ -45,9 +45,6 @@ class Family:
     names: Names | Callable[[ModelSpec], Names] = LLAMA_NAMES
     #: What names of tensors begin with: the first, or whichever a checkpoint has.
     prefixes: tuple[str, ...] = ("model.", "")
-    #: What names of tensors begin with that belong to other parts of a checkpoint than its text
-    #: model: the start names them, and they are not read.
-    unused: tuple[str, ...] = ()
     #: Other layouts that checkpoints are published in.
     layouts: tuple[Callable[[Names], Names], ...] = ()
     #: Kinds of `quantization_config` whose tensors a layout names.

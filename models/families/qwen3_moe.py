@@ -33,5 +33,8 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 QWEN3_MOE = Family(
-    ("Qwen3MoeForCausalLM",), _spec, Names(experts=gate_names()), layouts=(stacked(),)
+    ("Qwen3MoeForCausalLM",),
+    _spec,
+    Names(experts=gate_names()),
+    layouts=(stacked(), stacked(transposed=True)),
 )

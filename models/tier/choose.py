@@ -10,6 +10,7 @@ from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.fields import Fields
+from tokenpod.models.nested import Nesting
 from tokenpod.models.reading import Progress
 from tokenpod.models.tier.errors import NotCausal, NotServed
 from tokenpod.models.tier.load import TierLoader
@@ -50,6 +51,7 @@ class Loader(Protocol):
 def loader_of(
     architecture: str,
     fields: Fields,
+    nesting: Nesting | None = None,
     *,
     dtype: torch.dtype | None,
     eos_token_ids: frozenset[int],
@@ -61,7 +63,7 @@ def loader_of(
     """
     try:
         return TierLoader(
-            architecture, fields, dtype=dtype, eos_token_ids=eos_token_ids, served=served
+            architecture, fields, nesting, dtype=dtype, eos_token_ids=eos_token_ids, served=served
         )
     except NotCausal:
         raise
@@ -69,7 +71,7 @@ def loader_of(
         first = reason
     try:
         return PaddedLoader(
-            architecture, fields, dtype=dtype, eos_token_ids=eos_token_ids, served=served
+            architecture, fields, nesting, dtype=dtype, eos_token_ids=eos_token_ids, served=served
         )
     except NotServed as second:
         same = str(second) == str(first)

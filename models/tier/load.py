@@ -11,6 +11,7 @@ from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields
+from tokenpod.models.nested import Nesting, TextTensors
 from tokenpod.models.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check, check_text, difference
 from tokenpod.models.tier.classes import check_stateless, config_of, max_positions, model_class
@@ -27,7 +28,8 @@ class TierLoader:
 
     Args:
         architecture: a class of transformers' causal models.
-        fields: config.json.
+        fields: config.json, or the part of it that the class reads, but for `architectures`.
+        nesting: where its tensors are, if it is part of a model.
         dtype: that the checkpoint says it has.
         eos_token_ids: that end a text.
         served: the longest text that will be served, in tokens; None: what the model can.
@@ -40,12 +42,13 @@ class TierLoader:
         self,
         architecture: str,
         fields: Fields,
+        nesting: Nesting | None = None,
         *,
         dtype: torch.dtype | None,
         eos_token_ids: frozenset[int],
         served: int | None,
     ) -> None:
-        self.fields = fields
+        self.fields, self._nesting = fields, nesting
         self._class = model_class(architecture)
         self._config = config_of(self._class, fields)
         check_stateless(self._class, self._config)
@@ -56,7 +59,14 @@ class TierLoader:
         self.numbers = sum(weight.numel() for weight in model.parameters())
         dispatches = record(Halves(model), Hosted(), self._served)
         #: Without layouts of keys and values where only the weights' numbers show them.
-        self.spec = spec_of(model, dispatches, positions, dtype=dtype, eos_token_ids=eos_token_ids)
+        self.spec = spec_of(
+            fields.texts("architectures")[0],
+            model,
+            dispatches,
+            positions,
+            dtype=dtype,
+            eos_token_ids=eos_token_ids,
+        )
 
     def state_of(self, dtype: torch.dtype) -> None:
         """It keeps all of a sequence in the pool's slots."""
@@ -77,7 +87,8 @@ class TierLoader:
             ModelError: config.json and tensors don't belong together.
             NotServed: the model does not pass the check, or needs what the device has not.
         """
-        model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
+        tensors = TextTensors(checkpoint, self._nesting)
+        model = load_weights(self._class, self._config, tensors, dtype, progress).to(device)
         tokens = check_text(self.spec.vocab_size, None, device)
         with torch.inference_mode():
             truth, noise = _by_transformers(model, tokens)
@@ -90,13 +101,14 @@ class TierLoader:
                     f"chunks of {min(chunks)}: on a GPU, set --max-total-tokens {min(chunks)}"
                 )
             spec = spec_of(
+                self.spec.architecture,
                 model,
                 dispatches,
                 self.spec.max_positions,
                 dtype=self.spec.dtype,
                 eos_token_ids=self.spec.eos_token_ids,
             )
-            served = TierModel(spec, halves, hosted, dispatches, ops)
+            served = TierModel(spec, halves, hosted, dispatches, ops, tensors.unused)
             check(served, truth, tokens, noise)
         return served
 
@@ -116,6 +128,7 @@ def _by_transformers(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, fl
 
 
 def spec_of(
+    architecture: str,
     model: Any,
     dispatches: tuple[Dispatch, ...],
     positions: int,
@@ -129,7 +142,7 @@ def spec_of(
     vocabulary = text.vocab_size if head is None else head.weight.shape[0]
     layers = [dispatch for dispatch in dispatches if dispatch.stores]
     return TierSpec(
-        architecture=type(model).__name__,
+        architecture=architecture,
         vocab_size=vocabulary,
         hidden_size=text.hidden_size,
         max_positions=positions,

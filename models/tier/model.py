@@ -6,7 +6,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -105,6 +104,7 @@ class TransformersModel(ABC):
         spec: what is known of it.
         halves: the model, in inference mode, on its device.
         ops: of its device.
+        unused: how many tensors belong to each part that is not served.
     """
 
     #: Steps are launched call by call: transformers' code may look at values on the host.
@@ -113,10 +113,11 @@ class TransformersModel(ABC):
     kv_scales: KVScales | None = None
     pool_class: type[KVPool] = KVPool
 
-    def __init__(self, spec: TierSpec, halves: Halves, ops: Operations) -> None:
+    def __init__(
+        self, spec: TierSpec, halves: Halves, ops: Operations, unused: Mapping[str, int]
+    ) -> None:
         self.config = spec
-        #: transformers loads all parts of a checkpoint.
-        self.unused: Mapping[str, int] = MappingProxyType({})
+        self.unused = unused
         self.adapters: AdapterStore | None = None
         self.quantization = ""
         held = list(halves.model.parameters())
@@ -170,6 +171,7 @@ class TierModel(TransformersModel):
         hosted: the names that it calls attention by.
         dispatches: what those calls are.
         ops: of its device.
+        unused: see `TransformersModel`.
     """
 
     def __init__(
@@ -179,8 +181,9 @@ class TierModel(TransformersModel):
         hosted: Hosted,
         dispatches: tuple[Dispatch, ...],
         ops: Operations,
+        unused: Mapping[str, int],
     ) -> None:
-        super().__init__(spec, halves, ops)
+        super().__init__(spec, halves, ops, unused)
         self._hosted, self._dispatches = hosted, dispatches
 
     def _hidden(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:

@@ -7,9 +7,10 @@ class can; `check_padded` finds that out.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -140,8 +141,15 @@ class PaddedModel(TransformersModel):
 
     pool_class = RowStates
 
-    def __init__(self, spec: TierSpec, cached: Cached, ops: Operations, can: Abilities) -> None:
-        super().__init__(spec, cached.halves, ops)
+    def __init__(
+        self,
+        spec: TierSpec,
+        cached: Cached,
+        ops: Operations,
+        can: Abilities,
+        unused: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(spec, cached.halves, ops, unused)
         self._cached = cached
         self.can = can
 

@@ -12,6 +12,7 @@ from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields
+from tokenpod.models.nested import Nesting, TextTensors
 from tokenpod.models.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check_text
 from tokenpod.models.tier.classes import config_of, max_positions, model_class
@@ -32,12 +33,13 @@ class PaddedLoader:
         self,
         architecture: str,
         fields: Fields,
+        nesting: Nesting | None = None,
         *,
         dtype: torch.dtype | None,
         eos_token_ids: frozenset[int],
         served: int | None,
     ) -> None:
-        self.fields = fields
+        self.fields, self._nesting = fields, nesting
         self._class = model_class(architecture)
         self._config = config_of(self._class, fields)
         positions = max_positions(self._config, served)
@@ -51,7 +53,7 @@ class PaddedLoader:
         vocabulary, hidden = head.weight.shape
         #: Without the states' sizes, which are seen once it is loaded.
         self.spec = TierSpec(
-            architecture=architecture,
+            architecture=fields.texts("architectures")[0],
             vocab_size=vocabulary,
             hidden_size=hidden,
             max_positions=positions,
@@ -85,7 +87,8 @@ class PaddedLoader:
         progress: Progress,
     ) -> PaddedModel:
         """The model, checked; see `TierLoader.load`."""
-        model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
+        tensors = TextTensors(checkpoint, self._nesting)
+        model = load_weights(self._class, self._config, tensors, dtype, progress).to(device)
         padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
         tokens = check_text(self.spec.vocab_size, padding, device)
         start = _first_token(model.config)
@@ -97,7 +100,7 @@ class PaddedLoader:
                 size = _sizes(cached, tokens)
             cached.grows = size.token_bytes > 0
             can = Trials(self.spec.with_state(size), cached, ops, tokens, expected).abilities()
-        return PaddedModel(self.spec.with_state(size), cached, ops, can)
+        return PaddedModel(self.spec.with_state(size), cached, ops, can, tensors.unused)
 
 
 def _first_token(config: Any) -> int | None:

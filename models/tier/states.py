@@ -82,10 +82,6 @@ class RowStates(KVPool):
         for row in rows:
             self.rows.pop(row, None)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Raise NotImplementedError: states have no slots."""
-        raise NotImplementedError("slots of a model that keeps its state by itself can't be copied")
-
     def together(self, rows: Sequence[int]) -> Batch:
         """One batch of these rows, in an order of its own, and of no others."""
         found: list[tuple[Batch, list[int]]] = []

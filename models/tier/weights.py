@@ -6,7 +6,6 @@ our reader knows which files may be read, and how.
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any, cast
 
@@ -14,20 +13,22 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
+from tokenpod.models.nested import TextTensors
 from tokenpod.models.reading import Progress
 
 
 def load_weights(
     found: type[PreTrainedModel],
     config: PreTrainedConfig,
-    checkpoint: Checkpoint,
+    tensors: TextTensors,
     dtype: torch.dtype,
     progress: Progress,
 ) -> Any:
     """The model with its weights, on a CPU. Raises ModelError as `checkpoint.check` does."""
-    counted = _Counted(checkpoint, progress)
+    # As config.json calls it.
+    name = next(iter(config.architectures or ()), found.__name__)
+    counted = _Counted(tensors, progress)
     library: Any = logging
     library.disable_progress_bar()
     library.set_verbosity_error()  # what is missing is an error of ours
@@ -35,22 +36,22 @@ def load_weights(
         model, told = cast(Any, found).from_pretrained(
             None,
             config=config,
-            state_dict={name: _Stored(counted, name) for name in checkpoint.names},
+            state_dict={name: _Stored(counted, name) for name in tensors.names},
             dtype=dtype,
             ignore_mismatched_sizes=True,  # told by us
             output_loading_info=True,
         )
     except RuntimeError as error:
-        raise ModelError(f"{found.__name__}: {' '.join(str(error).split())[:300]}") from None
+        raise ModelError(f"{name}: {' '.join(str(error).split())[:300]}") from None
     for kind, what in (
         ("missing_keys", "is missing from the checkpoint"),
         ("mismatched_keys", "has another shape than config.json says"),
     ):
         if told[kind]:
-            raise ModelError(f"tensor {_some(told[kind])} {what}")
+            raise ModelError(f"tensor {_some(tensors, told[kind])} {what}")
     if told["unexpected_keys"]:
         raise ModelError(
-            f"{found.__name__} has no tensor {_some(told['unexpected_keys'])}: "
+            f"{name} has no tensor {_some(tensors, told['unexpected_keys'])}: "
             "config.json and weights don't belong together"
         )
     counted.finish()
@@ -58,29 +59,26 @@ def load_weights(
 
 
 class _Counted:
-    """A checkpoint whose reads are counted, one at a time: transformers reads in threads."""
+    """Tensors whose reads are counted, one at a time: transformers reads in threads."""
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        self._checkpoint, self._progress = checkpoint, progress
+    def __init__(self, tensors: TextTensors, progress: Progress) -> None:
+        self._tensors, self._progress = tensors, progress
         self._lock = threading.Lock()
-        self._total = sum(map(self._bytes, checkpoint.names))
+        self._total = sum(map(tensors.size, tensors.names))
         self._done = 0
         progress(0, self._total)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor that is no view of its file."""
         with self._lock:
-            tensor = self._checkpoint.read(name)
-            self._done += self._bytes(name)
+            tensor = self._tensors.read(name)
+            self._done += self._tensors.size(name)
             self._progress(self._done, self._total)
         return tensor
 
     def finish(self) -> None:
         """What is not needed is not read."""
         self._progress(self._total, self._total)
-
-    def _bytes(self, name: str) -> int:
-        return math.prod(self._checkpoint.shape(name)) * self._checkpoint.number_bytes(name)
 
 
 class _Stored:
@@ -93,7 +91,9 @@ class _Stored:
         return self._counted.read(self._name)[index]
 
 
-def _some(names: Any) -> str:
-    shown = sorted(name if isinstance(name, str) else str(name[0]) for name in names)
+def _some(tensors: TextTensors, names: Any) -> str:
+    """As the checkpoint calls them."""
+    found = (name if isinstance(name, str) else str(name[0]) for name in names)
+    shown = sorted(map(tensors.stored, found))
     more = f" (and {len(shown) - 3} more)" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + more

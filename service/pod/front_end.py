@@ -47,6 +47,9 @@ async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
     telemetry = Telemetry.start(settings)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(telemetry.shutdown)
+        stack.callback(telemetry.watch_loop())
+        if config.scrapes >= 0:
+            telemetry.answer_scrapes(config.scrapes)
         client = EngineClient(index=config.index, count=config.count, life=config.life)
         await client.open(socket.socket(fileno=config.link))
         stack.callback(client.close)

@@ -64,11 +64,12 @@ class FrontEndConfig(msgspec.Struct, frozen=True):
     relay_secret: str
     #: Descriptor of the pod's counters.
     counters: int
-    #: The process's own: its number, descriptor of its link to the engine, and how many processes
-    #: have had this number before.
+    #: The process's own: its number, descriptor of its link to the engine, how many processes have
+    #: had this number before, and the descriptor on which it answers scrapes (-1: there are none).
     index: int = 0
     link: int = -1
     life: int = 0
+    scrapes: int = -1
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class FrontEnds:
         config: what they have in common; None: there are none.
         links: to the engine.
         new_link: makes one in the place of that of front end `index`; raises OSError.
+        new_scrapes: makes the socket on which a front end answers scrapes, if there are any.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class FrontEnds:
         config: FrontEndConfig | None = None,
         links: Sequence[socket.socket] = (),
         new_link: Callable[[int], socket.socket] | None = None,
+        new_scrapes: Callable[[], socket.socket | None] = lambda: None,
     ) -> None:
         #: Done, with FrontEndLost as its result, once one has ended unasked.
         self.lost: asyncio.Future[FrontEndLost] = asyncio.get_running_loop().create_future()
         self._counters = counters
         self._config = config
         self._new_link = new_link
+        self._new_scrapes = new_scrapes
         self._children = [
             _Child(index, self._start(index, 0, link)) for index, link in enumerate(links, 1)
         ]
@@ -184,11 +188,21 @@ class FrontEnds:
 
     def _start(self, index: int, life: int, link: socket.socket) -> subprocess.Popen[bytes]:
         assert self._config is not None
-        config = msgspec.structs.replace(self._config, index=index, link=link.fileno(), life=life)
-        with link:
+        scrapes = self._new_scrapes()
+        config = msgspec.structs.replace(
+            self._config,
+            index=index,
+            link=link.fileno(),
+            life=life,
+            scrapes=-1 if scrapes is None else scrapes.fileno(),
+        )
+        inherited = [config.link, config.counters]
+        with link, scrapes or contextlib.nullcontext():
             # From this thread: the child's death signal hangs on the thread that forks.
             process = subprocess.Popen(
-                _COMMAND, pass_fds=[config.link, config.counters], stdin=subprocess.PIPE
+                _COMMAND,
+                pass_fds=inherited if scrapes is None else [*inherited, config.scrapes],
+                stdin=subprocess.PIPE,
             )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

@@ -21,6 +21,7 @@ from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
+from tokenpod.service.telemetry.recorder import Telemetry
 
 #: Seconds that calls get which run while connections are closed: those for health.
 _GRACE_SECONDS = 0.5
@@ -127,6 +128,7 @@ class PodState:
     stopping: Stopping
     startup: GroupStartup
     renewal: Renewal
+    telemetry: Telemetry
     #: The engine that serves now.
     client: EngineClient | None = None
     #: What a stop has cut off, by its name in the log; None: nobody has asked the pod to stop.

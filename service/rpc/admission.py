@@ -103,14 +103,19 @@ class Admission:
         # If it takes longer than expected, it may take much longer, and clients retry only a few
         # times.
         left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
-        return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))
+        why = self.closed or DRAINING
+        return Unavailable(
+            why,
+            retry_after=min(left, MOST_RETRY_SECONDS),
+            state="draining" if why == DRAINING else "starting",
+        )
 
     def check_room(self, seconds: float | None = None) -> None:
         """Raise what `enter` would raise now."""
         self.check_open()
         if self.counters.stalled:
             # A router's steps are let through: the error of one would end all that it runs.
-            raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS)
+            raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS, state="stalled")
         if (requests := self.counters.requests) >= self.max_requests:
             raise ResourceExhausted(
                 f"{requests} requests are running or waiting; this server takes at most"

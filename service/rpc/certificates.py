@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from datetime import datetime
 from pathlib import Path
 
 import grpc
@@ -79,3 +80,47 @@ def credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
         certificates.renewed,  # type: ignore[arg-type]
         client_ca is not None,
     )
+
+
+def expiry(cert: Path) -> float | None:
+    """Unix time at which the first certificate of a PEM file expires; None: it can't be read.
+
+    Python's ssl tells no dates of a server's own certificate, so they are read from its DER:
+    Certificate > TBSCertificate > validity, which follows serial, algorithm and issuer.
+    """
+    try:
+        text = cert.read_text()
+        end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+        der = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
+        _, at, _ = _element(der, 0)
+        _, at, _ = _element(der, at)
+        tag, _, after = _element(der, at)
+        # The version may be left out.
+        at = after if tag == _VERSION else at
+        for _ in ("serial", "algorithm", "issuer"):
+            _, _, at = _element(der, at)
+        _, at, _ = _element(der, at)
+        _, _, at = _element(der, at)
+        tag, at, after = _element(der, at)
+        moment = der[at:after].decode()
+        # UTCTime has two digits of the year, of 1950 to 2049 (RFC 5280).
+        if tag == _UTC_TIME:
+            moment = ("19" if moment >= "50" else "20") + moment
+        return datetime.strptime(moment, "%Y%m%d%H%M%S%z").timestamp()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+#: Tags of DER.
+_VERSION, _UTC_TIME = 0xA0, 0x17
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """Of the DER element at `at`: its tag, where its content begins and where it ends."""
+    tag, size = der[at], der[at + 1]
+    begin = at + 2
+    if size >= 0x80:
+        # So many bytes that hold the size.
+        begin += size - 0x80
+        size = int.from_bytes(der[at + 2 : begin])
+    return tag, begin, begin + size

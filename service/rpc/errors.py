@@ -61,6 +61,7 @@ class ServiceError(Exception):
         message: for the person who reads it; never paths, addresses or prompts.
         retry_after: seconds after which the same call may succeed; None: it will not by itself.
         reason: `ErrorInfo.reason`, for programs.
+        label: the same for metrics, in lower case; says more where one reason has several causes.
     """
 
     code = grpc.StatusCode.UNKNOWN
@@ -70,6 +71,11 @@ class ServiceError(Exception):
         self.message = bounded(message)
         super().__init__(self.message)
         self.retry_after = retry_after
+
+    @property
+    def label(self) -> str:
+        """Why, as metrics count it: one of few words."""
+        return self.reason.lower()
 
     def details(self) -> list[AnyMessage]:
         """The `google.rpc` messages that say more."""
@@ -134,6 +140,11 @@ class ResourceExhausted(ServiceError):
         super().__init__(message, retry_after=retry_after)
         self.limit = limit
 
+    @property
+    def label(self) -> str:
+        """The limit that was reached."""
+        return self.limit.replace(" ", "_")
+
     def details(self) -> list[AnyMessage]:
         """The limit first."""
         quota = error_details_pb2.QuotaFailure()
@@ -146,6 +157,17 @@ class Unavailable(ServiceError):
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
+
+    def __init__(
+        self, message: str, *, retry_after: float | None = None, state: str = "unavailable"
+    ) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self._state = state
+
+    @property
+    def label(self) -> str:
+        """The pod's state: `starting`, `draining`, `stalled`, or `unavailable`."""
+        return self._state
 
 
 class ResourceError(ServiceError):

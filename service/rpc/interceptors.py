@@ -225,4 +225,9 @@ async def _answer(error: Exception, context: Context, method: str) -> None:
 async def _abort(context: Context, error: ServiceError) -> None:
     status = rpc_status.to_status(error.status())
     metadata = (*(status.trailing_metadata or ()), *error.trailing_metadata())
-    await context.abort(status.code, status.details, metadata)
+    try:
+        await context.abort(status.code, status.details, metadata)
+    except grpc.aio.AbortError as aborted:
+        # For telemetry, which is outside of this.
+        aborted.reason = error.label  # type: ignore[attr-defined]
+        raise

@@ -44,6 +44,7 @@ class AdmittedCall:
         place: the call's in the queue.
         named: calls that can be ended by their names.
         arrived_at: CLOCK_MONOTONIC nanoseconds.
+        recorded: its record in telemetry; None: it has none.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class AdmittedCall:
         place: Place,
         named: NamedCalls,
         arrived_at: int,
+        recorded: ServerCall | None,
     ) -> None:
         self._serving = serving
         self._admission = admission
         self._place = place
         self._named = named
         self._arrived_at = arrived_at
+        self._recorded = recorded
         self._lease: Lease | None = None
         self._generation: Generation | None = None
         self._name: int | None = None
@@ -159,6 +162,8 @@ class AdmittedCall:
         serving.client.submit(structs.replace(request, constraint=constraint), generation)
         self._generation, self._request_id = generation, request_id
         self._labels, self._adapter = call.labels, call.adapter
+        if self._recorded is not None and call.adapter:
+            self._recorded.adapts(call.adapter)
         if self._unwanted:
             generation.end()
         return generation
@@ -186,12 +191,8 @@ class AdmittedCall:
             raise
         return new_tokens
 
-    def end(self, recorded: ServerCall | None) -> None:
-        """Cancel what still runs and report the call; its memory is free.
-
-        Args:
-            recorded: the call's record in telemetry; None: it has none.
-        """
+    def end(self) -> None:
+        """Cancel what still runs and report the call; its memory is free."""
         if self._generation is not None:
             self._generation.cancel()
         if self._lease is not None:
@@ -202,7 +203,7 @@ class AdmittedCall:
         if self._generation is not None:
             if (seconds := self._generation.ran_seconds) is not None:
                 self._admission.turnover.note(seconds)
-            self._report(self._generation, recorded)
+            self._report(self._generation)
 
     def _stop(self) -> None:
         """End the call; what has come so far is its answer."""
@@ -210,7 +211,7 @@ class AdmittedCall:
         if self._generation is not None:
             self._generation.end()
 
-    def _report(self, generation: Generation, recorded: ServerCall | None) -> None:
+    def _report(self, generation: Generation) -> None:
         # One line for a call; never its text.
         log.info(
             "generate",
@@ -224,8 +225,8 @@ class AdmittedCall:
                 **({"labels": self._labels} if self._labels else {}),
             },
         )
-        if recorded is not None:
-            recorded.generated(
+        if self._recorded is not None:
+            self._recorded.generated(
                 generation,
                 model_id=self._serving.model_id,
                 request_id=self._request_id,

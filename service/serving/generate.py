@@ -105,11 +105,13 @@ class GenerateService:
         with self._admission.enter(remaining) as place:
             place.line_up()
             serving = self._ready()
-            admitted = AdmittedCall(serving, self._admission, place, self.named, arrived_at)
+            admitted = AdmittedCall(
+                serving, self._admission, place, self.named, arrived_at, recorded
+            )
             try:
                 yield admitted
             finally:
-                admitted.end(recorded)
+                admitted.end()
 
     async def tokens(self, call: TokensCall) -> Tokenised:
         """The tokens of a text or chat; their ids only if the call wants them.

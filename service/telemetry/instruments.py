@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
-from tokenpod.core.outputs import Load, MaskCounts
+from tokenpod.core.outputs import Load, MaskCounts, StepCounts
 from tokenpod.service.serving.generation import Generation
+from tokenpod.service.telemetry.readings import PodReadings
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]
 _FIRST_TOKEN_BUCKETS = [
@@ -25,6 +26,9 @@ _CALL_BUCKETS = [
     *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(30.0, 60.0, 120.0, 300.0, 600.0),
 ]
+
+#: Of the front ends' event loops, which turn in less than a millisecond.
+_LAG_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0]
 
 Attributes = Mapping[str, str]
 Callback = Callable[[CallbackOptions], Iterable[Observation]]
@@ -66,10 +70,45 @@ class Instruments:
             "Tokens of a request's prompt and of its output",
             _COUNT_BUCKETS,
         )
+        self._phases = histogram(
+            "tokenpod.request.phase.duration",
+            "s",
+            "Time of a request's phases that have ended: queue, prefill, decode",
+            _REQUEST_BUCKETS,
+        )
+        self._lag = histogram(
+            "tokenpod.front_end.lag",
+            "s",
+            "How late front ends' event loops ran a timer, looked at four times per second",
+            _LAG_BUCKETS,
+        )
+        self._failed = meter.create_counter(
+            "tokenpod.calls.failed",
+            "{call}",
+            "Calls that ended with another status than OK, by reason and phase",
+        )
+        self._adapter_requests = meter.create_up_down_counter(
+            "tokenpod.adapter.requests",
+            "{request}",
+            "Requests under way, by the adapter that they name",
+        )
 
     def record_call(self, seconds: float, attributes: Attributes) -> None:
         """One rpc has ended."""
         self._calls.record(seconds, attributes)
+
+    def record_failure(self, attributes: Attributes, reason: str, phase: str) -> None:
+        """One rpc has ended with another status than OK, which `attributes` name."""
+        said = {**attributes, "tokenpod.reason": reason, "tokenpod.phase": phase}
+        self._failed.add(1, said)
+
+    def record_lag(self, seconds: float) -> None:
+        """The event loop has run a timer so late."""
+        self._lag.record(seconds)
+
+    def add_adapter_requests(self, adapter: str, number: int) -> None:
+        """Requests that name this adapter have come, or gone if the number is negative."""
+        self._adapter_requests.add(number, {"tokenpod.adapter": adapter})
 
     def record_generation(
         self, generation: Generation, seconds: float, attributes: Attributes, error: str | None
@@ -87,6 +126,10 @@ class Instruments:
             first = min(sample.first_token_at for sample in begun)
             waited = max(first - generation.request.arrived_at, 0)
             self._first_token.record(waited / 1e9, attributes)
+        for name, began, ended_at in generation_phases(generation):
+            if ended_at is not None:
+                took = max(ended_at - began, 0) / 1e9
+                self._phases.record(took, {**attributes, "tokenpod.phase": name})
         for sample in begun:
             if sample.generated > 1 and not error:
                 took = (sample.last_token_at - sample.first_token_at) / 1e9
@@ -121,6 +164,25 @@ class Instruments:
             "1",
             "Share of the KV slots that somebody uses; what is only cached does not count",
         )
+        gauge(
+            "tokenpod.kv.tokens",
+            [lambda options: list(_slots(load()))],
+            "{token}",
+            "KV slots: used, evictable (cached, without a user), free",
+        )
+        gauge(
+            "tokenpod.queue.tokens",
+            observing(lambda now: now.waiting_tokens),
+            "{token}",
+            "Tokens that waiting requests need computed",
+        )
+        for name, unit, meaning, count in _STEPS:
+            counter(
+                name,
+                [lambda options, count=count: [Observation(count(load().steps))]],  # type: ignore[misc]
+                unit,
+                meaning,
+            )
         gauge(
             "tokenpod.adapters.running",
             observing(lambda now: now.adapters),
@@ -178,6 +240,18 @@ class Instruments:
         )
         self._watch_masks(load)
 
+    def watch_pod(self, read: Callable[[], PodReadings]) -> None:
+        """Observe what the first front end knows of the pod."""
+        for name, unit, meaning, of in _POD:
+
+            def observe(
+                options: CallbackOptions, of: Callable[[PodReadings], float | None] = of
+            ) -> list[Observation]:
+                value = of(read())
+                return [] if value is None else [Observation(value)]
+
+            self._meter.create_observable_gauge(name, [observe], unit, meaning)
+
     def _watch_masks(self, load: Callable[[], Load]) -> None:
         """Observe what constraints cost the engine."""
         for name, unit, meaning, read in _MASKS:
@@ -185,6 +259,50 @@ class Instruments:
                 f"tokenpod.constraints.{name}", [_observing(load, read)], unit, meaning
             )
 
+
+#: Of steps: name, unit, meaning, value.
+_STEPS: Sequence[tuple[str, str, str, Callable[[StepCounts], float]]] = (
+    ("tokenpod.steps", "{step}", "Steps of the engine", lambda now: now.steps),
+    (
+        "tokenpod.steps.time",
+        "s",
+        "Time with a step under way; the engine is idle for the rest",
+        lambda now: now.busy_ns / 1e9,
+    ),
+    ("tokenpod.steps.rows", "{sequence}", "Sequences of all steps", lambda now: now.rows),
+    ("tokenpod.steps.tokens", "{token}", "Tokens that steps computed", lambda now: now.tokens),
+)
+
+#: Of the pod: name, unit, meaning, value.
+_POD: Sequence[tuple[str, str, str, Callable[[PodReadings], float | None]]] = (
+    ("tokenpod.start.time", "s", "Unix time of the pod's start", lambda now: now.started_at),
+    ("tokenpod.ready", "{pod}", "1 if the model serves, else 0", lambda now: int(now.ready)),
+    (
+        "tokenpod.engine.stalled",
+        "{pod}",
+        "1 if the engine makes no progress with work that it has, else 0",
+        lambda now: int(now.stalled),
+    ),
+    (
+        "tokenpod.requests.admitted",
+        "{request}",
+        "Requests that hold a place, running and waiting",
+        lambda now: now.admitted,
+    ),
+    ("tokenpod.calls.memory", "By", "Memory that calls hold", lambda now: now.call_bytes),
+    (
+        "tokenpod.calls.memory.limit",
+        "By",
+        "The most that calls may hold",
+        lambda now: now.most_call_bytes,
+    ),
+    (
+        "tokenpod.tls.certificate.expiry",
+        "s",
+        "Unix time at which the server's certificate expires",
+        lambda now: now.certificate_expires,
+    ),
+)
 
 #: Of constrained texts: name, unit, meaning, value.
 _MASKS: Sequence[tuple[str, str, str, Callable[[MaskCounts], float]]] = (
@@ -199,6 +317,24 @@ _MASKS: Sequence[tuple[str, str, str, Callable[[MaskCounts], float]]] = (
 
 def _observing(load: Callable[[], Load], read: Callable[[MaskCounts], float]) -> Callback:
     return lambda options: [Observation(read(load().masks))]
+
+
+def generation_phases(generation: Generation) -> Iterator[tuple[str, int, int | None]]:
+    """(name, begin, end) in nanoseconds of CLOCK_MONOTONIC; None: the phase has not ended."""
+    started = generation.started
+    firsts = [sample.first_token_at for sample in generation.samples if sample.first_token_at]
+    yield "queue", generation.request.arrived_at, started.began_at if started else None
+    if started is not None:
+        yield "prefill", started.began_at, min(firsts, default=None)
+    if firsts:
+        yield "decode", min(firsts), max(sample.last_token_at for sample in generation.samples)
+
+
+def _slots(load: Load) -> Iterator[Observation]:
+    used = load.slots - load.free_slots - load.evictable_slots
+    counts = {"used": used, "evictable": load.evictable_slots, "free": load.free_slots}
+    for name, count in counts.items():
+        yield Observation(count, {"tokenpod.kv.state": name})
 
 
 def _prefixes(load: Load) -> Iterator[Observation]:

@@ -1,14 +1,15 @@
-"""Spans and metrics over OTLP; nothing at all unless an endpoint is set.
+"""Spans and metrics over OTLP, and metrics to pull; nothing unless an endpoint or a port is set.
 
-This module is the switch. With no endpoint it is all there is: no interceptor is installed, no call
-is recorded, and neither OpenTelemetry's SDK nor its exporters are imported. With one, `start`
-returns the `OtlpTelemetry` of otlp.py. Either way nothing is done per token.
+This module is the switch. With neither it is all there is: no interceptor is installed, no call is
+recorded, and neither OpenTelemetry's SDK nor its exporters are imported. With one of them, `start`
+returns the `RecordingTelemetry` of recording.py. Either way nothing is done per token.
 
 Prompts and generated texts never leave through here.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from tokenpod.service.config import ServerSettings
 
 if TYPE_CHECKING:
     # Not imported while telemetry is off.
+    from tokenpod.service.telemetry.readings import PodReadings
     from tokenpod.service.telemetry.tracing import ServerCall
 
 
@@ -28,12 +30,12 @@ class Telemetry:
     @classmethod
     def start(cls, settings: ServerSettings) -> Telemetry:
         """Connect to the endpoint, if there is one; the server starts without its collector."""
-        if settings.otlp_endpoint is None:
+        if settings.otlp_endpoint is None and not settings.metrics_port:
             return cls()
         # Imported late: what is off costs no start-up time and no memory.
-        from tokenpod.service.telemetry.otlp import OtlpTelemetry
+        from tokenpod.service.telemetry.recording import RecordingTelemetry
 
-        return OtlpTelemetry(settings)
+        return RecordingTelemetry(settings)
 
     def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
         """The interceptors that record rpcs; outermost, so that they see what the others do.
@@ -50,5 +52,27 @@ class Telemetry:
     def watch(self, load: Callable[[], Load]) -> None:
         """Report the engine's load; `load` is called from another thread, now and then."""
 
+    def watch_pod(self, read: Callable[[], PodReadings]) -> None:
+        """Report what the first front end knows; `read` is called from another thread."""
+
+    def watch_loop(self) -> Callable[[], None]:
+        """Record how late this event loop is, from now on; call the result to stop."""
+        return _nothing
+
+    def listen(self) -> Callable[[], None]:
+        """Open the metrics port, if it is set; call the result to close it. Raises OSError."""
+        return _nothing
+
+    def front_end_socket(self) -> socket.socket | None:
+        """The end that a new front end inherits, to answer scrapes; None: nobody scrapes."""
+        return None
+
+    def answer_scrapes(self, descriptor: int) -> None:
+        """Answer the first front end's scrapes, from a thread of its own."""
+
     def shutdown(self) -> None:
         """Send what is left; returns within 5 seconds even if the collector is gone."""
+
+
+def _nothing() -> None:
+    """There is nothing to end."""

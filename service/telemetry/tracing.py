@@ -36,7 +36,7 @@ from tokenpod.service.rpc.interceptors import (
     with_behaviour,
 )
 from tokenpod.service.serving.generation import Generation
-from tokenpod.service.telemetry.instruments import Instruments
+from tokenpod.service.telemetry.instruments import Instruments, generation_phases
 
 #: On a server only these are errors: the others are the client's doing (RPC conventions).
 _ERRORS = frozenset(
@@ -88,6 +88,8 @@ class ServerCall:
         #: Most calls have one; a batch of prompts has one for each.
         self._generations: list[Generation] = []
         self._model_id = self._request_id = ""
+        #: Of its requests.
+        self._adapters: list[str] = []
         #: What metrics and spans of the call's generations say besides.
         self._named: dict[str, str] = {}
         allowed = context.time_remaining()
@@ -110,6 +112,11 @@ class ServerCall:
         self._generations.append(generation)
         self._model_id, self._request_id = model_id, request_id
 
+    def adapts(self, adapter: str) -> None:
+        """A request of the call names this adapter, and is under way until the call ends."""
+        self._adapters.append(adapter)
+        self._instruments.add_adapter_requests(adapter, 1)
+
     def end(self, error: BaseException | None) -> None:
         """The handler has ended, with `error` if by an exception."""
         code = self._code(error)
@@ -122,6 +129,11 @@ class ServerCall:
         if code in _ERRORS:
             attributes["error.type"] = code.name
         self._instruments.record_call(seconds, attributes)
+        if code is not grpc.StatusCode.OK:
+            reason = getattr(error, "reason", None) or code.name.lower()
+            self._instruments.record_failure(attributes, reason, self._phase)
+        for adapter in self._adapters:
+            self._instruments.add_adapter_requests(adapter, -1)
         for generation in self._generations:
             self._end_generation(generation, seconds, code)
         if self._span.is_recording():
@@ -134,6 +146,14 @@ class ServerCall:
                 if fault is not None:
                     self._span.record_exception(fault)
         self._span.end()
+
+    @property
+    def _phase(self) -> str:
+        """How far the call's text had come."""
+        if not self._generations:
+            return "admission"
+        *_, (name, _, _) = generation_phases(self._generations[-1])
+        return name
 
     def _code(self, error: BaseException | None) -> grpc.StatusCode:
         told: grpc.StatusCode | int | None = self._context.code()
@@ -158,9 +178,10 @@ class ServerCall:
         self._span.set_attributes(dict(_generation_attributes(generation)))
         parent = set_span_in_context(self._span, otel_context.Context())
         to_unix = time.time_ns() - time.monotonic_ns()
-        for name, began, ended in _phases(generation):
+        now = time.monotonic_ns()
+        for name, began, ended in generation_phases(generation):
             phase = self._tracer.start_span(name, context=parent, start_time=began + to_unix)
-            phase.end(max(began, ended) + to_unix)
+            phase.end(max(began, now if ended is None else ended) + to_unix)
 
 
 class TracingInterceptor(OpenTelemetryAioServerInterceptor):
@@ -279,15 +300,3 @@ def _generation_attributes(generation: Generation) -> Iterator[tuple[str, Any]]:
     endings = [sample.ending for sample in generation.samples if sample.ending]
     if endings:
         yield "gen_ai.response.finish_reasons", [_FINISH[ending.reason] for ending in endings]
-
-
-def _phases(generation: Generation) -> Iterator[tuple[str, int, int]]:
-    """(name, begin, end) in nanoseconds of CLOCK_MONOTONIC; an unfinished phase ends now."""
-    now = time.monotonic_ns()
-    started = generation.started
-    firsts = [sample.first_token_at for sample in generation.samples if sample.first_token_at]
-    yield "queue", generation.request.arrived_at, started.began_at if started else now
-    if started is not None:
-        yield "prefill", started.began_at, min(firsts, default=now)
-    if firsts:
-        yield "decode", min(firsts), max(sample.last_token_at for sample in generation.samples)

@@ -41,6 +41,10 @@ _SPECIAL_TOKEN_NAMES = (
 )
 
 
+#: Where a config.json of a model that also sees or hears has its text model's, or a part with that.
+_PARTS = ("text_config", "llm_config", "thinker_config")
+
+
 class TokenizerPanic(Exception):
     """The tokenizer's library has panicked on a text; the text says where."""
 
@@ -203,9 +207,9 @@ def check_vocabulary(end: int, count: int, size: int, source: object) -> None:
 
 def _of_model(model: dict[str, Any], name: str) -> Any:
     """A field of config.json, or of its part about text."""
-    text = model.get("text_config")
     value = model.get(name)
-    return text.get(name) if value is None and isinstance(text, dict) else value
+    inner = next((model[part] for part in _PARTS if isinstance(model.get(part), dict)), None)
+    return _of_model(inner, name) if value is None and inner is not None else value
 
 
 def _read_eos(

@@ -4,6 +4,10 @@
         for delta in client.generate("def main():", max_new_tokens=32):
             print(delta.text, end="")
 
+        answer = client.chat([{"role": "user", "content": "Hello"}], max_tokens=32)
+        print(answer.text, answer.tool_calls, answer.usage)
+
+Prompts, tools, formats and options are taken as OpenAI's API has them, or as tokenpod.v1 does.
 `AsyncClient` is the same for asyncio. `tokenpod_client.protos` has the messages and stubs of every
 protocol that the server speaks, `tokenpod_client.cli` the commands.
 """
@@ -15,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenpod_client.aio import AsyncClient, AsyncStream
+    from tokenpod_client.answers import Answer, Result, ToolCall, ToolCallPiece
+    from tokenpod_client.chats import Message, SchemaModel, Tool, ToolChoice
     from tokenpod_client.errors import ServerError
     from tokenpod_client.reading import Delta
     from tokenpod_client.requests import GenerateOptions, Prompt
@@ -23,24 +29,40 @@ if TYPE_CHECKING:
     __version__: str
 
 _WHERE = {
+    "Answer": "answers",
     "AsyncClient": "aio",
     "AsyncStream": "aio",
     "Client": "sync",
     "Delta": "reading",
     "GenerateOptions": "requests",
+    "Message": "chats",
     "Prompt": "requests",
+    "Result": "answers",
+    "SchemaModel": "chats",
     "ServerError": "errors",
     "Stream": "sync",
+    "Tool": "chats",
+    "ToolCall": "answers",
+    "ToolCallPiece": "answers",
+    "ToolChoice": "chats",
 }
 __all__ = [
+    "Answer",
     "AsyncClient",
     "AsyncStream",
     "Client",
     "Delta",
     "GenerateOptions",
+    "Message",
     "Prompt",
+    "Result",
+    "SchemaModel",
     "ServerError",
     "Stream",
+    "Tool",
+    "ToolCall",
+    "ToolCallPiece",
+    "ToolChoice",
     "__version__",
 ]
 

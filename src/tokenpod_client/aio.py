@@ -9,18 +9,32 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from tokenpod_client.answers import Answer
 from tokenpod_client.channel import OPTIONS, metadata_of
+from tokenpod_client.chats import Message
 from tokenpod_client.errors import ServerError
 from tokenpod_client.patience import Patience
-from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, adapter_service_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import (
+    adapter_pb2,
+    adapter_service_pb2,
+    chat_pb2,
+    model_pb2,
+)
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tokenpod_client.reading import Answer, Delta, Reading
-from tokenpod_client.requests import GenerateOptions, Prompt, generate_request
+from tokenpod_client.reading import Delta, Reading, StreamState
+from tokenpod_client.requests import (
+    GenerateOptions,
+    Prompt,
+    generate_request,
+    messages_of,
+    tokenize_request,
+    whole_request,
+)
 
-Message = TypeVar("Message")
+Response = TypeVar("Response")
 
 
 class AsyncClient:
@@ -58,23 +72,39 @@ class AsyncClient:
     def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncStream:
-        """Generate, and read the text as it comes. Nothing is sent until the stream is read."""
+        """Generate, and read the text as it comes. Nothing is sent until the stream is read.
+
+        Raises TypeError, which says where and which forms there are, for what is no request.
+
+        Args:
+            prompt: a text, token ids, or messages of a chat, as OpenAI's API has them.
+            deadline: seconds of this call; None: the client's.
+            options: fields of the request, by our names or by OpenAI's; see `GenerateOptions`.
+        """
         request = generate_request(prompt, **options)
         return AsyncStream(self._stub.Generate, request, self._patience(deadline), self._metadata)
 
     async def generate_once(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> service.GenerateOnceResponse:
-        """Generate, and return the whole answer."""
-        request = service.GenerateOnceRequest(request=generate_request(prompt, **options))
-        answer: service.GenerateOnceResponse = await self._call(
-            self._stub.GenerateOnce, request, deadline
-        )
-        return answer
+    ) -> Answer:
+        """Generate, and return the whole answer. Raises TypeError as `generate` does."""
+        request = whole_request(prompt, options)
+        return Answer(await self._call(self._stub.GenerateOnce, request, deadline))
 
-    async def tokenize(self, text: str, *, deadline: float | None = None) -> list[int]:
-        """Ids of a text's tokens, with those that a prompt gets."""
-        request = service.TokenizeRequest(text=text, return_token_ids=True)
+    async def chat(
+        self,
+        messages: Sequence[Message] | chat_pb2.Chat,
+        *,
+        deadline: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Answer:
+        """The next turn of a chat, as a whole; `generate` streams it."""
+        return await self.generate_once(messages_of(messages), deadline=deadline, **options)
+
+    async def tokenize(self, prompt: Prompt, *, deadline: float | None = None) -> list[int]:
+        """Ids of a text's or a chat's tokens, with those that a prompt gets."""
+        request = tokenize_request(prompt)
+        request.return_token_ids = True
         return list((await self._call(self._stub.Tokenize, request, deadline)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, deadline: float | None = None) -> str:
@@ -124,8 +154,8 @@ class AsyncClient:
         return Patience(self._attempts, self._deadline if deadline is None else deadline)
 
     async def _call(
-        self, method: Callable[..., Awaitable[Message]], request: Any, deadline: float | None
-    ) -> Message:
+        self, method: Callable[..., Awaitable[Response]], request: Any, deadline: float | None
+    ) -> Response:
         patience = self._patience(deadline)
         while True:
             try:
@@ -138,7 +168,7 @@ class AsyncClient:
             await asyncio.sleep(pause)
 
 
-class AsyncStream(Answer):
+class AsyncStream(StreamState):
     """The answer of `AsyncClient.generate`: iterate over it once. Raises ServerError.
 
     A stream that is closed, or that nobody reads any more, is cancelled on the server.
@@ -163,6 +193,12 @@ class AsyncStream(Answer):
     async def text(self) -> str:
         """Read to the end; the text of the first sample that was left."""
         return "".join([delta.text async for delta in self._deltas if delta.sample_index == 0])
+
+    async def answer(self) -> Answer:
+        """Read to the end; the whole answer, also of what was read before."""
+        async for _ in self._deltas:
+            pass
+        return self._whole()
 
     async def close(self) -> None:
         """Cancel what has not come yet. May be called while another task reads."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tokenpod_client.answers import Answer, ToolCallPiece, piece_of
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,12 @@ class Delta:
     reasoning: str
     #: All that the server says of these tokens: ids, log probabilities and so on.
     tokens: pb.Tokens
+
+    @property
+    def tool_call(self) -> ToolCallPiece | None:
+        """A piece of a tool call; None: the event brings none."""
+        tokens = self.tokens
+        return piece_of(tokens.tool_call) if tokens.HasField("tool_call") else None
 
 
 class Reading:
@@ -53,7 +61,7 @@ class Reading:
             self.call.cancel()
 
 
-class Answer:
+class StreamState:
     """What a stream has told beside its text."""
 
     def __init__(self) -> None:
@@ -74,3 +82,15 @@ class Answer:
     def usage(self) -> pb.Usage | None:
         """Of the whole call; None until its end."""
         return self._reading.usage
+
+    def _whole(self) -> Answer:
+        """The answer of a stream that has been read to its end. Raises RuntimeError if it was not.
+
+        Its texts are those of `Finished`, so it has none with `return_final_text` false.
+        """
+        if self.usage is None:
+            raise RuntimeError("the stream was closed before its end: there is no whole answer")
+        results = [finished for _, finished in sorted(self.finished.items())]
+        return Answer(
+            service.GenerateOnceResponse(started=self.started, results=results, usage=self.usage)
+        )

@@ -10,18 +10,32 @@ from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
+from tokenpod_client.answers import Answer
 from tokenpod_client.channel import OPTIONS, metadata_of
+from tokenpod_client.chats import Message
 from tokenpod_client.errors import ServerError
 from tokenpod_client.patience import Patience
-from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, adapter_service_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import (
+    adapter_pb2,
+    adapter_service_pb2,
+    chat_pb2,
+    model_pb2,
+)
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tokenpod_client.reading import Answer, Delta, Reading
-from tokenpod_client.requests import GenerateOptions, Prompt, generate_request
+from tokenpod_client.reading import Delta, Reading, StreamState
+from tokenpod_client.requests import (
+    GenerateOptions,
+    Prompt,
+    generate_request,
+    messages_of,
+    tokenize_request,
+    whole_request,
+)
 
-Message = TypeVar("Message")
+Response = TypeVar("Response")
 
 
 class Client:
@@ -60,24 +74,40 @@ class Client:
     def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Generate, and read the text as it comes. Nothing is sent until the stream is read."""
+        """Generate, and read the text as it comes. Nothing is sent until the stream is read.
+
+        Raises TypeError, which says where and which forms there are, for what is no request.
+
+        Args:
+            prompt: a text, token ids, or messages of a chat, as OpenAI's API has them.
+            deadline: seconds of this call; None: the client's.
+            options: fields of the request, by our names or by OpenAI's; see `GenerateOptions`.
+        """
         request = generate_request(prompt, **options)
         return Stream(self._stub.Generate, request, self._patience(deadline), self._metadata)
 
     def generate_once(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> service.GenerateOnceResponse:
-        """Generate, and return the whole answer."""
-        request = service.GenerateOnceRequest(request=generate_request(prompt, **options))
-        answer: service.GenerateOnceResponse = self._call(
-            self._stub.GenerateOnce, request, deadline
-        )
-        return answer
+    ) -> Answer:
+        """Generate, and return the whole answer. Raises TypeError as `generate` does."""
+        request = whole_request(prompt, options)
+        return Answer(self._call(self._stub.GenerateOnce, request, deadline))
 
-    def tokenize(self, text: str, *, deadline: float | None = None) -> list[int]:
-        """Ids of a text's tokens, with those that a prompt gets."""
-        request = service.TokenizeRequest(text=text, return_token_ids=True)
-        return list(self._call(self._stub.Tokenize, request, deadline).token_ids)
+    def chat(
+        self,
+        messages: Sequence[Message] | chat_pb2.Chat,
+        *,
+        deadline: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Answer:
+        """The next turn of a chat, as a whole; `generate` streams it."""
+        return self.generate_once(messages_of(messages), deadline=deadline, **options)
+
+    def tokenize(self, prompt: Prompt, *, deadline: float | None = None) -> list[int]:
+        """Ids of a text's or a chat's tokens, with those that a prompt gets."""
+        request = tokenize_request(prompt)
+        request.return_token_ids = True
+        return list((self._call(self._stub.Tokenize, request, deadline)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, deadline: float | None = None) -> str:
         """The text of tokens."""
@@ -126,8 +156,8 @@ class Client:
         return Patience(self._attempts, self._deadline if deadline is None else deadline)
 
     def _call(
-        self, method: Callable[..., Message], request: Any, deadline: float | None
-    ) -> Message:
+        self, method: Callable[..., Response], request: Any, deadline: float | None
+    ) -> Response:
         patience = self._patience(deadline)
         while True:
             try:
@@ -140,7 +170,7 @@ class Client:
             time.sleep(pause)
 
 
-class Stream(Answer):
+class Stream(StreamState):
     """The answer of `Client.generate`: iterate over it once. Raises ServerError.
 
     A stream that is closed, or that nobody reads any more, is cancelled on the server.
@@ -165,6 +195,12 @@ class Stream(Answer):
     def text(self) -> str:
         """Read to the end; the text of the first sample that was left."""
         return "".join(delta.text for delta in self._deltas if delta.sample_index == 0)
+
+    def answer(self) -> Answer:
+        """Read to the end; the whole answer, also of what was read before."""
+        for _ in self._deltas:
+            pass
+        return self._whole()
 
     def close(self) -> None:
         """Cancel what has not come yet. May be called from another thread."""

@@ -12,9 +12,10 @@ from harness import ServerProcess
 
 from tokenpod_client import Client
 from tokenpod_client.cli.app import main
-from tokenpod_client.cli.batch import Progress
+from tokenpod_client.cli.batch import Progress, read_lines
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
+from tokenpod_client.requests import generate_request
 
 
 def answered(
@@ -78,7 +79,7 @@ def test_a_prompt_that_is_refused_fails_alone(server, tmp_path, capsys):
         ("{}", "line 2: has 0 of prompt, token_ids, messages; it must have one"),
         ('{"prompt": "a", "messages": []}', "line 2: has 2 of prompt, token_ids, messages"),
         ('{"prompt": 7}', "line 2: prompt is '7'"),
-        ('{"prompt": "a", "max_tokens": 7}', "GenerateRequest has no field max_tokens"),
+        ('{"prompt": "a", "tokens": 7}', "GenerateRequest has no field tokens"),
         ('{"prompt": "a", "top_k": "many"}', "line 2: "),
     ],
 )
@@ -91,6 +92,18 @@ def test_a_line_that_can_not_be_sent_is_named_before_any_is(tmp_path, capsys, li
     assert problem in said
     assert said.count("\n") == 1
     assert not answers.exists()
+
+
+def test_a_line_has_options_in_openais_forms(tmp_path):
+    """They count before those of the command, by whichever name."""
+    line = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 7}
+    line |= {"response_format": {"type": "json_object"}, "stop": "."}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(line))
+    (found,) = read_lines(tmp_path / "prompts.jsonl", {"max_new_tokens": 3, "seed": 5})
+    request = generate_request(found.prompt, **found.options)
+    assert request.stopping == pb.StoppingOptions(max_new_tokens=7, stop_sequences=["."])
+    assert request.constraint == pb.Constraint(json_object={})
+    assert request.sampling.seed == 5
 
 
 def test_answers_that_are_there_are_not_written_over(server, tmp_path, capsys):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import prefork
 import pytest
 from google.protobuf.any_pb2 import Any as Packed
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -36,6 +37,8 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (
     GenerationServiceServicer,
     add_GenerationServiceServicer_to_server,
 )
+
+pytestmark = pytest.mark.pod
 
 SECONDS = 60
 
@@ -143,12 +146,10 @@ async def server() -> AsyncIterator[Canned]:
 @asynccontextmanager
 async def start(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """A running command, which does not outlive a failed test."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("TOKENPOD_")}
     pipe = asyncio.subprocess.PIPE
-    wide = {"COLUMNS": "200", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "tokenpod", *arguments),
-        **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "env": clean | wide | variables},
+        **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "env": environment(variables)},
     )
     try:
         yield process
@@ -158,11 +159,18 @@ async def start(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subp
         await process.communicate()
 
 
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TOKENPOD_")}
+    return clean | {"COLUMNS": "200", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"} | variables
+
+
 async def tokenpod_(*arguments: str, stdin: str = "", **variables: str) -> Done:
-    async with start(*arguments, **variables) as process:
-        out, err = await asyncio.wait_for(process.communicate(stdin.encode()), SECONDS)
-    assert "Traceback" not in err.decode()
-    return Done(process.returncode, out.decode(), err.decode())
+    """A command from its start to its end."""
+    done = await asyncio.to_thread(
+        prefork.run, arguments, stdin=stdin, env=environment(variables), timeout=SECONDS
+    )
+    assert "Traceback" not in done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 async def test_generate_prints_the_text_and_closes_with_a_line_of_figures(server):
@@ -531,6 +539,15 @@ def test_every_name_that_a_foreign_flag_gets_is_ours():
         assert all(set(re.findall(r"--[a-z-]+", ours)) <= known for ours in table.values())
     settings = {variable(name) for name in ServerSettings.model_fields}
     assert {f"TOKENPOD_{name}" for name in foreign._VARIABLES} <= settings
+
+
+@pytest.mark.parametrize("command", ["serve", "size"])
+def test_a_flag_that_was_removed_is_refused_with_what_to_use_instead(capsys, command):
+    assert main([command, "--draft-tree", "31"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: No such option: --draft-tree. It was removed: drafts of a")
+    assert "--speculate" in said
+    assert said.count("\n") == 1
 
 
 async def test_tgis_variable_for_the_model_does_not_start_the_demo():

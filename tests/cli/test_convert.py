@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tokenpod.commands import convert as command
 from tokenpod_client.cli.app import main
 
+pytestmark = pytest.mark.pod
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tokenpod.commands.models import WAYS, survey
 from tokenpod.models.families import FAMILIES
+from tokenpod.models.nested import NESTED, TEXT_MODELS
 from tokenpod_client.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,8 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_family_of_ours_is_native_and_no_other_is():
     ours = {name for family in FAMILIES for name in family.architectures}
-    native = {name for name, entry in survey().classes.items() if entry.served == "native"}
+    alone = {name: entry for name, entry in survey().classes.items() if not entry.texts}
+    native = {name for name, entry in alone.items() if entry.served == "native"}
     assert native == ours, "`make models` notes which architectures are ours"
+
+
+def test_every_checkpoint_whose_text_alone_is_served_is_listed():
+    listed = {name: entry.texts for name, entry in survey().classes.items() if entry.texts}
+    assert listed.keys() == NESTED.keys()
+    for name, texts in listed.items():
+        kinds = NESTED[name].texts or tuple(TEXT_MODELS)
+        assert set(texts) == {TEXT_MODELS[kind] for kind in kinds}
+        assert all(
+            survey().classes[text].served in ("native", "transformers", "padded") for text in texts
+        )
 
 
 def test_what_is_not_served_says_why_and_at_most_a_tenth_was_not_tried():
@@ -66,6 +79,7 @@ def test_the_command_lists_who_computes_what(capsys):
     assert main(["models", "no such model"]) == 1
 
 
+@pytest.mark.pod
 def test_the_page_is_what_the_data_gives():
     command = [sys.executable, "-P", str(ROOT / "tools" / "models_page.py"), "--check"]
     subprocess.run(command, check=True)

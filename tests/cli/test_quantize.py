@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tokenpod_client.cli.app import main
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
+@pytest.mark.pod
 def test_a_checkpoint_is_quantised_by_a_process(tmp_path, capfd):
     made = tmp_path / "made"
     assert main(["quantize", str(DEMO), str(made), "--format", "fp8"]) == 0
@@ -22,6 +25,7 @@ def test_a_checkpoint_is_quantised_by_a_process(tmp_path, capfd):
     assert {path.name for path in tmp_path.iterdir()} == {"made"}
 
 
+@pytest.mark.pod
 def test_groups_are_of_the_size_that_is_asked_for(tmp_path, capfd):
     flags = ["--format", "int4", "--group-size", "32"]
     assert main(["quantize", str(DEMO), str(tmp_path / "made"), *flags]) == 0

@@ -80,6 +80,7 @@ def test_what_can_not_be_is_refused_in_a_line(
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.pod
 def test_it_needs_no_torch(trace: str) -> None:
     code = "import sys, tokenpod.commands.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

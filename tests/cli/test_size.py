@@ -90,6 +90,7 @@ def answer(*arguments: object, status: int = 0) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.pod
 def test_the_demo_model_has_the_slots_and_parameters_that_the_server_reports():
     with serve("--device", "cpu", "--threads", "1", "--json-output") as server:
         text = server.log.read_text()
@@ -399,6 +400,7 @@ def test_where_there_is_no_gpu_the_default_is_this_cpu_and_its_memory():
     assert found["memory_bytes"] == min([machine, *limits])
 
 
+@pytest.mark.pod
 def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -409,6 +411,7 @@ def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(
     assert done.stderr.startswith("error: config.json: architecture BertLMHeadModel is not")
 
 
+@pytest.mark.pod
 def test_the_command_itself_does_not_import_torch(big: Path):
     code = (
         "import sys; from tokenpod_client.cli.app import main;"

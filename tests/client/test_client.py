@@ -30,7 +30,7 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (
     GenerationServiceServicer,
     add_GenerationServiceServicer_to_server,
 )
-from tokenpod_client.requests import PARTS, generate_request
+from tokenpod_client.requests import OPENAI_NAMES, PARTS, generate_request
 
 #: How long a test waits for what must come.
 PATIENCE = 60
@@ -293,14 +293,19 @@ def test_prompts_are_texts_ids_or_chats():
 
 
 def test_every_option_has_a_field_and_others_are_refused():
-    messages = [pb.GenerateRequest, *PARTS.values()]
+    messages = [pb.GenerateRequest, *PARTS.values(), chat_pb2.Chat]
     fields = {name for kind in messages for name in kind.DESCRIPTOR.fields_by_name}
     prompts = {
         field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt"].fields
     }
-    assert set(GenerateOptions.__annotations__) == fields - prompts
-    with pytest.raises(TypeError, match=r"tokenpod\.v1\.GenerateRequest has no field max_tokens"):
-        generate_request("x", max_tokens=3)
+    ours = fields - prompts - {"messages"}
+    assert set(GenerateOptions.__annotations__) == ours | set(OPENAI_NAMES)
+    assert set(OPENAI_NAMES.values()) <= ours
+    problem = r"tokenpod\.v1\.GenerateRequest has no field max_tokns; did you mean max_tokens\?"
+    with pytest.raises(TypeError, match=problem):
+        generate_request("x", max_tokns=3)
+    with pytest.raises(TypeError, match="has no field token_ids"):
+        generate_request("x", token_ids=[1])
 
 
 def test_a_part_is_also_given_as_a_whole():

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import prefork
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prefork import PreforkedProcess
 
 from deploy.helm import Object
 from deploy.manifests import container_of, probes
-from deploy.sandbox import Place, Sandbox
+from deploy.sandbox import TOKENPOD, Place, Sandbox
 
 _RESTART_SECONDS = 0.5
 
@@ -41,7 +43,7 @@ class Pod:
     #: Whether SIGKILL was needed, and whether processes were left when the first one had ended.
     killed: bool = False
     orphans: bool = False
-    _process: asyncio.subprocess.Process | None = None
+    _process: PreforkedProcess | None = None
     _life: asyncio.Task[None] | None = None
 
     @property
@@ -90,9 +92,9 @@ class Pod:
     async def _live(self) -> None:
         """Run the container, and again whenever it ends before the pod is deleted."""
         while not self.deleted:
-            self._process = await self._spawn()
+            self._process = self._spawn()
             probing = asyncio.create_task(self._probe())
-            self.exits.append(await self._process.wait())
+            self.exits.append(await asyncio.to_thread(self._process.wait))
             probing.cancel()
             self.ready = False
             self.orphans |= not self.killed and _alive(self._process.pid)
@@ -101,21 +103,18 @@ class Pod:
             if not self.deleted:
                 await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    def _spawn(self) -> PreforkedProcess:
         spec = self.template["spec"]
         sandbox = Sandbox(self.place, self.name, self.address, self.labels, spec)
         added = [{"name": n, "value": value} for n, value in self.given_variables.items()]
         server = container_of(self.template)
         command, env, folder = sandbox.invocation({**server, "env": [*added, *server["env"]]})
+        assert command[: len(TOKENPOD)] == TOKENPOD
         with sandbox.log.open("a") as output:
-            return await asyncio.create_subprocess_exec(
-                *command,
-                env=env,
-                cwd=folder,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+            out = output.fileno()
+            arguments = command[len(TOKENPOD) :]
+            return prefork.start(
+                arguments, stdout=out, stderr=out, cwd=str(folder), env=env, session=True
             )
 
     def kill(self) -> None:

@@ -17,7 +17,8 @@ from deploy.helm import NAMESPACE, Object
 from deploy.manifests import environment, expanded
 
 #: What the image has on its path, and where.
-_PROGRAMS = {"tokenpod": [sys.executable, "-P", "-m", "tokenpod"]}
+TOKENPOD = [sys.executable, "-P", "-m", "tokenpod"]
+_PROGRAMS = {"tokenpod": TOKENPOD}
 _PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 

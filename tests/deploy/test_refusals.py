@@ -10,6 +10,7 @@ import yaml
 
 from deploy.helm import CHART, Helm, Object, Refused
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.settings import REMOVED
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 STATEFUL = {"mode": "statefulset", "tensor": 4, "pods": 2}
@@ -131,6 +132,8 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_s
         (fronted({"image": {"tag": ""}}), "neither tag nor digest"),
         (fronted({"extraArgs": ["--port=1"]}), "gateway.extraArgs has --port"),
         ({"extraArgs": ["--num-shard", "2"]}, "--num-shard"),
+        ({"server": {"draftTree": 31}}, "server.draftTree is 31: it was removed: drafts of a"),
+        ({"server": {"draftTree": 0}}, "server.speculate (--speculate)"),
         ({"autoscaling": {"hpa": {"enabled": True}}}, "autoscaling.hpa.metrics"),
         ({"autoscaling": {"keda": {"enabled": True}}}, "autoscaling.keda.triggers"),
         (
@@ -186,7 +189,13 @@ def test_every_setting_of_the_server_is_a_value_or_follows_from_one() -> None:
     reachable = set(SCHEMA["properties"]["server"]["properties"])
     assert chart_schema.schema() == (CHART / "values.schema.json").read_text()
     settings = set(ServerSettings.model_fields)
-    assert len(reachable) == len(settings - chart_schema.DERIVED)
+    assert len(reachable) == len(settings - chart_schema.DERIVED) + len(REMOVED)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_every_removed_setting_is_refused_by_the_chart_too(helm: Helm, name: str) -> None:
+    named = chart_schema._camel(name)
+    assert f"server.{named} is 1: it was removed" in refused(helm, {"server": {named: 1}})
 
 
 def test_every_setting_that_is_not_a_value_is_made_by_the_chart() -> None:

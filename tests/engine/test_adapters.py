@@ -29,6 +29,8 @@ from tokenpod.models import load as loading
 from tokenpod.models.adapters.store import Space
 from tokenpod.scheduler.adapter_slots import AdapterSlots
 
+pytestmark = pytest.mark.compute
+
 CPU = torch.device("cpu")
 ROOM = 16
 PARTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")

@@ -10,6 +10,8 @@ from samplers import Row, on_cpu, on_device, random_logits, sampled, step
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.bad_words import BadWords, entries_of
 
+pytestmark = pytest.mark.compute
+
 VOCAB, STEPS = 70, 40
 #: Interpreted kernels take a second for each.
 DEVICE_STEPS = 7

@@ -136,6 +136,7 @@ def test_serving_allocates_nothing_over_100_000_steps():
     assert [about.get("repr") for about in compiled] == []
 
 
+@pytest.mark.fills_gpu
 def test_the_worst_that_is_legal_fits():
     """As much KV as there is, all of it scored, tops and cuts over a large vocabulary."""
     rows, positions = 256, 8192

@@ -32,7 +32,7 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SEQUENCES, TOKENS, ROWS, PREFILL, MOST, TREE = 201, 100, 64, 256, 3, 9
+SEQUENCES, TOKENS, ROWS, PREFILL, MOST = 201, 100, 64, 256, 3
 DEVICE = torch.device("cuda")
 #: How far apart scores of two candidates may be, by what the model computes in.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
@@ -57,7 +57,6 @@ def made(kind):
         max_batch_prefill_tokens=PREFILL,
         memory_fraction=0.01,
         speculate=MOST,
-        draft_tree=TREE,
     )
     return assemble(model, options, positions=POSITIONS, device=DEVICE)
 
@@ -82,12 +81,11 @@ def undisturbed(made):
     return answer(made, many_requests(SEQUENCES, TOKENS))[0]
 
 
-@pytest.mark.parametrize("what", ["drafts", "trees", "preemption"])
+@pytest.mark.parametrize("what", ["drafts", "preemption"])
 def test_another_token_is_chosen_only_where_rounding_decides(made, kind, undisturbed, what, capsys):
     asked = many_requests(SEQUENCES, TOKENS)
     if what != "preemption":
-        tree = TREE if what == "trees" else 0
-        source = drafting(undisturbed, "random", MOST, VOCABULARY, tree=tree)
+        source = drafting(undisturbed, "random", MOST, VOCABULARY)
         drafted = [msgspec.structs.replace(request, drafts=MOST) for request in asked]
         got, accepted, _ = answer(made, drafted, source=source)
         assert accepted > SEQUENCES * TOKENS // 8

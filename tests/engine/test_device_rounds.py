@@ -15,6 +15,8 @@ from tokenpod.engine.executor import StepResult
 from tokenpod.engine.mailbox import Staging
 from tokenpod.engine.rounds import masked_rounds, masks_there, row_after_row, unmasked_rounds
 
+pytestmark = pytest.mark.compute
+
 VOCAB = 97
 #: By row of the plan: drafts, whether it waits for masks, and how many of these come.
 ROWS = [(0, True, 1), (0, False, 0), (0, True, 0), (2, True, 3), (1, True, 2), (2, True, 2)]
@@ -110,49 +112,3 @@ def test_where_all_rows_wait_for_masks_nothing_is_drawn_before(monkeypatch):
     logits, masks = random_logits(6, VOCAB).to(DEVICE), some_masks()
     drafts = [[1] * n for n, _, _ in ROWS]
     assert drawn(logits, masks, drafts, joined=True) == drawn(logits, masks, drafts, joined=False)
-
-
-SHAPES = [(0, 0, 1, 2, 2), (), (0, 1, 0)]
-
-
-def drawn_of_trees(logits, drafts, *, joined):
-    """What a step with trees comes to, and each row's last token; a sampler has room for a few."""
-    planned = [
-        PlanRow(
-            row,
-            5,
-            range(9 * row, 9 * row + 1 + len(shape)),
-            [LAST, *drafts[row]],
-            samples=1 + len(shape),
-            parents=(-1, *shape),
-        )
-        for row, shape in enumerate(SHAPES)
-    ]
-    plan = plan_of(1, planned)
-    sampler = on_device([(params, {}) for params in PARAMS[: len(SHAPES)]], VOCAB)
-    last = torch.full((len(SHAPES) + 1,), 90, device=DEVICE)
-    rows = torch.arange(len(SHAPES), device=DEVICE)
-    first = sampler.sample(logits[: len(rows)], rows, torch.zeros_like(rows))
-    last[rows] = first.tokens
-    drawing = behind_the_first(plan, logits, first, sampler, last, joined=joined)
-    tokens, logprobs = drawing.drawn.tokens.tolist(), drawing.drawn.logprobs.tolist()
-    result = row_after_row(plan, StepResult(tokens, logprobs, tops=[]))
-    return result.tokens, [round(value, 4) for value in result.logprobs], last.tolist()
-
-
-def test_trees_that_are_drawn_at_once_come_to_the_same_tokens():
-    logits = random_logits(len(SHAPES) + sum(map(len, SHAPES)), VOCAB).to(DEVICE)
-    drafts = [[VOCAB - 1 - at for at in range(len(shape))] for shape in SHAPES]
-    # The second draft behind the first row's known token is right, and the second behind that; of
-    # the last row the first one is, and the one behind it.
-    for depth, at in enumerate([(1, 0), (4, 1)]):
-        tokens, _, _ = drawn_of_trees(logits, drafts, joined=False)
-        starts = np.cumsum([0, *(1 + len(shape) for shape in SHAPES)])
-        for row, draft in zip((0, 2), at, strict=True):
-            drafts[row][draft] = tokens[starts[row] + depth]
-    apart = drawn_of_trees(logits, drafts, joined=False)
-    assert drawn_of_trees(logits, drafts, joined=True) == apart
-    tokens, _, last = apart
-    assert [tokens[0:3].count(UNSAMPLED), tokens[3:6]] == [0, [UNSAMPLED] * 3]
-    assert tokens[7:] == [drafts[2][0], drafts[2][1], tokens[9], UNSAMPLED]
-    assert last[:3] == [tokens[2], tokens[6], tokens[9]]

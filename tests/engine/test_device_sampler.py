@@ -30,6 +30,8 @@ from samplers import (
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import Launches, Tiles
 
+pytestmark = pytest.mark.compute
+
 
 def same_tokens(
     rows: list[Row], steps: list[torch.Tensor], tiles: Tiles = SMALL, first: int = 0

@@ -38,9 +38,9 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
+pytestmark = pytest.mark.compute
+
 MOST = 3
-#: Drafts of a row in a tree.
-TREE = 9
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +53,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
 
 
 def drafted(asked, most=MOST):
@@ -67,20 +67,18 @@ def undrafted(exact):
 
 
 @pytest.mark.parametrize(
-    ("kind", "overlap", "preempt", "tree"),
+    ("kind", "overlap", "preempt"),
     [
-        ("right", True, 0.0, 0),
-        ("random", True, 0.05, 0),
-        ("random", False, 0.0, 0),
-        ("wrong", True, 0.0, 0),
-        ("right", True, 0.0, TREE),
-        ("random", True, 0.05, TREE),
+        ("right", True, 0.0),
+        ("random", True, 0.05),
+        ("random", False, 0.0),
+        ("wrong", True, 0.0),
     ],
 )
 def test_tokens_are_the_same_bit_by_bit_with_and_without_drafts(
-    exact, undrafted, kind, overlap, preempt, tree
+    exact, undrafted, kind, overlap, preempt
 ):
-    guesses = drafting(undrafted.tokens, kind, MOST, VOCABULARY, tree=tree)
+    guesses = drafting(undrafted.tokens, kind, MOST, VOCABULARY)
     link = Recorder(drafted(requests()), drafted(routed()))
     got, _ = serve(
         exact, link, rows=12, prefill=16, overlap=overlap, preempt=preempt, drafting=guesses
@@ -111,16 +109,15 @@ class Worse:
 
 
 @pytest.mark.parametrize(
-    ("off", "overlap", "preempt", "tree", "least", "most"),
+    ("off", "overlap", "preempt", "least", "most"),
     [
-        (0.0, False, 0.0, 0, 0.7, 1.0),
-        (1.0, True, 0.05, 0, 0.2, 0.9),
-        (1.0, True, 0.05, TREE, 0.1, 0.5),
+        (0.0, False, 0.0, 0.7, 1.0),
+        (1.0, True, 0.05, 0.2, 0.9),
     ],
-    ids=["the same model", "another", "a tree of another"],
+    ids=["the same model", "another"],
 )
 def test_a_draft_model_changes_nothing_but_the_number_of_steps(
-    exact, undrafted, off, overlap, preempt, tree, least, most
+    exact, undrafted, off, overlap, preempt, least, most
 ):
     link = Recorder(drafted(requests()), drafted(routed()))
     got, _ = serve(
@@ -130,7 +127,7 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
         prefill=16,
         overlap=overlap,
         preempt=preempt,
-        drafting=partial(Drafting, ModelDrafts(), MOST, tree=tree),
+        drafting=partial(Drafting, ModelDrafts(), MOST),
         draft=Worse(exact, off),
     )
     assert got.tokens == undrafted.tokens
@@ -251,6 +248,7 @@ def test_a_router_gets_no_drafts_beyond_what_it_has_reserved(exact):
 
 @pytest.mark.parametrize("kind", ["random", "right", "wrong"])
 @pytest.mark.sampled(3, "slow")
+@pytest.mark.pod
 def test_two_ranks_draft_as_one_does(kind):
     """Greedy, sampled and penalised rows that end by length, at an end of text, at a stop token."""
     options = EngineOptions(

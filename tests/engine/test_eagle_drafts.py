@@ -11,7 +11,7 @@ import stepping
 import torch
 from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
 from harness import free_port
-from head_drafts import MOST, answer, check_that_devices_draft_alike, tree_behind
+from head_drafts import MOST, answer, check_that_devices_draft_alike, drafts_behind
 from safetensors.torch import load_file
 
 from tokenpod.core.requests import Request, StoppingParams
@@ -28,8 +28,7 @@ def served():
     return load(None)
 
 
-@pytest.mark.parametrize("tree", [0, 5])
-def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served, tree):
+def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served):
     """In pieces of prompts, behind a prefix of the cache, behind wrong drafts."""
     head = load_eagle(eagle_heads.save(tmp_path / "head"), served, positions=64, device=CPU)
     prompts = [PROMPT, [*PROMPT[:17], 7, 9, 11]]
@@ -37,7 +36,7 @@ def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served, tre
         Request([1 + i], prompt, SamplingParams(), StoppingParams(9), drafts=MOST)
         for i, prompt in enumerate(prompts)
     ]
-    link, drafted = answer(served, asked, head, tree=tree)
+    link, drafted = answer(served, asked, head)
     plain, _ = answer(served, asked)
     assert link.tokens == plain.tokens
     assert link.cached > 10
@@ -54,7 +53,7 @@ def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served, tre
             def two(token, part=part):
                 return eagle_heads.defined(*part, then=token)[1]
 
-            assert drafts == tree_behind(one[-1], two, len(drafts))
+            assert drafts == drafts_behind(one[-1], two, len(drafts))
 
 
 def streams_of(served, text, taps):
@@ -101,6 +100,7 @@ def test_a_device_drafts_what_a_host_drafts(tmp_path):
     check_that_devices_draft_alike(folder, head, drafts=(2, 1, 0))
 
 
+@pytest.mark.pod
 def test_two_ranks_with_a_head_come_to_the_tokens_of_one(tmp_path):
     """The served model's embedding, which the head reads, is divided among them."""
     folder = step_scenes.save_model(tmp_path / "served", layers=3)

@@ -121,6 +121,7 @@ def test_equal_vectors_share_a_cached_prefix_and_no_others_do(table, answer):
     assert tokens != expected
 
 
+@pytest.mark.pod
 def test_two_ranks_take_given_embeddings(folder, table):
     port = free_port()
     asked = [request(1), request(2, vectors(table, 1, 4), vectors(table, 8, 11))]

@@ -79,14 +79,6 @@ def test_what_comes_back_is_bit_for_bit_what_went(kind, on, monkeypatch):
         assert not new[rest].any()
 
 
-def test_slots_change_places_within_the_pool():
-    pool, copies = made("float32", CPU, HostCopies)
-    before = bits(pool)
-    copies.begin(step(1, [(1, 2), (2, 1)]))
-    for old, new in zip(before, bits(pool), strict=True):
-        assert torch.equal(new[[1, 2]], old[[2, 1]])
-
-
 @pytest.mark.parametrize("copies_of", [HostCopies, partial(DeviceCopies, device=DEVICE)])
 def test_a_pool_of_a_model_that_keeps_its_states_by_row_has_nothing_to_copy(copies_of):
     pool = KVPool(layouts=[], slots=SLOTS, dtype=torch.float32, device=DEVICE)

@@ -10,6 +10,8 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.host_room import check_host_memory
 
+pytestmark = pytest.mark.compute
+
 
 def refused(given):
     with pytest.raises(EngineError) as told:

@@ -19,6 +19,8 @@ from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints import masked_steps
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
+pytestmark = pytest.mark.compute
+
 #: Literal texts of bytes that seldom stand together leave a single token at many places.
 STAMP = Regex(r"\d-0[1-9]T00:00Z(~\^`){1,2}Q#Q;")
 RECORD = JsonSchema(
@@ -55,7 +57,7 @@ def _all_begin_at_once():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS), 3))
 
 
 def requests():

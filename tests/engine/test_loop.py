@@ -318,3 +318,33 @@ def test_a_scheduler_that_has_lost_something_ends_the_engine_with_the_facts(lose
     assert facts in str(failed.value)
     assert "of 200 slots" in str(failed.value)
     pod.hang_up()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_are_counted_with_their_rows_tokens_and_busy_time(overlap):
+    pod = Pod(overlap=overlap)
+    launch = pod.executor.launch
+
+    def launch_for_ten_nanoseconds(plan):
+        launched = launch(plan)
+
+        class Launched:
+            def wait(self):
+                pod.now += 10
+                return launched.wait()
+
+        return Launched()
+
+    pod.executor.launch = launch_for_ten_nanoseconds
+    pod.now = 1000
+    request = Request(
+        [0], [7] * 6, SamplingParams(), StoppingParams(max_new_tokens=3), arrived_at=0
+    )
+    pod.send(request)
+    outputs = pod.turn(12)
+    counts = outputs[-1].load.steps
+    # A prompt of six tokens in chunks of four, and two more tokens.
+    assert (counts.steps, counts.tokens) == (4, 8)
+    assert (counts.rows, counts.busy_ns) == (4, 40)
+    pod.now += 500
+    assert pod.turn(3) == [], "an idle engine is not busy"

@@ -6,7 +6,7 @@ import pytest
 import step_scenes
 import torch
 from demo_engine import CPU, SAMPLED
-from head_drafts import MOST, answer, tree_behind
+from head_drafts import MOST, answer, drafts_behind
 from mtp_layers import make_predicting
 
 from tokenpod.core.errors import EngineError
@@ -45,8 +45,7 @@ def loaded(folder, device=CPU):
     return served, load_draft(options_of(folder), served, 64, device)
 
 
-@pytest.mark.parametrize("tree", [pytest.param(0, marks=pytest.mark.slow), 5])
-def test_what_an_engine_drafts_is_what_the_definition_says(predicting, tree):
+def test_what_an_engine_drafts_is_what_the_definition_says(predicting):
     """In pieces of prompts, behind a prefix of the cache, and behind wrong drafts."""
     served, head = loaded(predicting.folder)
     assert _method(options_of(predicting.folder)) == "mtp"
@@ -56,7 +55,7 @@ def test_what_an_engine_drafts_is_what_the_definition_says(predicting, tree):
         for i, prompt in enumerate(prompts)
     ]
     asked.append(Request([3], PROMPT, SAMPLED, StoppingParams(8), drafts=MOST))
-    link, drafted = answer(served, asked, head, prefill=6, tree=tree)
+    link, drafted = answer(served, asked, head, prefill=6)
     plain, _ = answer(served, asked, prefill=6)
     assert link.tokens == plain.tokens
     assert link.cached > 4
@@ -69,7 +68,7 @@ def test_what_an_engine_drafts_is_what_the_definition_says(predicting, tree):
             def two(token, part=text[:known]):
                 return predicting.guesses(part, token)[1]
 
-            assert drafts == tree_behind(one[-1], two, len(drafts))
+            assert drafts == drafts_behind(one[-1], two, len(drafts))
 
 
 def test_a_model_without_such_layers_is_refused_in_one_line(tmp_path):

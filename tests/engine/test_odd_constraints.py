@@ -11,6 +11,7 @@ from itertools import islice
 
 import constrained
 import msgspec
+import pytest
 from odd_constraints import odd_constraints
 
 from tokenpod.core.constraints import Constraint
@@ -47,6 +48,7 @@ async def test_the_service_takes_a_constraint_or_refuses_it() -> None:
     assert AMOUNT // 3 < len(found) < AMOUNT
 
 
+@pytest.mark.pod
 async def test_the_compiler_takes_a_constraint_or_refuses_it() -> None:
     """A fault of ours would raise `Fault`."""
     trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)

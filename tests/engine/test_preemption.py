@@ -30,6 +30,8 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.optimistic import Optimistic
 from tokenpod.scheduler.past_future import PastFuture
 
+pytestmark = pytest.mark.compute
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
@@ -41,7 +43,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,7 @@ def test_a_sequence_that_is_preempted_at_every_step_gets_on(exact, undisturbed):
         pytest.param(1 << 22, id="swapped"),
     ],
 )
+@pytest.mark.pod
 def test_two_ranks_preempt_as_one_does(host_kv_bytes):
     options = EngineOptions(
         model_folder="",

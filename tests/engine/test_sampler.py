@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from samplers import set_row
 from sampling_reference import choose
 
+from examples import examples
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.host_sampler import HostSampler
 from tokenpod.engine.sampler import Samples, logprobs_of
@@ -107,7 +108,7 @@ def check_against_reference(case: dict) -> None:
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(cases())
 def test_any_parameters_on_small_vocabularies_equal_the_reference(case):
     check_against_reference(case)

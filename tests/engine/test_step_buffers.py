@@ -29,7 +29,6 @@ from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names, weights_of
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
-from tokenpod.scheduler.tree_shapes import tree_of
 
 CPU = torch.device("cpu")
 MAX_ROWS, PREFILL, POSITIONS, SLOTS, VOCABULARY, SPECULATE = 64, 200, 256, 4096, 97, 8
@@ -85,7 +84,6 @@ def device_executor(device):
         max_tokens=STEP.tokens,
         device=device,
         drafts=STEP.drafts,
-        ranks=4,
     )
 
 
@@ -108,18 +106,13 @@ class Nothing:
         return torch.zeros(counts.words, dtype=torch.int64)
 
 
-def step_of(drafts, prompts=(), *, tree=(), masked=False):
-    """A plan of rows that decode, with so many drafts each, and of prompts of so many tokens.
-
-    `tree`: of the first row's drafts.
-    """
+def step_of(drafts, prompts=(), *, masked=False):
+    """A plan of rows that decode, with so many drafts each, and of prompts of so many tokens."""
     rows, at = [], 0
     for row, n in enumerate(drafts):
-        shape = (-1, *tree) if tree and not row else ()
         slots, at = range(at, at + 1 + n), at + 1 + n
         tokens = [LAST, *[1] * n]
-        decoding = PlanRow(row, 20, slots, tokens, 1 + n, masked=masked, parents=shape)
-        rows.append(decoding)
+        rows.append(PlanRow(row, 20, slots, tokens, 1 + n, masked=masked))
     for row, n in enumerate(prompts, len(drafts)):
         slots, at = range(at, at + n), at + n
         rows.append(PlanRow(row, 0, slots, [1] * n))
@@ -127,7 +120,6 @@ def step_of(drafts, prompts=(), *, tree=(), masked=False):
     return plan_of(1, rows)
 
 
-TREE = tree_of(31, 5)
 WORST = {
     "all rows decode": step_of([0] * STEP.rows),
     "all drafts, all prompts": step_of([8] * 32 + [0] * 31, [PREFILL, PROBE_TOKENS]),
@@ -136,8 +128,6 @@ WORST = {
     "a few rows with all of theirs": step_of([8, 8, 8]),
     "forced tokens in the place of free rows": step_of([8] * 7 + [1], masked=True),
     "all forced": step_of([4] * 64, masked=True),
-    "a tree, and nothing else": step_of([31], tree=TREE),
-    "a tree beside all other drafts": step_of([31, *[8] * 28, 1, *[0] * 35], tree=TREE),
     "a prompt in a captured step with drafts": step_of([8] * 20 + [0], [150]),
 }
 
@@ -158,7 +148,6 @@ def test_the_worst_steps_fit_into_every_buffer(plan, executor):
     if executor._filled(plan, mailbox) is None:
         _, integers = executor._integers(plan, mailbox)
         assert len(integers.logit_index) == plan.samples
-    executor._branches.write(plan, mailbox.staging)
     drawn = Samples.nothing(plan.samples, MOST_TOP_TOKENS, CPU, ranks=True)
     posted = mailbox.send(drawn, {})
     assert len(mailbox.receive(posted).tokens) == plan.samples

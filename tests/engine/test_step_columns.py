@@ -20,8 +20,10 @@ from step_scenes import SCENES, Scene, Told
 
 from tokenpod.engine.executor import Executor
 
+pytestmark = pytest.mark.compute
+
 #: Those that are run where kernels are interpreted, and take seconds there.
-INTERPRETED_SCENES = ("found_trees", "masks", "masks_alone")
+INTERPRETED_SCENES = ("found_drafts", "masks", "masks_alone")
 #: Those that two ranks run on a device: others have all that these leave out.
 DEVICE_RANKS_SCENES = tuple(name for name in SCENES if name not in ("plain", "drafts"))
 
@@ -122,6 +124,7 @@ def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, wanted):
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*rank_cases()], indirect=["ranks"])
+@pytest.mark.pod
 def test_two_ranks_come_to_the_tokens_of_one(name, ranks, wanted):
     leader, follower = ranks
     check(name, leader[name], wanted[name])

@@ -35,6 +35,8 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import Launches, Tiles
 from tokenpod.engine.first_steps import worst_step
 
+pytestmark = pytest.mark.compute
+
 
 @dataclass(frozen=True)
 class Report:

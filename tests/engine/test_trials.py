@@ -24,6 +24,8 @@ from tokenpod.engine.constraints.trial import TooLong
 from tokenpod.engine.constraints.trials import Trials
 from tokenpod.models import load as loading
 
+pytestmark = pytest.mark.pod
+
 
 def schema(value: object) -> JsonSchema:
     return JsonSchema(json.dumps(value))

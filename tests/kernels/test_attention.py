@@ -9,10 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.kv_rounding import quantise_each
+
+pytestmark = pytest.mark.compute
 
 SLOTS = 700
 
@@ -138,7 +141,7 @@ def test_every_option(batch, window, name, draw):
     agree(batch, window, 4, 2, 16, draw, options=options)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     rows=st.lists(
         st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=7)),

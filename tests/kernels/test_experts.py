@@ -17,6 +17,8 @@ from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.experts import choose, mixture
 from tokenpod.kernels.weight import StackedWeight
 
+pytestmark = pytest.mark.compute
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUTINGS = [Routing(1, False), Routing(2, True), Routing(3, False), Routing(5, True)]
 HIDDEN, WIDTH, COUNT = 24, 16, 5

@@ -83,4 +83,10 @@ def schedule() -> type[HandScheduler]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kind" in metafunc.fixturenames:
-        metafunc.parametrize("kind", KINDS)
+        metafunc.parametrize("kind", [as_in_every_run(kind) for kind in KINDS])
+
+
+def as_in_every_run(kind: str) -> Any:
+    """A family's model of uneven settings is slow where the plain one is there as well."""
+    varied = kind.endswith("-varied") and kind.removesuffix("-varied") in KINDS
+    return pytest.param(kind, marks=pytest.mark.slow) if varied else kind

@@ -22,6 +22,8 @@ from tokenpod.models.load import load_model
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.weights import Division
 
+pytestmark = pytest.mark.compute
+
 TOLERANCE = 2e-5
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

@@ -10,7 +10,6 @@ from golden import golden_config
 from golden_kinds import KINDS
 
 from tokenpod.models.families import FAMILIES
-from tokenpod.models.families.text_of import GEMMA3_TEXT, MISTRAL3_TEXT
 
 #: Of numbers in matrices: the checkpoints are wider than others.
 SPREAD = 0.04
@@ -19,9 +18,7 @@ SPREAD = 0.04
 def test_every_family_is_run_on_a_gpu():
     kinds = [kind for kind, _ in MODELS.values()] + [once.kind for once in ONCE]
     run = {golden_config(kind)["architectures"][0] for kind in kinds if kind in KINDS}
-    # Of what holds images, the text's part is a model of another family.
-    others = [family for family in FAMILIES if family not in (GEMMA3_TEXT, MISTRAL3_TEXT)]
-    assert not [x.architectures for x in others if not run.intersection(x.architectures)]
+    assert not [x.architectures for x in FAMILIES if not run.intersection(x.architectures)]
 
 
 @pytest.mark.gpu

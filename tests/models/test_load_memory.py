@@ -13,7 +13,10 @@ HIDDEN, INNER = 1024, 4096
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize(("quantize", "share"), [("int8", 2), ("int4", 4)])
+@pytest.mark.parametrize(
+    ("quantize", "share"), [("int8", 2), pytest.param("int4", 4, marks=pytest.mark.slow)]
+)
+@pytest.mark.pod
 def test_weights_made_while_loading_take_little_more_than_they_keep(tmp_path, quantize, share):
     """The quantised model, a tenth more, and the largest tensor as it is stored."""
     small, large = tmp_path / "small", tmp_path / "large"

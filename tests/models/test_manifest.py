@@ -29,6 +29,7 @@ def load(folder, **more):
     )
 
 
+@pytest.mark.pod
 def test_it_is_the_format_of_sha256sum(folder):
     done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=folder, capture_output=True)
     assert done.returncode == 0, done.stdout

@@ -34,6 +34,8 @@ from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.padded import Abilities, Together
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
+pytestmark = pytest.mark.compute
+
 TOLERANCE = 1e-4
 
 #: What each of these classes does rightly: which rows decode in one batch, and whether pieces of

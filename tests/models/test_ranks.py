@@ -13,6 +13,8 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 
+pytestmark = pytest.mark.pod
+
 TOLERANCE = 1e-4
 
 #: Latent rows, a shared expert with a gate, and sinks with biased experts.

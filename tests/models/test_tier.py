@@ -27,6 +27,8 @@ from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.load import TierLoader
 from tokenpod.models.tier.masks import Reach, describe_mask
 
+pytestmark = pytest.mark.compute
+
 
 @pytest.mark.parametrize("name", TIER_KINDS)
 def test_the_model_says_what_transformers_says(name, golden, text):
@@ -135,7 +137,7 @@ def test_weights_that_do_not_fit(folder, edit, message):
             "an encoder with a decoder; with its own cache: config.json has no decoder_start_tok",
         ),
         (
-            {"architectures": ["VoxtralForConditionalGeneration"], "model_type": "voxtral"},
+            {"architectures": ["Blip2ForConditionalGeneration"], "model_type": "blip-2"},
             "has no such causal model",
         ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "is missing from the ch"),

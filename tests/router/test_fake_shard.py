@@ -15,6 +15,9 @@ from router.conformance.fixtures import ask, assert_gone, batch_of, cached, fini
 from router.fake_shard import FakeShard
 from router.wire import V3
 
+#: The real server keeps all of them in every run (tests/server/test_router.py).
+pytestmark = pytest.mark.sampled(3, "slow")
+
 
 @pytest.fixture(params=[False, True], ids=["whole", "chunked"])
 async def shard_address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.core.messages import BLOCK_TOKENS, BlocksStored, CacheEvents
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.radix import Node, RadixTree
@@ -77,7 +78,7 @@ ACTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ACTS)
 def test_who_listens_knows_what_the_tree_holds(acts: list[tuple[str, object]]) -> None:
     tree, listener = RadixTree(), Listener()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import pytest
 from scheduler_driver import Driver, request
 
 from tokenpod.core.constraints import Regex
 from tokenpod.core.plan import LAST, UNSAMPLED
-from tokenpod.scheduler.draft_choice import Choosing, gain_of
+from tokenpod.scheduler.draft_choice import Choosing
 from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs, StepTimes
-from tokenpod.scheduler.tree_shapes import CHANCES, depth_of, is_chain, widths_of
+
+pytestmark = pytest.mark.compute
 
 MOST = 4
 MILLISECOND = 1_000_000
@@ -34,27 +34,13 @@ class Source:
         self.right, self.some = right, some
         self.watched, self.small = small is None, small or 0.0
         self.chance = random.Random(5)
-        self.asked = self.trees = 0
+        self.asked = 0
 
     def propose(self, sequence, most):
         self.asked += 1
         if self.chance.random() >= self.some:
             return []
         return [RIGHT if self.chance.random() < self.right else WRONG for _ in range(most)]
-
-    def propose_tree(self, sequence, shape):
-        """Others are right as often as they usually are."""
-        self.trees += 1
-        shares = [CHANCES[rank] / (1 - CHANCES[0]) for rank in (1, 2, 3)]
-        weights = [self.right, *((1 - self.right) * share for share in shares)]
-        drafts = [0] * len(shape)
-        for parent in {*shape}:
-            following = [at for at, before in enumerate(shape) if before == parent]
-            ranks = [*range(4), 4]
-            (rank,) = self.chance.choices(ranks, [*weights, max(1 - sum(weights), 0)])
-            for n, at in enumerate(following):
-                drafts[at] = RIGHT if n == rank else WRONG + n
-        return drafts
 
     def forget(self, sequence):
         pass
@@ -71,11 +57,11 @@ class Machine:
     #: What the first steps with drafts take besides, one after the other.
     first_uses: tuple[float, ...] = ()
 
-    def rate(self, rows, tokens, source=None, tree=0):
+    def rate(self, rows, tokens, source=None):
         """Tokens per millisecond of so many sequences of so many tokens, and drafted ones."""
         drafting = None
         if source is not None:
-            drafting = partial(Drafting, source, MOST, costs=Costs(), tree=tree)
+            drafting = partial(Drafting, source, MOST, costs=Costs())
         limits = Limits(slots=200_000, max_rows=rows, max_positions=5000, prefill_tokens=1000)
         scheduler = Scheduler(limits, drafting=drafting)
         for i in range(rows):
@@ -89,7 +75,7 @@ class Machine:
                 took = int((self.fixed + self.token * step.plan.tokens) * MILLISECOND)
                 small = 0
                 if step.drafting and not source.watched:
-                    most = max(depth_of(step.shape_of(row)) for row, _ in step.drafting)
+                    most = max(step.drafts_of(row) for row, _ in step.drafting)
                     small = int(source.small * most * MILLISECOND)
                 if step.drafting:
                     slow = int(next(first_uses, 0.0) * MILLISECOND)
@@ -114,11 +100,7 @@ def drawn(plan):
         at += n
         if samples:
             assert LAST not in drafts
-            kept, last = 0, at - len(drafts) - 1
-            before = range(-1, at) if plan.branches is None else plan.branches.t_before
-            for token in range(at - len(drafts), at):
-                if before[token] == last and plan.t_token[token] == RIGHT:
-                    kept, last = kept + 1, token
+            kept = [*drafts, WRONG].index(WRONG)
             tokens += [RIGHT] * (kept + 1) + [UNSAMPLED] * (len(drafts) - kept)
     return tokens
 
@@ -165,99 +147,6 @@ def test_a_draft_model_is_used_where_its_own_time_pays(machine, rows, right, sma
     assert faster / plain > least
 
 
-@pytest.mark.parametrize(
-    ("machine", "rows", "right", "trees", "least"),
-    [
-        (GPU, 1, 0.75, True, 1.2),
-        (GPU, 2, 0.5, True, 1.1),
-        (GPU, 1, 0.99, None, 0.98),
-        (GPU, 16, 0.75, False, 0.98),
-        (CPU, 1, 0.5, False, 0.98),
-        (BUSY, 1, 0.75, False, 0.98),
-    ],
-)
-def test_trees_are_drafted_where_they_bring_more_than_chains(machine, rows, right, trees, least):
-    """Elsewhere they are tried now and then, at most; None: it makes little difference."""
-    chains, _ = machine.rate(rows, 1000, Source(right, small=0.2))
-    seen = Source(right, small=0.2)
-    got, _ = machine.rate(rows, 1000, seen, tree=31)
-    assert trees in (None, seen.trees > 100)
-    assert got / chains > least
-
-
-@dataclass
-class Ahead(Machine):
-    """As measured on an H200 with an 8B model and a head: milliseconds.
-
-    Of chains small steps run while the host settles and plans, `early`; trees have broader ones.
-    Luck is left out of its rates: a step counts as the tokens that it brings on average.
-    """
-
-    early: bool = True
-    chance: random.Random = field(default_factory=lambda: random.Random(1))
-
-    def rate(self, rows, tokens, source=None, tree=0, *, always=False):
-        assert rows == 1
-        assert source is not None
-        costs = None if always else Costs()
-        drafting = partial(Drafting, source, MOST_BEHIND, costs=costs, tree=tree)
-        limits = Limits(slots=9000, max_rows=1, max_positions=5000, prefill_tokens=1000)
-        scheduler = Scheduler(limits, drafting=drafting)
-        scheduler.submit(request(1, [1, 2], max_new_tokens=tokens, drafts=MOST_BEHIND))
-        now, expected, trees, was_chain, last = 0.0, 0.0, 0, False, None
-        while scheduler.busy or last:
-            step = scheduler.plan(int(now * MILLISECOND))
-            if last is not None:
-                done, now, small = last
-                drafting_ns = int(small * MILLISECOND)
-                at = int(now * MILLISECOND)
-                scheduler.settle(done, drawn(done.plan), at, drafting_ns=drafting_ns)
-                last, step = None, step or scheduler.plan(at)
-            if step is None:
-                continue
-            shape = step.shape_of(0) if step.drafting else ()
-            wait, small, check = self.parts(shape, was_chain)
-            end = now + wait + small + check + self.chance.choice([0.0, 0.0, 0.0, 0.1, 0.3, -0.1])
-            last = step, end, small
-            was_chain = bool(shape) and is_chain(shape)
-            trees += bool(shape) and not was_chain
-            expected += brought(shape, source.right)
-        return expected / now, trees
-
-    def parts(self, shape, was_chain):
-        """Of a step: the host before it, small steps, and the check with what follows it."""
-        if not shape:
-            return 0.0, 0.0, self.fixed
-        check = 4.4 + self.token * len(shape)
-        if not is_chain(shape):
-            widths = (1, *widths_of(shape)[:-1])
-            return 1.2, 0.3 + sum(0.28 + 0.012 * width for width in widths), check
-        small = 0.22 * len(shape)
-        if self.early and was_chain:
-            return max(self.host - small, 0.0) + 0.15, small, check
-        return self.host, 0.3 + small, check
-
-
-MOST_BEHIND = 5
-
-
-def brought(shape, right):
-    """Tokens of a step on average."""
-    odds = (np.ones(1), np.array([right]), np.array([right]))
-    return 1 + (float(gain_of(shape, odds)[0]) if shape else 0.0)
-
-
-@pytest.mark.parametrize(("early", "right", "better"), [(True, 0.75, 0), (False, 0.5, 31)])
-def test_where_trees_may_be_drafted_it_is_as_fast_as_the_better_of_both(early, right, better):
-    machine = Ahead(fixed=3.85, token=0.011, host=0.9, overlap=True, early=early)
-    always, _ = machine.rate(1, 2000, Source(right, small=0.2), tree=better, always=True)
-    other, _ = machine.rate(1, 400, Source(right, small=0.2), tree=31 - better, always=True)
-    got, trees = machine.rate(1, 2000, Source(right, small=0.2), tree=31)
-    assert got / max(always, other) > 0.98
-    assert always > other
-    assert trees > 0
-
-
 @pytest.mark.parametrize("small", [None, 0.3])
 @pytest.mark.parametrize("first_uses", [(400.0,), (400.0, 50.0), (0.0, 400.0), (*[0.0] * 9, 400.0)])
 def test_a_slow_step_does_not_end_drafts(first_uses, small):
@@ -277,6 +166,7 @@ def test_a_draft_model_that_was_given_up_is_tried_again():
     assert 0 < counts[0] < counts[1]
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("machine", [GPU, CPU, BUSY], ids=["gpu", "cpu", "busy"])
 @pytest.mark.parametrize("rows", [1, 8, MOST_ROWS])
 @pytest.mark.parametrize(

@@ -226,8 +226,7 @@ def life(seed, admission, turned, preemption):
     """A random life whose pool and host memory are both too small."""
     chance = random.Random(seed)
     most = seed % 3
-    tree = 7 * (seed % 8 > 4)
-    drafts = {"drafting": partial(Drafting, Guesses(seed), most, tree=tree)} if most else {}
+    drafts = {"drafting": partial(Drafting, Guesses(seed), most)} if most else {}
     driver = Driver(
         overlap=chance.random() < 0.6,
         choose=lambda i, index: chance.choice((1, 2)),

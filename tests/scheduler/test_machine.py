@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from scheduler_driver import Driver, Guesses, request
 
+from examples import examples
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.policies import ADMISSIONS, batching
 
@@ -54,7 +55,6 @@ class SchedulerLife(RuleBasedStateMachine):
         admission=st.sampled_from(["exact", "exact", *ADMISSIONS]),
         alternate=st.sampled_from([False, False, True]),
         drafts=st.sampled_from([0, 0, 1, 3]),
-        tree=st.sampled_from([0, 7]),
     )
     def begin(
         self,
@@ -69,7 +69,6 @@ class SchedulerLife(RuleBasedStateMachine):
         admission,
         alternate,
         drafts,
-        tree,
     ):
         chance = random.Random(seed)
 
@@ -91,7 +90,7 @@ class SchedulerLife(RuleBasedStateMachine):
             adapters=frozenset(range(1, 6)),
             admission=ADMISSIONS[admission],
             batching=batching("alternate" if alternate else "mixed", max_waiting_tokens=4),
-            **({"drafting": partial(Drafting, Guesses(seed), drafts, tree=tree)} if drafts else {}),
+            **({"drafting": partial(Drafting, Guesses(seed), drafts)} if drafts else {}),
         )
         self.drafts = drafts
         self.ids = 0
@@ -215,7 +214,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
 TestSchedulerLife = SchedulerLife.TestCase
 TestSchedulerLife.settings = settings(
-    max_examples=30,
+    max_examples=examples(30),
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

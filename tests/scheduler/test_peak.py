@@ -1,6 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.scheduler.peak import FOREVER, peak_tokens
 
 #: (held, left, delay)
@@ -42,7 +43,7 @@ def test_what_is_taken_back_counts_until_its_own_end():
     assert peak_tokens([10, -6, 6, 0], [0, 0, 0, 7], [3, 3, 8, 7]) == 13
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(sequences)
 def test_the_peak_is_the_largest_sum_at_an_end(drawn):
     ends = [(held, left, left + delay) for held, left, delay in drawn]
@@ -50,14 +51,14 @@ def test_the_peak_is_the_largest_sum_at_an_end(drawn):
     assert peak(drawn) == max(sums, default=0)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(sequences)
 def test_the_peak_is_that_of_lockstep_growth(drawn):
     decoding = [(held, left, 0) for held, left, _ in drawn]
     assert peak(decoding) == simulated_peak(decoding)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(sequences, st.data())
 def test_a_delay_bounds_every_shorter_delay(drawn, data):
     sooner = [(held, left, data.draw(st.integers(0, delay))) for held, left, delay in drawn]

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.scheduler.radix import RadixTree
 
 
@@ -135,7 +136,7 @@ def test_parts_of_a_split_have_been_used_as_often():
     assert {each.rank for each in tree.nodes()} == {2}
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_leaves_go_in_the_order_of_their_last_use_whatever_happened_between(data):
     tree = RadixTree()

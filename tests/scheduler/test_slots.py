@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.scheduler.slots import OutOfSlots, SlotAllocator
 
 
@@ -71,7 +72,7 @@ def test_growth_continues_into_a_neighbour_that_was_freed():
     assert (first.used, first.room) == (13, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.data())
 def test_what_is_left_is_divided_among_many_and_no_slot_is_given_twice(lengths, data):
     allocator = SlotAllocator(sum(lengths) + 20)
@@ -115,7 +116,7 @@ def test_an_allocation_is_whole_or_refused():
     assert allocator.free == 4
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.data())
 def test_no_slot_is_ever_lost_or_given_twice(data):
     total = data.draw(st.integers(1, 60))

@@ -11,13 +11,14 @@ from scheduler_driver import Driver, Guesses, request
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 
+pytestmark = pytest.mark.compute
+
 
 def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed") -> Driver:
     chance = random.Random(seed)
     nan = chance.choice([0.0, 0.0, 0.02])
     most = seed % 4
-    tree = 7 * (seed % 8 > 4)
-    drafts = {"drafting": partial(Drafting, Guesses(seed), most, tree=tree)} if most else {}
+    drafts = {"drafting": partial(Drafting, Guesses(seed), most)} if most else {}
     driver = Driver(
         overlap=chance.random() < 0.5,
         choose=lambda sequence_id, index: -1 if chance.random() < nan else chance.choice((1, 2)),
@@ -66,15 +67,14 @@ def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed")
     return driver
 
 
-LATER = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 120, 20))
+LATER = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 120, 20))
 
 
-@pytest.mark.parametrize("seed", [0, 20, *LATER])
+@pytest.mark.parametrize("seed", [0, *LATER])
 def test_nothing_ever_runs_out_of_memory(seed):
     lives = [soak(each, 150) for each in range(seed, seed + 20)]
     assert sum(life.steps for life in lives) > 2000
     assert sum(life.accepted for life in lives) > 100
-    assert sum(life.executor.moved for life in lives) > 50
 
 
 PAIRS = [(a, b) for a in ADMISSIONS for b in BATCHINGS if (a, b) != ("exact", "mixed")]

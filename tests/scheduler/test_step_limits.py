@@ -24,12 +24,12 @@ class Always(Guesses):
         return [1] * most
 
 
-def two_routers_and_streams(drafts, *, rows, streams, tree=0):
+def two_routers_and_streams(drafts, *, rows, streams):
     """A driver with two routers' batches of so many rows each, and streams, that all decode.
 
     Decode calls of both routers are there before its next step.
     """
-    drafting = partial(Drafting, Always(1), drafts, tree=tree)
+    drafting = partial(Drafting, Always(1), drafts)
     driver = Driver(slots=9000, max_rows=70, prefill_tokens=400, drafting=drafting)
     batches = [[100 * op + i for i in range(rows)] for op in (1, 2)]
     for op, batch in enumerate(batches, 1):
@@ -49,15 +49,6 @@ def test_drafts_of_two_routers_and_of_streams_share_a_step():
     plan = driver.last_step.plan
     assert plan.drafts == MOST_DRAFTS
     assert plan.rows == 64
-    driver.drain()
-
-
-def test_trees_of_two_routers_and_of_streams_share_a_step():
-    driver = two_routers_and_streams(3, rows=4, streams=4, tree=8)
-    driver.turn()
-    plan = driver.last_step.plan
-    trees = sum(len(tree.depth) - 1 for _, tree in plan.branches.trees.values())
-    assert trees == 32
     driver.drain()
 
 
@@ -88,14 +79,12 @@ def test_forced_tokens_of_two_routers_and_of_streams_share_the_free_rows():
 
 def test_a_step_beyond_what_executors_have_room_for_is_not_closed():
     """In production, too: whatever a planner adds, the plan is held to the executor's buffers."""
-    limits = StepLimits(rows=3, prompt=4, drafts=2, branches=1)
+    limits = StepLimits(rows=3, prompt=4, drafts=2)
     fits = [
         PlanRow(0, 5, [1, 2, 3], [1, 1, 1], samples=3),
         PlanRow(1, 0, [4, 5], [1, 1], samples=0),
     ]
     limits.check(plan_of(1, fits))
-    branched = [PlanRow(0, 5, [1, 2, 3], [1, 1, 1], samples=3, parents=(-1, 0, 0))]
-    limits.check(plan_of(1, branched))
     for name, rows in (
         ("4 rows", [PlanRow(i, 1, [i]) for i in range(4)]),
         ("10 tokens", [PlanRow(0, 0, range(10), [1] * 10)]),
@@ -104,9 +93,6 @@ def test_a_step_beyond_what_executors_have_room_for_is_not_closed():
     ):
         with pytest.raises(AssertionError, match=f"a step of {name}; executors have room for"):
             limits.check(plan_of(1, rows))
-    tree = [PlanRow(0, 5, range(3), [1] * 3, samples=3, parents=(-1, 0, 0))]
-    with pytest.raises(AssertionError, match="a step of 1 branches; executors have room for 0"):
-        StepLimits(3, 4, 2, branches=0).check(plan_of(1, tree))
 
 
 def test_a_planner_that_adds_too_much_is_found_when_the_step_is_closed(monkeypatch):
@@ -129,10 +115,8 @@ def greedy(self, step, sequences, places):
     return [], np.empty(0, np.int64), 6 * len(sequences)
 
 
-@pytest.mark.parametrize(("speculate", "rows", "tree", "drafts"), [(8, 64, 0, 256), (2, 4, 8, 40)])
-def test_the_scheduler_holds_steps_to_the_buffers_that_the_engine_makes(
-    speculate, rows, tree, drafts
-):
+@pytest.mark.parametrize(("speculate", "rows", "drafts"), [(8, 64, 256), (2, 4, 8)])
+def test_the_scheduler_holds_steps_to_the_buffers_that_the_engine_makes(speculate, rows, drafts):
     options = EngineOptions(
         "",
         None,
@@ -141,7 +125,6 @@ def test_the_scheduler_holds_steps_to_the_buffers_that_the_engine_makes(
         max_batch_size=rows,
         max_batch_prefill_tokens=100,
         speculate=speculate,
-        draft_tree=tree,
     )
     made = step_limits(options)
     limits = Limits(1000, rows, 100, options.max_batch_prefill_tokens, drafts=made.drafts)

@@ -39,7 +39,7 @@ import sys
 if "tokenpod.engine.process" in sys.orig_argv:
     from tokenpod.scheduler.drafting import Drafting
     made = Drafting.__init__
-    Drafting.__init__ = lambda self, source, most, kv, costs, tree: made(self, source, most, kv)
+    Drafting.__init__ = lambda self, source, most, kv, costs: made(self, source, most, kv)
 """
 
 

@@ -32,7 +32,9 @@ def flooded() -> Iterator[ServerProcess]:
 # -- bursts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("connections", "calls"), [(1, 1500), (8, 250)])
+@pytest.mark.parametrize(
+    ("connections", "calls"), [pytest.param(1, 1500, marks=pytest.mark.slow), (8, 250)]
+)
 def test_a_burst_is_served_or_refused_with_a_hint_and_never_reset(
     flooded: ServerProcess, connections: int, calls: int
 ) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+import prefork
 import pytest
-from groups import ENV, FLAGS, gone
+from groups import FLAGS, gone
 from harness import free_port
 
 DEMO = Path(str(files("tokenpod.models.demo")))
@@ -35,13 +34,9 @@ class Pod:
         usual |= {"--start-timeout": IN_TIME, "--master-addr": "127.0.0.1"}
         self.flags = usual | flags
         parts = [str(part) for pair in self.flags.items() for part in pair]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenpod", "serve", *FLAGS, *parts],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **ENV},
-        )
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        errors = self._errors.fileno()
+        self.process = prefork.start(["serve", *FLAGS, *parts], stdout=errors, stderr=errors)
         self._began = time.monotonic()
         self.errors: str | None = None
         self._children: set[int] = set()
@@ -54,9 +49,9 @@ class Pod:
 
     def line(self) -> str:
         """The one line that it ends with, in time."""
-        _, errors = self.process.communicate(
-            timeout=float(str(self.flags["--start-timeout"])) + SLACK
-        )
+        self.process.wait(float(str(self.flags["--start-timeout"])) + SLACK)
+        self._errors.seek(0)
+        errors = self._errors.read()
         self._watcher.join()
         assert self.process.returncode == 1, errors
         assert "Traceback" not in errors

@@ -71,7 +71,8 @@ def limited() -> Iterator[None]:
 @pytest.mark.usefixtures("limited")
 def test_the_pool_fits_under_the_limit_and_the_log_says_so() -> None:
     # Ten times what fits could be used.
-    with serve("--max-batch-size", "512") as server:
+    # A process that is in the group from its start on.
+    with serve("--max-batch-size", "512", own_imports=True) as server:
         text = server.log.read_text()
         limit = r"under the limit .* less .* that a load takes, 8\.0 KiB"
         said = rf'kv_slots=(\d+) kv_slots_from="90% .* {limit}'

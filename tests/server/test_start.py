@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+import prefork
 import pytest
 import torch
 from faults import kill, stop
@@ -34,6 +35,8 @@ def start(
     for flag, value in zip(network[::2], network[1::2], strict=True):
         if flag not in named:
             flags = (*flags, flag, value)
+    if preexec is None:
+        return prefork.run(["serve", *flags], timeout=SECONDS, cwd=str(cwd) if cwd else None)
     command = [sys.executable, "-P", "-m", "tokenpod", "serve", *flags]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd, preexec_fn=preexec
@@ -254,7 +257,7 @@ def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
 
 
 def test_the_log_tells_of_loading_until_it_serves_and_nothing_is_left_in_the_end() -> None:
-    with serve(wait=False) as starting:
+    with serve(wait=False, own_imports=True) as starting:
         wait_for(lambda: bool(starting.children()))
         # As slow as a large model on a slow volume.
         stop(starting.engine_pid())

@@ -96,7 +96,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     limits = ["--text-timeout", "3", "--text-memory-bytes", str(128 * 2**20)]
     limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", "1200000"]
     limits += ["--max-message-bytes", str(2**20)]
-    with serve("--model-id", str(model), *limits) as running:
+    # What a worker has loaded, and so what it may use, is that of its command line.
+    with serve("--model-id", str(model), *limits, own_imports=True) as running:
         yield running
         assert running.stop() == 0
 

@@ -31,6 +31,7 @@ def joined(counters: PodCounters, requests: int) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.pod
 def test_processes_see_what_the_others_have() -> None:
     counters = PodCounters.create(3)
     counters.add(requests=2, waiting_tokens=10)
@@ -40,6 +41,7 @@ def test_processes_see_what_the_others_have() -> None:
     assert joined(counters, -1) == "6 True"
 
 
+@pytest.mark.pod
 def test_all_serve_once_each_of_the_others_has_said_so() -> None:
     counters = PodCounters.create(3)
     assert not counters.all_serving
@@ -50,6 +52,7 @@ def test_all_serve_once_each_of_the_others_has_said_so() -> None:
     assert PodCounters.create(1).all_serving
 
 
+@pytest.mark.pod
 def test_a_process_that_is_gone_leaves_no_requests() -> None:
     counters = PodCounters.create(3)
     counters.add(requests=1)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.core.outputs import Top
 from tokenpod.service.serving.deltas import Unread
 
@@ -23,7 +24,7 @@ PIECES = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(PIECES, st.booleans(), st.lists(st.booleans(), min_size=60, max_size=60))
 def test_what_goes_in_comes_out_in_order_however_it_is_taken(pieces, paged, takes):
     unread, pages = Unread(paged=paged), []

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.service.settings import Settings
 from tokenpod.service.text.parsers.parts import Kind, Part, Parts
 from tokenpod.service.text.parsers.reasoning import ReasoningFormat
@@ -287,7 +288,7 @@ def edited(draw: st.DrawFn) -> str:
     reasoning=THINK,
 )
 @example(text='[f(x="\\U98765432")]', sizes=[1], opened=False, reasoning=THINK)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_pieces_make_no_difference_and_no_text_fails(
     name: str, text: str, sizes: list[int], opened: bool, reasoning: ReasoningFormat
 ) -> None:
@@ -318,7 +319,7 @@ def finite(digits: str) -> float:
 @given(values=st.lists(st.sampled_from(SCRAPS) | st.text(max_size=4), max_size=6).map("".join))
 @example(values='"\\U98765432"')
 @example(values="{1e999: [1e999, -1e999]}")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_arguments_of_a_python_call_are_json_for_every_client(values: str) -> None:
     for _, arguments in read("pythonic", f"[f(x={values})]")[2]:
         strict(arguments)

@@ -63,21 +63,25 @@ async def buf_curl(protocol: str, *arguments: str) -> str:
     )
 
 
+@pytest.mark.pod
 async def test_grpcurl_lists_what_is_served(server: Running) -> None:
     listed = (await grpcurl(server.address, "list")).split()
     assert listed == sorted([SERVICE, PUBLIC, ADAPTERS, HEALTH, V1, V1ALPHA])
 
 
+@pytest.mark.pod
 async def test_grpcurl_describes_everything_that_is_listed(server: Running) -> None:
     for name in (await grpcurl(server.address, "list")).split():
         assert f"{name} is a service" in await grpcurl(server.address, "describe", name)
 
 
+@pytest.mark.pod
 async def test_grpcurl_describes_the_generate_rpc(server: Running) -> None:
     described = await grpcurl(server.address, "describe", f"{SERVICE}.Generate")
     assert "returns ( stream .generate.v3.GenerateResponse )" in described
 
 
+@pytest.mark.pod
 async def test_grpcurl_calls_unary_and_streaming_rpcs(server: Running) -> None:
     info = json.loads(await grpcurl("-d", "{}", server.address, f"{SERVICE}/Info"))
     assert info["dtype"] == "float32"
@@ -86,6 +90,7 @@ async def test_grpcurl_calls_unary_and_streaming_rpcs(server: Running) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc-v1", "grpc-v1alpha"])
+@pytest.mark.pod
 async def test_buf_lists_and_calls_with_either_protocol(server: Running, protocol: str) -> None:
     url = f"http://{server.address}"
     listed = await buf_curl(protocol, "--list-methods", url)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from tokenpod.service.text.stops import StopMatcher, TailStops
 
 # Few letters, so that stops overlap, nest and nearly match all the time.
@@ -28,7 +29,7 @@ def held_back(text: str, stops: list[str]) -> int:
     return max((n for n in range(1, len(text) + 1) if text[-n:] in beginnings), default=0)
 
 
-@settings(max_examples=1500, derandomize=True, deadline=None)
+@settings(max_examples=examples(1500), derandomize=True, deadline=None)
 @given(STOPS, PIECES, st.booleans())
 def test_every_push_emits_exactly_what_is_safe(stops, pieces, include):
     matcher = StopMatcher(stops, include=include)
@@ -49,7 +50,7 @@ def test_every_push_emits_exactly_what_is_safe(stops, pieces, include):
         assert emitted == seen
 
 
-@settings(max_examples=1500, derandomize=True, deadline=None)
+@settings(max_examples=examples(1500), derandomize=True, deadline=None)
 @given(STOPS, PIECES, PIECES, st.booleans())
 def test_a_stop_counts_if_it_ends_in_active_text(stops, inactive, active, include):
     matcher = StopMatcher(stops, include=include)
@@ -149,7 +150,7 @@ def tgi_reference(stops: list[str], pieces: list[str]) -> list[str | None]:
     return answers
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=examples(500), derandomize=True, deadline=None)
 @given(
     st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4),
     st.lists(st.text(alphabet="ab\n", max_size=60), max_size=20),

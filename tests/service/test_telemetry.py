@@ -28,12 +28,18 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.errors import DataLoss, InvalidArgument
+from tokenpod.service.rpc.errors import (
+    DataLoss,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.sample import Ending, Sample
+from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
@@ -74,6 +80,7 @@ async def call_info(telemetry: Telemetry, act: Any = nothing, **call: Any) -> No
             await running.stub.Info(pb.InfoRequest(), **call)
 
 
+@pytest.mark.pod
 def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
     code = (
         "import sys\n"
@@ -176,6 +183,14 @@ async def nan(context: Any) -> None:
 
 async def bug(context: Any) -> None:
     raise ZeroDivisionError("a bug")
+
+
+async def full(context: Any) -> None:
+    raise ResourceExhausted("the queue is full", limit="max_queue_tokens")
+
+
+async def draining(context: Any) -> None:
+    raise Unavailable("the server is draining", state="draining")
 
 
 async def abort(context: Any) -> None:
@@ -361,12 +376,18 @@ Leave = Literal["never", "while it waits", "while it writes"]
 
 
 async def generate(
-    telemetry: Telemetry, made: Generation, leave: Leave = "never", **named: str
+    telemetry: Telemetry,
+    made: Generation,
+    leave: Leave = "never",
+    *,
+    adapts: bool = False,
+    **named: str,
 ) -> None:
     """A Generate call that reports `made` when it ends, as GenerateService does.
 
     Args:
         leave: when the client goes away: the handler is then at an await, or at a yield.
+        adapts: it names an adapter.
         named: what else is said of it.
     """
 
@@ -374,6 +395,8 @@ async def generate(
         async def Generate(self, request: Any, context: Any) -> Any:
             recorded = telemetry.current_call()
             assert recorded is not None
+            if adapts:
+                recorded.adapts("sql")
             try:
                 yield pb.GenerateResponse()
                 if leave == "while it waits":
@@ -519,6 +542,38 @@ async def test_adapters_and_quantisation_are_named(
     assert {tuple(each.get(name) for name in named) for each in spans} == said
 
 
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [(full, "max_queue_tokens"), (draining, "draining"), (nan, "not_a_number"), (bug, "internal")],
+)
+async def test_refusals_and_failures_are_counted_by_reason(
+    telemetry: Telemetry, collector: Collector, act: Any, reason: str
+) -> None:
+    await call_info(telemetry, act)
+    telemetry.shutdown()
+    ((found, point),) = collector.points("tokenpod.calls.failed")
+    assert (found["tokenpod.reason"], found["tokenpod.phase"]) == (reason, "admission")
+    assert found["rpc.method"] == INFO
+    assert point.as_int == 1
+
+
+@pytest.mark.parametrize(
+    ("began", "first", "phase"), [(None, 0, "queue"), (1, 0, "prefill"), (1, 2, "decode")]
+)
+async def test_cancellations_are_counted_by_phase(
+    telemetry: Telemetry, collector: Collector, began: int | None, first: int, phase: str
+) -> None:
+    now = time.monotonic_ns()
+    came = now + first if first else 0
+    made = generation(
+        now, [sample(0, 3 if first else 0, came, came, None)], None if began is None else now + 1
+    )
+    await generate(telemetry, made, "while it waits")
+    telemetry.shutdown()
+    ((found, _),) = collector.points("tokenpod.calls.failed")
+    assert (found["tokenpod.reason"], found["tokenpod.phase"]) == ("cancelled", phase)
+
+
 # -- load and the end --------------------------------------------------------------------------
 
 
@@ -585,11 +640,17 @@ def test_drafts_prefixes_ends_and_the_hosts_memory_are_observed(
     assert collector.points("tokenpod.host_kv.utilization")[0][1].as_double == 0.25
 
 
-def test_the_page_names_every_metric_and_no_other(
+async def test_the_page_names_every_metric_and_no_other(
     telemetry: Telemetry, collector: Collector
 ) -> None:
-    """Those that are observed; the others are of calls."""
     telemetry.watch(lambda: Load(0, 0, 0, 1, 1, 0, drafted_at=[1], accepted_at=[1]))
+    telemetry.watch_pod(lambda: PodReadings(2.0, True, False, 0, 0, 0, 1.0))
+    now = time.monotonic_ns()
+    made = generation(now, [sample(0, 5, now + 2, now + 9, None)], now + 1)
+    stop = telemetry.watch_loop()
+    await generate(telemetry, made, "while it waits", adapts=True)
+    await asyncio.sleep(0.3)
+    stop()
     telemetry.shutdown()
     page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]

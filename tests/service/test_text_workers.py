@@ -33,6 +33,8 @@ from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 from tokenpod.service.text.tool_constraints import calls_constraint
 
+pytestmark = pytest.mark.pod
+
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
 ENDLESS = EncodeChat(turns(("user", "loop")), 0)
@@ -118,7 +120,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def the_worker() -> int:
     """The process id of the only one."""
-    (pid,) = children_of(os.getpid())
+    # Servers of other files may be children as well.
+    (pid,) = children_of(os.getpid(), running="tokenpod.service.text.text_worker")
     return pid
 
 

@@ -154,6 +154,14 @@ def test_a_token_that_the_configuration_calls_special_is_skipped(folder):
         ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "<s>"}}, {0}),
         ({"tokenizer_config.json": {}, "config.json": {"eos_token_id": [9]}}, {9}),
         ({"tokenizer_config.json": {}, "config.json": {"text_config": {"eos_token_id": 8}}}, {8}),
+        ({"tokenizer_config.json": {}, "config.json": {"llm_config": {"eos_token_id": 8}}}, {8}),
+        (
+            {
+                "tokenizer_config.json": {},
+                "config.json": {"thinker_config": {"text_config": {"eos_token_id": 8}}},
+            },
+            {8},
+        ),
         ({"tokenizer_config.json": {}}, set()),
     ],
 )
@@ -187,6 +195,7 @@ def test_a_wrong_end_of_sequence_id_is_refused(folder):
         Tokenizer.load(folder)
 
 
+@pytest.mark.pod
 def test_a_draft_model_needs_the_vocabulary_of_the_served_one(folder, tmp_path):
     served = Tokenizer.load(folder)
     check_draft(served, folder)
@@ -213,11 +222,13 @@ def test_a_draft_model_needs_the_vocabulary_of_the_served_one(folder, tmp_path):
     check_draft(served, Path(MTP))
 
 
+@pytest.mark.pod
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model, "):
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.pod
 def test_neither_torch_nor_transformers_is_imported(folder):
     program = (
         "import sys; from pathlib import Path;"
@@ -266,6 +277,7 @@ def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.pod
 def test_a_sentencepiece_model_is_converted_and_decodes_as_sentencepiece(sentencepiece_folder):
     import sentencepiece
 
@@ -282,6 +294,7 @@ def test_a_sentencepiece_model_is_converted_and_decodes_as_sentencepiece(sentenc
         assert decoded(tokenizer, ids) == model.decode(ids)
 
 
+@pytest.mark.pod
 def test_a_broken_sentencepiece_model_is_named_in_one_line(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")
     write(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})

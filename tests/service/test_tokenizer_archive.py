@@ -36,6 +36,8 @@ from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
 
+pytestmark = pytest.mark.pod
+
 MEGABYTE = 1024 * 1024
 TOKENS = 150_000
 CALLS = 200

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wirefuzz import varint
 
+from examples import examples
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
@@ -127,7 +128,7 @@ async def test_messages_within_messages_have_an_end() -> None:
 PATHS = list(wirefuzz.paths(pb.GenerateOnceRequest.DESCRIPTOR))
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=examples(60))
 @given(st.lists(st.sampled_from(PATHS), max_size=6), st.data())
 async def test_whatever_a_generated_client_writes_is_known(
     paths: list[tuple[object, ...]], data: st.DataObject

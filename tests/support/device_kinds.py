@@ -52,6 +52,9 @@ MODELS = {
     "phimoe": ("phimoe", {"intermediate_size": 512}),
     "granite-moe": ("granite-moe", {"intermediate_size": 512}),
     "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
+    "glm4-moe-lite": ("glm4-moe-lite", {**LATENT, "q_lora_rank": 384}),
+    "minimax-m2": ("minimax-m2", {"head_dim": 128, "intermediate_size": 512}),
+    "hy-v3": ("hy-v3", {"head_dim": 128, "moe_intermediate_size": 512}),
     "deepseek-v2": ("deepseek-v2-lite", LATENT),
     "deepseek-v3": ("deepseek-v3", {**LATENT, "q_lora_rank": 384}),
     # Computed by transformers.

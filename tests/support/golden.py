@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from golden_kinds import BASES, KINDS, PADDED_KINDS, SMALL, TIER_KINDS, Kind
+from golden_kinds import BASES, KINDS, NESTED_KINDS, PADDED_KINDS, SMALL, TIER_KINDS, Kind
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 #: Wide, so that attention and the order of tokens matter to the result.
 SPREAD = 0.15
+_KINDS = {**KINDS, **TIER_KINDS, **PADDED_KINDS, **NESTED_KINDS}
 
 
 @dataclass
@@ -58,7 +59,7 @@ def make_golden(
         disguised: False: a kind in disguise stays what transformers knows, with the same numbers.
         more: settings.
     """
-    kind = {**KINDS, **TIER_KINDS, **PADDED_KINDS}[name]
+    kind = _KINDS[name]
     config = _config(kind, more)
     model_class = getattr(transformers, _class_name(kind))
     torch.manual_seed(7)
@@ -82,7 +83,7 @@ def golden_config(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _golden_config(name: str) -> str:
-    kind = {**KINDS, **TIER_KINDS, **PADDED_KINDS}[name]
+    kind = _KINDS[name]
     config = json.loads(_config(kind, {}).to_json_string())
     config["architectures"] = [_class_name(kind)]
     if kind.disguise is not None:
@@ -96,7 +97,8 @@ def _class_name(kind: Kind) -> str:
 
 def _config(kind: Kind, more: dict[str, Any]) -> Any:
     config_class = getattr(transformers, _class_name(kind)).config_class
-    return config_class(**{**BASES.get(kind.model, SMALL), **kind.settings, **more})
+    base = {} if kind.whole else BASES.get(kind.model, SMALL)
+    return config_class(**{**base, **kind.settings, **more})
 
 
 def randomise(model: nn.Module, matrices: float = SPREAD) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.tree_shapes import Shape
 
 #: How many of the guesses are right.
 KINDS = {"right": 1.0, "random": 0.7, "wrong": 0.0}
@@ -37,30 +36,10 @@ class Guessing:
             for token in known
         ]
 
-    def propose_tree(self, sequence: Sequence, shape: Shape) -> list[int]:
-        """Right ones are behind each other, each by chance among those that follow one."""
-        known = self._expected[sequence.id][len(sequence.outputs) :]
-        known += [5] * len(shape)
-        drafts, depths, right = [0] * len(shape), [0], {0}
-        for parent in shape:
-            depths.append(depths[parent] + 1)
-        for parent in range(len(shape)):
-            following = [at for at, before in enumerate(shape) if before == parent]
-            token = known[depths[parent]]
-            for n, at in enumerate(following, 1):
-                drafts[at] = (token + n) % self._vocabulary
-            if parent in right and following and self._chance.random() < self._right:
-                at = self._chance.choice(following)
-                drafts[at] = token
-                right.add(at + 1)
-        return drafts
-
     def forget(self, sequence: Sequence) -> None:
         pass
 
 
-def drafting(
-    expected: Mapping[int, list[int]], kind: str, most: int, vocabulary: int, *, tree: int = 0
-) -> partial:
-    """What a scheduler is given so that every row always drafts; `tree`: so many in a tree."""
-    return partial(Drafting, Guessing(expected, KINDS[kind], vocabulary), most, tree=tree)
+def drafting(expected: Mapping[int, list[int]], kind: str, most: int, vocabulary: int) -> partial:
+    """What a scheduler is given so that every row always drafts."""
+    return partial(Drafting, Guessing(expected, KINDS[kind], vocabulary), most)

@@ -17,16 +17,32 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import prefork
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+from prefork import PreforkedProcess
+from prefork_server import FORKER
 
+from examples import ALL
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadRequest
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 START_SECONDS = 120.0
+#: The command line's program.
+TOKENPOD = (sys.executable, "-P", "-m", "tokenpod")
+#: What GetLoad counts of calls that have not ended.
+_OF_CALLS = (
+    "request_count",
+    "running_sequence_count",
+    "waiting_sequence_count",
+    "swapped_sequence_count",
+    "used_token_count",
+)
 #: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
 #: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
 _PORTS = range(10_000, 32_000)
@@ -46,12 +62,15 @@ def free_port() -> int:
 class ServerProcess:
     """A `tokenpod serve` process."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | PreforkedProcess
     port: int
     health_port: int
     uds: str
     log: Path
     channels: list[grpc.Channel] = field(default_factory=list)
+    #: Whether tests of all files share it.
+    is_common: bool = False
+    _load: Any = None
 
     @property
     def address(self) -> str:
@@ -85,6 +104,19 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError(f"not SERVING within {seconds} s:\n{self.log.read_text()}")
 
+    def wait_until_idle(self, seconds: float = 20.0) -> None:
+        """Nothing runs or waits, and no sequence holds memory."""
+        if self._load is None:
+            self._load = GenerationServiceStub(self.channel()).GetLoad
+        deadline = time.monotonic() + seconds
+        while True:
+            load = self._load(GetLoadRequest(), timeout=30)
+            left = {name: getattr(load, name) for name in _OF_CALLS if getattr(load, name)}
+            if not left:
+                return
+            assert time.monotonic() < deadline, f"the test has left something behind: {left}"
+            time.sleep(0.02)
+
     def children(self) -> list[int]:
         """Process ids of the server's children."""
         return children_of(self.process.pid)
@@ -103,7 +135,7 @@ class ServerProcess:
         return self._running("tokenpod.service.text.text_worker")
 
     def _running(self, module: str) -> list[int]:
-        return [pid for pid in self.children() if module in _arguments(pid)]
+        return children_of(self.process.pid, running=module)
 
     def stop(self) -> int:
         """SIGTERM, and wait; the exit status."""
@@ -114,10 +146,18 @@ class ServerProcess:
         return self.process.wait(60)
 
 
-def children_of(pid: int) -> list[int]:
-    """Process ids of a process's children, as far as its first thread has started them."""
-    listed = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in listed.read_text().split()]
+def children_of(pid: int, *, running: str = "") -> list[int]:
+    """Process ids of a process's children, as far as its first thread has started them.
+
+    `running`: a module; only those that run it.
+    """
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    commands = {child: _arguments(child) for child in map(int, listed.split())}
+    return [
+        child
+        for child, words in commands.items()
+        if FORKER not in words and (not running or running in words)
+    ]
 
 
 def _arguments(pid: int) -> list[str]:
@@ -133,29 +173,48 @@ def serve(
     *flags: str,
     wait: bool = True,
     env: dict[str, str] | None = None,
-    program: Sequence[str] = (sys.executable, "-P", "-m", "tokenpod"),
+    own_imports: bool = False,
+    program: Sequence[str] = TOKENPOD,
 ) -> Iterator[ServerProcess]:
     """A server on free ports and a unix socket; killed in the end if it still runs.
 
-    `program`: what takes the place of `tokenpod`.
+    Args:
+        flags: of `tokenpod serve`.
+        wait: until it serves.
+        env: added to this process's environment.
+        own_imports: start it by its command line, as users do, at 2.5 seconds of a core; otherwise
+            it is forked from a process that has imported its modules (prefork.py), but in
+            `make test-all`.
+        program: started in place of `tokenpod`.
     """
     with tempfile.TemporaryDirectory() as scratch:
         port, health_port = free_port(), free_port()
         log = Path(scratch) / "log"
-        command = [*program, "serve", "--hostname", "127.0.0.1"]
+        command = ["serve", "--hostname", "127.0.0.1"]
         command += ["--port", str(port), "--health-port", str(health_port)]
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0"]
         # Several threads spin while they wait for each other, on cores that other tests need.
         command += [*(() if "--threads" in flags else ("--threads", "1")), *flags]
+        process: subprocess.Popen[str] | PreforkedProcess
         with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                text=True,
-                cwd=scratch,
-                env={**os.environ, **(env or {})},
-            )
+            started = own_imports or ALL or program != TOKENPOD or not prefork.can_fork(env)
+            if started:
+                process = subprocess.Popen(
+                    [*program, *command],
+                    stdout=output,
+                    stderr=output,
+                    text=True,
+                    cwd=scratch,
+                    env={**os.environ, **(env or {})},
+                )
+            else:
+                process = prefork.start(
+                    command,
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                    cwd=scratch,
+                    env={**os.environ, **(env or {})},
+                )
         server = ServerProcess(process, port, health_port, f"{scratch}/shard-0", log)
         try:
             if wait:

@@ -20,7 +20,6 @@ from tokenpod.engine.parallel_draft import ParallelDraft
 from tokenpod.kernels.pool import KVPool
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
-from tokenpod.scheduler.tree_shapes import tree_of
 
 SLOTS, MOST = 160, 2
 
@@ -54,23 +53,16 @@ def pool_of(model):
     return KVPool(slots=SLOTS, layouts=layouts, dtype=torch.float32, device=CPU)
 
 
-def tree_behind(one, two, n):
-    """The `n` drafts of a tree: the likeliest behind a text and, by `two(token)`, behind those.
+def drafts_behind(one, two, n):
+    """The `n` drafts, at most two: the likeliest behind a text and, by `two(token)`, behind that.
 
     `one`: [vocabulary] what may follow the text.
     """
-    drafts, said, used = [], [one], [0]
-    for parent in tree_of(n, MOST):
-        # The first time it is the likeliest, then the second.
-        token = int(said[parent].topk(used[parent] + 1).indices[-1])
-        used[parent] += 1
-        drafts.append(token)
-        said.append(two(token) if parent == 0 else None)
-        used.append(0)
-    return drafts
+    first = int(one.argmax())
+    return [first, int(two(first).argmax())][:n]
 
 
-def answer(served, asked, head=None, prefill=8, most=MOST, tree=0):
+def answer(served, asked, head=None, prefill=8, most=MOST):
     """What was said, and the drafts; the second request comes when the first has ended."""
     draft = None
     kept = pool_of(served)
@@ -81,7 +73,7 @@ def answer(served, asked, head=None, prefill=8, most=MOST, tree=0):
     executor = Watching(
         HostExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
     )
-    guesses = None if head is None else partial(Drafting, ModelDrafts(), most, tree=tree)
+    guesses = None if head is None else partial(Drafting, ModelDrafts(), most)
     scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)
     link = Recorder(asked)
     link.inbox = []

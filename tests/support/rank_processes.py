@@ -7,6 +7,7 @@ one that has done nothing but import.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
@@ -24,6 +25,7 @@ def run_ranks(rank: Callable[[Job], Said], jobs: Sequence[Job]) -> list[Said]:
 
     Raises what a rank raises.
     """
+    sys.audit("prefork.start", rank.__name__)
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(_IMPORTED_ONCE)
     with ProcessPoolExecutor(len(jobs), mp_context=forking) as processes:

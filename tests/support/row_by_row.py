@@ -29,6 +29,12 @@ def _attention(q, keys, values, plan, options=NO_OPTIONS, scales=None):
 OPERATIONS = replace(reference.OPERATIONS, attention=_attention)
 
 
+def shallow(decoder: Decoder, layers: int = 2) -> Decoder:
+    """Its first layers alone: what comes of the order of steps does not hang on their number."""
+    decoder._layers = decoder._layers[:layers]
+    return decoder
+
+
 @dataclass(frozen=True)
 class RowByRow:
     """An `executor.Model` that computes every token by itself.

@@ -13,8 +13,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
-import numpy as np
-
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
@@ -26,7 +24,6 @@ from tokenpod.scheduler.given import VIRTUAL
 from tokenpod.scheduler.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.tree_shapes import Shape
 
 SECOND = 1_000_000_000
 POLICIES = ("admission", "batching", "drafting", "preemption")
@@ -59,13 +56,6 @@ class Guesses:
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
 
-    def propose_tree(self, sequence: Sequence, shape: Shape) -> list[int]:
-        drafts, others = [], defaultdict[int, list[int]](list)
-        for parent in shape:
-            others[parent] = others[parent] or self._chance.sample(range(1, 5), 4)
-            drafts.append(others[parent].pop())
-        return drafts
-
     def forget(self, sequence: Sequence) -> None:
         pass
 
@@ -81,8 +71,6 @@ class Work:
     slots: list[int]
     samples: int
     output_index: int
-    #: Which of the tokens each follows; -1: none of them.
-    parents: list[int]
 
     @property
     def n_tokens(self) -> int:
@@ -114,7 +102,6 @@ def works_of(step: Step | None) -> list[Work]:
                 plan.t_slot[tokens].tolist(),
                 int(plan.r_samples[at]),
                 int(plan.r_output[at]),
-                (plan.t_parent[tokens] if len(plan.t_parent) else np.arange(-1, n - 1)).tolist(),
             )
         )
     assert [work.sequence for work in works for _ in range(work.samples)] == step.sampled
@@ -166,7 +153,7 @@ class ReferenceExecutor:
         self.coming: list[tuple[int, int, int]] = []
         self.arrived = 0
         self.chance = random.Random(1)
-        self.restored = self.moved = 0
+        self.restored = 0
 
     def launch(self, step: Step) -> list[int]:
         """Run a step; the tokens it samples, one for each sample of each work."""
@@ -194,15 +181,9 @@ class ReferenceExecutor:
         return [token for work in works for token in self._sample_each(work, shared)]
 
     def _copy(self, plan: StepPlan) -> None:
-        """First what stays, then what goes out; what comes in takes its time if nobody waits."""
+        """What goes out comes first; what comes in takes its time if nobody waits."""
         base = self.scheduler.kv.total + 1
         pairs = [*zip(plan.copy_from.tolist(), plan.copy_to.tolist(), strict=True)]
-        moved = [(self.memory[source], to) for source, to in pairs if max(source, to) < base]
-        assert all(source < base for source, _ in pairs[: len(moved)]), "moves come first"
-        assert len({to for _, to in moved}) == len(moved)
-        self.memory.update((to, mark) for mark, to in moved)
-        self.moved += len(moved)
-        del pairs[: len(moved)]
         awaited = [plan.step - behind for behind in plan.awaited.tolist()]
         # They arrive in order; some at once, some late.
         if self.chance.random() < 0.5:
@@ -290,9 +271,8 @@ class ReferenceExecutor:
         marks = row.marks[: first_end + 1]
         if work.drafts:
             assert first_end == len(row.tokens), "drafts behind a token that nobody knows"
-            for parent, draft in zip(work.parents[1:], work.drafts, strict=True):
-                assert 0 <= parent < len(marks) - first_end, "a draft before its parent"
-                marks.append(hash((marks[first_end + parent], draft)))
+            for draft in work.drafts:
+                marks.append(hash((marks[-1], draft)))
         for position, slot in enumerate(map(int, work.slots), work.start):
             assert 0 <= slot < self.scheduler.kv.total
             assert slot not in shared, "a shared slot is written"
@@ -306,13 +286,9 @@ class ReferenceExecutor:
     def _sample_each(self, work: Work, shared: set[int]) -> list[int]:
         """Behind a wrong draft nothing is drawn, and what it wrote is overwritten."""
         tokens = [self._sample(work, shared)] if work.samples else []
-        at, drafts = 0, work.drafts
-        while right := [
-            number
-            for number, draft in enumerate(drafts, 1)
-            if work.parents[number] == at and draft == tokens[-1]
-        ]:
-            (at,) = right
+        for draft in work.drafts:
+            if draft != tokens[-1]:
+                break
             tokens.append(self._sample(work, shared))
         wrong = work.samples - len(tokens)
         slots = self.rows[work.row].slots

@@ -19,11 +19,10 @@ import msgspec
 import numpy as np
 import stepping
 import torch
-import tree_steps
 from rank_processes import run_ranks
 from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
-from stepping import NEW_TOKENS, ROOM, VOCABULARY, Row
+from stepping import ROOM, VOCABULARY, Row
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, plan_of
@@ -131,21 +130,6 @@ def found_drafts(scene: Scene) -> list[Row]:
     return rows
 
 
-def trees(scene: Scene) -> list[Row]:
-    """Drafts of which several follow one token."""
-    rows = scene.rows()
-    steps = tree_steps.run(scene.executor, rows, tree_steps.some_right, scene.expected)
-    assert steps < NEW_TOKENS - 1, "some were right"
-    return rows
-
-
-def found_trees(scene: Scene) -> list[Row]:
-    """The same found by the executor."""
-    rows = scene.rows()
-    tree_steps.run(scene.executor, rows, tree_steps.open_tree, scene.expected)
-    return rows
-
-
 def given(scene: Scene) -> list[Row]:
     """Some of each prompt's embeddings are given, in pieces: a row's only token, first and last."""
     rows = scene.rows()
@@ -165,20 +149,16 @@ def given(scene: Scene) -> list[Row]:
     return rows
 
 
-def copies(scene: Scene) -> list[Row]:
-    """Half-way two rows change places, and the third moves to slots that nobody had."""
+def taken_again(scene: Scene) -> list[Row]:
+    """Half-way each row is taken anew, as after a preemption: all that it had is in the cache."""
     rows = scene.rows()
     stepping.begin(scene.executor, rows)
     stepping.run_step(scene.executor, [(row, row.step()) for row in rows])
-    moved, planned = [], []
-    for row, place in zip(rows, (2, 3, 0), strict=True):
-        old = row.slots(0, row.held)
-        row.place = place
-        slots = row.slots(0, row.held)
-        moved += zip(old, slots, strict=True)
+    planned = []
+    for row in rows:
         new = NewRow(row.request, stream=0, outputs=tuple(row.outputs))
-        planned.append((row, replace(row.step(), new=new, prefix=slots)))
-    stepping.run_step(scene.executor, planned, moved)
+        planned.append((row, replace(row.step(), new=new, prefix=row.slots(0, row.held))))
+    stepping.run_step(scene.executor, planned)
     stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected))
     return rows
 
@@ -280,8 +260,8 @@ ADAPTED = 1
 SCENES = {
     scene.__name__: scene
     for scene in (
-        *(plain, drafts, overlapped_drafts, found_drafts, trees, found_trees),
-        *(given, copies, adapter, masks, masks_alone),
+        *(plain, drafts, overlapped_drafts, found_drafts),
+        *(given, taken_again, adapter, masks, masks_alone),
     )
 }
 
@@ -455,7 +435,6 @@ def make(
         max_tokens=ROWS + (PREFILL if head is None else 5),
         device=device,
         drafts=DRAFTS,
-        ranks=2,
         adapted=head is None,
         draft=draft,
     )

@@ -51,19 +51,14 @@ class Row:
     request: Request
     #: In every step.
     adapter: int = 0
-    #: Which run of `ROOM` slots; by default, the row's.
-    place: int = -1
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: dict[int, list[int]] = field(default_factory=dict)
     #: What has been launched of it is unknown until that step is waited for.
     flying: bool = False
 
-    def __post_init__(self) -> None:
-        self.place = self.row
-
     def slots(self, start: int, end: int) -> list[int]:
-        first = self.place * ROOM
+        first = self.row * ROOM
         if self.row % 2:
             return [first + ROOM - 1 - p for p in range(start, end)]
         return [first + p for p in range(start, end)]
@@ -139,14 +134,10 @@ def take(planned: Sequence[tuple[Row, PlanRow]], result: StepResult) -> None:
     assert at == len(result.tokens)
 
 
-def run_step(
-    executor: Launcher,
-    planned: list[tuple[Row, PlanRow]],
-    copies: Sequence[tuple[int, int]] = (),
-) -> None:
+def run_step(executor: Launcher, planned: list[tuple[Row, PlanRow]]) -> None:
     """One step; rows with a single token first."""
     planned = sorted(planned, key=lambda pair: len(pair[1].slots) > 1)
-    plan = plan_of(1, [row for _, row in planned], copies=copies)
+    plan = plan_of(1, [row for _, row in planned])
     take(planned, executor.launch(plan).wait())
 
 

@@ -30,6 +30,7 @@ from survey.tiny import WITH_ENCODER, class_named, tiny_config
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.load import load_model
+from tokenpod.models.nested import NESTED, TEXT_MODELS
 from tokenpod.models.tier.padded import Together
 
 DATA = Path(__file__).resolve().parents[2] / "commands" / "models.json"
@@ -44,7 +45,8 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     native = {name for family in FAMILIES for name in family.architectures}
-    names = sorted({*native, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *WITH_ENCODER})
+    tried = {*native, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *WITH_ENCODER}
+    names = sorted(tried - {*NESTED})
     wanted = sys.argv[1:] or names
     # What children would each import again.
     _outcome("ApertusForCausalLM")
@@ -52,8 +54,10 @@ def main() -> int:
     for name, outcome, seconds in _tried([name for name in wanted if name not in native]):
         found[name] = outcome
         print(f"{name:44}{seconds:5.1f} s  {outcome}", flush=True)
-    classes = {name: {**found[name], "example": _example(name)} for name in wanted}
+    classes = {name: {**found[name], **_described(name)} for name in wanted}
     if not sys.argv[1:]:
+        classes |= {name: _nested(name, classes) for name in NESTED}
+        classes = dict(sorted(classes.items()))
         told = {"transformers": transformers.__version__, "classes": classes}
         DATA.write_text(json.dumps(told, indent=1) + "\n")
     untried = sum(entry["served"] == "untried" for entry in classes.values())
@@ -206,6 +210,22 @@ def _seen(model: Any, text: Any) -> Iterator[str]:
 def _untried(error: Exception) -> dict[str, Any]:
     line = " ".join(str(error).split())[:120]
     return {"served": "untried", "reason": f"no tiny model ({type(error).__name__}: {line})"}
+
+
+def _nested(name: str, classes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of a checkpoint that also sees or hears: who computes its text."""
+    kinds = NESTED[name].texts or tuple(TEXT_MODELS)
+    texts = sorted({TEXT_MODELS[kind] for kind in kinds})
+    ways = [classes[text]["served"] for text in texts]
+    # Of several, the usual one: for a few there is no family.
+    served = max(ways, key=ways.count)
+    return {"served": served, "texts": texts, **_described(name)}
+
+
+def _described(name: str) -> dict[str, Any]:
+    """What transformers says of a class."""
+    kind = getattr(getattr(transformers, name, None), "config_class", None)
+    return {"type": getattr(kind, "model_type", ""), "example": _example(name)}
 
 
 def _example(name: str) -> str:

@@ -18,6 +18,8 @@ from harness import free_port
 from tokenpod_client.cli.app import main
 from tokenpod_client.cli.bench.report import SCHEMA_VERSION, Report
 
+pytestmark = pytest.mark.pod
+
 SMALL = ["--input-tokens", "8", "--output-tokens", "4", "--warmup", "1"]
 
 

@@ -378,6 +378,7 @@ def tls(pems: Path, name: str, authority: str = "ca") -> ShardTls:
 
 
 @pytest.mark.parametrize("theirs", ["none", "intruder"])
+@pytest.mark.pod
 def test_certificates_let_in_the_groups_own_pods_alone(pems: Path, theirs: str) -> None:
     where = f"127.0.0.1:{free_port()}"
     leader = Leader(2, where, tls(pems, "pod"))
@@ -391,6 +392,7 @@ def test_certificates_let_in_the_groups_own_pods_alone(pems: Path, theirs: str) 
     leader.server.close("the test is over")
 
 
+@pytest.mark.pod
 def test_a_leader_that_followers_can_not_trust_is_not_joined(pems: Path) -> None:
     where = f"127.0.0.1:{free_port()}"
     leader = Leader(2, where, tls(pems, "intruder", "stranger"))
@@ -399,6 +401,7 @@ def test_a_leader_that_followers_can_not_trust_is_not_joined(pems: Path) -> None
     leader.server.close("the test is over")
 
 
+@pytest.mark.pod
 def test_a_file_that_can_not_be_read_is_named(pems: Path) -> None:
     place = placement(0, 2, f"127.0.0.1:{free_port()}")
     missing = msgspec.structs.replace(place, tls=ShardTls(str(pems / "none"), "", ""))
@@ -406,6 +409,7 @@ def test_a_file_that_can_not_be_read_is_named(pems: Path) -> None:
         PlanServer(missing, FACTS, on_lost=print, on_drain=print)
 
 
+@pytest.mark.pod
 def test_a_file_that_is_no_certificate_is_said_to_be_wrong(pems: Path) -> None:
     (pems / "garbage.pem").write_text("x")
     (pems / "garbage.key").write_text("x")

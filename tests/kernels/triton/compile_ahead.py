@@ -356,8 +356,6 @@ def others() -> None:
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
     steps.accept(torch.zeros((1 + 2 * 3, 2), dtype=torch.int64), one, one, one, one)
-    steps.branch(torch.zeros((2, 5), dtype=torch.int64), one, table)
-    steps.spread(one[:, None].expand(3, 2).clone(), one.repeat(2), one, 50)
     moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
     moved.gather(one, rows)
     moved.scatter(rows, one)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+#: Minutes of a processor; and a run on a GPU compiles all that it launches.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
@@ -67,7 +70,6 @@ def test_what_differs_on_older_gpus_compiles_for_them(capability, kernels, compi
     assert "does not compile" not in errors
 
 
-@pytest.mark.slow
 def test_the_same_kernels_compile_for_rarer_arguments():
     process = compiler((9, 0), ["rarer"])
     names, errors = process.communicate()

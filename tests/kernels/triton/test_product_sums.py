@@ -221,6 +221,7 @@ def test_without_buffers_or_a_way_to_use_them_the_group_adds(lacks):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="processes share the host's memory")
+@pytest.mark.pod
 def test_ranks_that_run_at_once_never_overtake_each_other():
     world = 2
     memory = torch.zeros((2, world, 2, world, BLOCK), dtype=torch.int64).share_memory_()

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.pod
+
 
 def run(code):
     return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)

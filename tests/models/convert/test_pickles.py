@@ -43,6 +43,7 @@ def holds(folder, stored):
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+@pytest.mark.pod
 def test_a_checkpoint_becomes_safetensors(folder, stored, convert_to, zipped):
     torch.save(stored, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     made = convert_to(folder)
@@ -51,6 +52,7 @@ def test_a_checkpoint_becomes_safetensors(folder, stored, convert_to, zipped):
     assert {p.name for p in made.iterdir()} >= {"SHA256SUMS", "model.safetensors"}
 
 
+@pytest.mark.pod
 def test_several_files_become_several(folder, stored, convert_to):
     names = list(stored)
     where = {n: f"pytorch_model-{i % 3 + 1:05d}-of-00003.bin" for i, n in enumerate(names)}
@@ -65,6 +67,7 @@ def test_several_files_become_several(folder, stored, convert_to):
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
 
 
+@pytest.mark.pod
 def test_numbers_take_another_type_and_config_says_so(folder, stored, convert_to):
     stored["model.layers.0.self_attn.q_proj.weight"] = stored[
         "model.layers.0.self_attn.q_proj.weight"
@@ -75,6 +78,7 @@ def test_numbers_take_another_type_and_config_says_so(folder, stored, convert_to
     assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.pod
 def test_medusa_heads_become_safetensors(tmp_path, convert_to):
     folder, made = tmp_path / "heads", medusa_heads.tensors(width=8, vocabulary=12)
     medusa_heads.save(folder, made)

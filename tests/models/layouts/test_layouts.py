@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
 import packers
 import pytest
 import torch
-from published import CPU, dense_of, make_pair, read
+from published import CONFIG, CPU, dense_of, make_pair, read
+from safetensors.torch import load_file, save_file
 
 from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.grouped import GroupedWeight
@@ -16,7 +18,10 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.load import load_model
+from tokenpod.models.nested import NESTED
 from tokenpod.models.shard import Shard
+
+pytestmark = pytest.mark.compute
 
 
 def gptq(**more: Any) -> tuple[dict[str, Any], partial]:
@@ -171,6 +176,90 @@ def test_weights_are_what_their_numbers_stand_for(name, tmp_path):
         # A part that is inside one group may be held more simply.
         for key in ("0.qkv", "0.output", "0.up", "0.down") if shard == Shard() else ():
             assert {type(part) for part in packed[key].parts} == {held}
+
+
+def nested(quantisation: dict[str, Any], *, within: bool, **text: Any) -> dict[str, Any]:
+    """A config whose text model's is a part of it; `within`: so is how that is quantised."""
+    own = CONFIG | text | ({"quantization_config": quantisation} if within else {})
+    del own["architectures"]
+    outer = {} if within else {"quantization_config": quantisation}
+    return {"text_config": own, "vision_config": {"depth": 1}, **outer}
+
+
+#: Published ones, the names of whose modules have a prefix: the fp8 of Qwen's and Mistral's, and
+#: Kimi's experts of 4 bits.
+NESTED_LAYOUTS = {
+    "qwen3-vl-fp8": (
+        "Qwen3VLForConditionalGeneration",
+        DEEPSEEK | {"modules_to_not_convert": ["lm_head", "model.visual.blocks.0.mlp"]},
+        partial(packers.floats, block=(128, 128), scales=".weight_scale_inv"),
+        {"model_type": "qwen3_vl_text", "head_dim": 24},
+    ),
+    "qwen3-vl-moe-fp8": (
+        "Qwen3VLMoeForConditionalGeneration",
+        DEEPSEEK | {"ignored_layers": ["lm_head", "model.language_model.layers.0.mlp.gate"]},
+        partial(packers.floats, block=(128, 128), scales=".weight_scale_inv"),
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "head_dim": 24,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 384,
+        },
+    ),
+    "mistral3-fp8": (
+        "Mistral3ForConditionalGeneration",
+        *floats(STATIC | {"type": "float"}, static=True),
+        {"model_type": "ministral3", "head_dim": 24},
+    ),
+    "kimi-k2.5-int4": (
+        "KimiK25ForConditionalGeneration",
+        packed(group=32)[0] | {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]},
+        partial(packers.packed, group=32),
+        {
+            "model_type": "kimi_k2",
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "num_hidden_layers": 1,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED_LAYOUTS)
+def test_modules_of_a_text_model_within_another(name, tmp_path):
+    """Tensors of images may lie beside them, in whatever layout."""
+    architecture, quantisation, module, text = NESTED_LAYOUTS[name]
+    within = "kimi" in name
+
+    def left(base: str) -> bool:
+        dense = "self_attn" in base or "shared" in base
+        return "embed_tokens" in base or base.endswith("lm_head") or (within and dense)
+
+    config = nested(quantisation, within=within, **text)
+    pair = make_pair(tmp_path, None, module, left=left, architectures=[architecture], **config)
+    own = config["text_config"] if within else config
+    assert own.pop("quantization_config") is quantisation
+    (pair.dense / "config.json").write_text(
+        json.dumps(CONFIG | {"architectures": [architecture], **config})
+    )
+    stored = load_file(pair.packed / "model.safetensors")
+    part = NESTED[architecture].unused[0]
+    stored[f"{part}.blocks.0.mlp.weight"] = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_file(stored, pair.packed / "model.safetensors")
+    packed, dense = read(pair.packed, Shard()), read(pair.dense, Shard())
+    assert packed.keys() == dense.keys()
+    assert any(not isinstance(weight, torch.Tensor) for weight in packed.values())
+    for key, weight in packed.items():
+        torch.testing.assert_close(dense_of(weight), dense[key], rtol=1e-6, atol=1e-7, msg=key)
 
 
 #: 384 features on two ranks are 192, against blocks of 128; on four they are 96.

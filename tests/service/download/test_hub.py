@@ -170,6 +170,7 @@ def test_a_file_with_another_digest_than_the_hubs_is_refused(ask, hub):
     assert (ask().folder / LARGE).read_bytes() == WEIGHTS
 
 
+@pytest.mark.pod
 def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
     # The library writes pieces of 10 MB.
     weights = hub.files[LARGE] = WEIGHTS * 24

@@ -2,6 +2,7 @@
 
 from golden_kinds import dense, experts, gated, images, mixtures, plain
 from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
+from golden_kinds.nested import NESTED_KINDS
 from golden_kinds.tier import PADDED_KINDS, TIER_KINDS
 
 KINDS: dict[str, Kind] = {
@@ -17,6 +18,7 @@ __all__ = [
     "BASES",
     "KINDS",
     "MAX_POSITIONS",
+    "NESTED_KINDS",
     "PADDED_KINDS",
     "SMALL",
     "TIER_KINDS",

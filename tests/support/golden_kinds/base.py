@@ -23,6 +23,8 @@ class Kind:
     disguise: Callable[[dict[str, Any], dict[str, torch.Tensor]], None] | None = None
     #: Changes transformers' model into that family's.
     patch: Callable[[Any], None] | None = None
+    #: Whether the settings are all that there are, without `BASES`.
+    whole: bool = False
 
 
 _TOKENS = {

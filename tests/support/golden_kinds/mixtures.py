@@ -157,6 +157,12 @@ YARN = rope(
     mscale_all_dim=1.1,
 )
 
+
+def without(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same but for one."""
+    return {key: value for key, value in settings.items() if key != name}
+
+
 KINDS: dict[str, Kind] = {
     "mixtral-stacked": Kind(
         "Mixtral",
@@ -337,6 +343,66 @@ KINDS: dict[str, Kind] = {
             "norm_topk_prob": False,
         },
         QWEN_STACKED,
+    ),
+    "glm4-moe-lite": Kind(
+        "Glm4MoeLite",
+        {
+            **without(DEEPSEEK, "first_k_dense_replace"),
+            "q_lora_rank": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "glm4-moe-lite-varied": Kind(
+        "Glm4MoeLite",
+        {
+            **without(KIMI, "first_k_dense_replace"),
+            **VARIED,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 1.3,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+        QWEN_STACKED,
+    ),
+    "minimax-m2": Kind(
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            **rope("default", partial_rotary_factor=0.5),
+        },
+    ),
+    "minimax-m2-varied": Kind(
+        "MiniMaxM2",
+        {**VARIED, "head_dim": 24, "num_local_experts": 4, **rope("linear", factor=3.0)},
+        stacked("w1", "w3", "w2", (r"block_sparse_moe", "mlp")),
+    ),
+    "hy-v3": Kind("HYV3", {**SIZES, "head_dim": 16, "num_experts": 6}),
+    "hy-v3-varied": Kind(
+        "HYV3",
+        {
+            **SIZES,
+            **VARIED,
+            "head_dim": 24,
+            "num_experts": 4,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "enable_moe_fp32_combine": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+        stacked(
+            *("gate_proj", "up_proj", "down_proj"),
+            (r"mlp\.router\.gate", "mlp.gate"),
+            (r"mlp\.expert_bias", "mlp.e_score_correction_bias"),
+            (r"mlp\.shared_mlp", "mlp.shared_experts"),
+        ),
     ),
     "gpt-oss": Kind("GptOss", GPT_OSS),
     "gpt-oss-mxfp4": Kind("GptOss", GPT_OSS, packed, unpacked),

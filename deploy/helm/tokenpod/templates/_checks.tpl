@@ -172,6 +172,12 @@
 
 {{/* Flags that something else in the chart depends on. */}}
 {{- define "tokenpod.checkFlags" -}}
+{{- $removed := dict "draftTree" "drafts of a sequence are a chain now; server.speculate (--speculate) alone says how many" -}}
+{{- range $name, $instead := $removed -}}
+{{- if hasKey $.Values.server $name -}}
+{{- fail (printf "server.%s is %v: it was removed: %s" $name (get $.Values.server $name) $instead) -}}
+{{- end -}}
+{{- end -}}
 {{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" -}}
 {{- range .Values.extraArgs -}}
 {{- $name := splitList "=" . | first -}}

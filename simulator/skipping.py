@@ -15,8 +15,8 @@ from tokenpod.scheduler.drafting import Landed
 from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.simulation.plain import PLAIN, OutputCounts
 from tokenpod.scheduler.table import Ints
+from tokenpod.simulator.plain import PLAIN, OutputCounts
 
 
 class SkippingOutcomes(Outcomes):

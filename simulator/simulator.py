@@ -23,10 +23,10 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
-from tokenpod.scheduler.simulation.skipping import SkippingScheduler
-from tokenpod.scheduler.simulation.step_times import Ints, StepSize, StepTimes
-from tokenpod.scheduler.simulation.token_times import TokenTimes
-from tokenpod.scheduler.simulation.trace import Arrival
+from tokenpod.simulator.skipping import SkippingScheduler
+from tokenpod.simulator.step_times import Ints, StepSize, StepTimes
+from tokenpod.simulator.token_times import TokenTimes
+from tokenpod.simulator.trace import Arrival
 
 #: Tokens of outputs are `PLAIN`, 0, or the last one, 1; prompts have others.
 _END, _FIRST_OWN = 1, 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenpod.scheduler.simulation.trace import Arrival, TraceError, at_rate, read_trace
+from tokenpod.simulator.trace import Arrival, TraceError, at_rate, read_trace
 
 OURS = """arrival_s,prompt_tokens,output_tokens,max_new_tokens,priority,prefix_id,prefix_tokens
 12.5,100,7,20,1,3,40

@@ -1,0 +1,51 @@
+"""What a model's config says, and which of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Fields that change nothing of what a model computes, or nothing of what is served.
+HARMLESS = {
+    *("architectures", "auto_map", "model_type", "transformers_version", "use_cache"),
+    *("initializer_range", "init_std", "layerdrop", "pretraining_tp", "gradient_checkpointing"),
+    *("bos_token_id", "pad_token_id", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "dropout"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "activation_dropout", "slow_but_exact"),
+    *("output_hidden_states", "output_attentions", "return_dict", "problem_type", "id2label"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+    *("summary_first_dropout", "classifier_dropout", "label2id", "init_device", "attn_impl"),
+    # Of training and of routers' losses.
+    *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "hidden_dropout_prob"),
+    *("input_jitter_noise", "num_nextn_predict_layers"),
+    # Of how tensors are stored: who opens the checkpoint reads it.
+    "quantization_config",
+    # How transformers computes the same.
+    *("reorder_and_upcast_attn", "attention_softmax_in_fp32", "attn_implementation"),
+    "enable_moe_fp32_combine",
+    *("scale_attention_softmax_in_fp32", "_sliding_window_pattern", "cache_implementation"),
+    # Of positions where there is ALiBi, of gradients, and of decoders that are no decoders.
+    *("learned_pos_emb", "embedding_fraction", "emb_pdrop", "is_decoder"),
+}
+
+#: Read where what transformers makes of them is not written: see `test_terse_configs`.
+DERIVED = {
+    *("sliding_window_pattern", "no_rope_layer_interval", "num_key_value_heads"),
+    "max_window_layers",
+}
+
+
+class Noted(dict[str, Any]):
+    """A config that knows which of its fields were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)

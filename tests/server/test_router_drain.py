@@ -154,10 +154,14 @@ async def test_what_a_router_calls_after_the_refusal_is_answered() -> None:
         client = ShardClient(server.uds, V3())
         long = Batch(1, (Request(id=1, inputs=TEXT, truncate=16, max_new_tokens=1900),), 1915, 1915)
         held = (await client.prefill(long)).batch
-        server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(ShardError) as refused:
+
+        async def go_on(held: CachedBatch | None) -> None:
             while held is not None:
                 held = (await client.decode([held])).batch
+
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ShardError) as refused:
+            await go_on(held)
         assert refused.value.code is grpc.StatusCode.UNAVAILABLE
         await client.clear_cache(1)
         with pytest.raises(ShardError) as refused:

@@ -29,6 +29,7 @@ DERIVED = frozenset(
         *("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"),
         *("shard_tls_cert", "shard_tls_key", "shard_tls_ca"),
         *("otlp_endpoint", "otlp_service_name", "otlp_sample_ratio"),
+        *("metrics_port", "metrics_names"),
         *("lame_duck_seconds", "graceful_termination_timeout"),
         "config",
     }

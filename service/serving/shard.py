@@ -51,6 +51,8 @@ _NO_ROOM = 2**32 - 1
 _NOTHING = Opened()
 #: Seconds for which a router that has a batch is expected to call once more at the very end.
 _LAST_CALL_SECONDS = 1.0
+#: Seconds for which a router that was refused is answered still: it clears what it had at once.
+_CLEARING_SECONDS = 0.25
 
 
 class ShardService:
@@ -157,6 +159,8 @@ class ShardService:
         await asyncio.wait({emptied, late}, return_when="FIRST_COMPLETED")
         emptied.cancel()
         late.cancel()
+        if cut:
+            await sleep(_CLEARING_SECONDS)
         return cut
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def add_histogram(
     so_far = 0
     for bound, count in zip([*bounds, float("inf")], counts.buckets, strict=True):
         so_far += count
-        upper = {"le": floatToGoString(bound)}
+        upper = {"le": floatToGoString(bound)}  # type: ignore[no-untyped-call]
         metric.add_sample(f"{metric.name}_bucket", labels | upper, so_far)
     metric.add_sample(f"{metric.name}_count", labels, so_far)
     metric.add_sample(f"{metric.name}_sum", labels, counts.sum)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 #: Connections at once; one more closes the oldest, so that slow clients can't keep others away.
@@ -73,7 +74,7 @@ class _Fresh:
 class _Server(HTTPServer):
     """A thread for each connection, of which there are few."""
 
-    def __init__(self, where: tuple[str, int], family: int, page: Page) -> None:
+    def __init__(self, where: tuple[Any, ...], family: int, page: Page) -> None:
         self.address_family = family
         self.page = page
         self._lock = threading.Lock()
@@ -102,7 +103,7 @@ class _Server(HTTPServer):
     def _answer(self, request: socket.socket, client_address: object) -> None:
         # An error says that the client is gone or too slow, or had to make room.
         with contextlib.suppress(OSError):
-            self.finish_request(request, client_address)  # type: ignore[arg-type]
+            self.finish_request(request, client_address)
         with self._lock, contextlib.suppress(ValueError):
             self._open.remove(request)
         self.shutdown_request(request)

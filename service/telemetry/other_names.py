@@ -15,31 +15,34 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.telemetry.exposition import MoreMetrics, add_histogram, by_label
 from tokenpod.service.telemetry.snapshots import Counts, Family, Snapshot
 
-#: Their histogram: our instrument, and of which attribute's value.
+#: An instrument of ours, and which of its points: those whose attribute has this value, if named.
+Source = tuple[str, str, str]
+
+_FIRST_TOKEN: Source = ("gen_ai.server.time_to_first_token", "", "")
+_PER_TOKEN: Source = ("gen_ai.server.time_per_output_token", "", "")
+_REQUEST: Source = ("gen_ai.server.request.duration", "", "")
+_INPUT: Source = ("gen_ai.client.token.usage", "gen_ai.token.type", "input")
+_OUTPUT: Source = ("gen_ai.client.token.usage", "gen_ai.token.type", "output")
+_QUEUE: Source = ("tokenpod.request.phase.duration", "tokenpod.phase", "queue")
+_PREFILL: Source = ("tokenpod.request.phase.duration", "tokenpod.phase", "prefill")
+_DECODE: Source = ("tokenpod.request.phase.duration", "tokenpod.phase", "decode")
+
 _VLLM_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": ("gen_ai.server.time_to_first_token", "", ""),
-    "vllm:request_time_per_output_token_seconds": ("gen_ai.server.time_per_output_token", "", ""),
-    "vllm:e2e_request_latency_seconds": ("gen_ai.server.request.duration", "", ""),
-    "vllm:request_queue_time_seconds": (
-        *("tokenpod.request.phase.duration", "tokenpod.phase", "queue"),
-    ),
-    "vllm:request_prefill_time_seconds": (
-        *("tokenpod.request.phase.duration", "tokenpod.phase", "prefill"),
-    ),
-    "vllm:request_decode_time_seconds": (
-        *("tokenpod.request.phase.duration", "tokenpod.phase", "decode"),
-    ),
-    "vllm:request_prompt_tokens": ("gen_ai.client.token.usage", "gen_ai.token.type", "input"),
-    "vllm:request_generation_tokens": ("gen_ai.client.token.usage", "gen_ai.token.type", "output"),
+    "vllm:time_to_first_token_seconds": _FIRST_TOKEN,
+    "vllm:request_time_per_output_token_seconds": _PER_TOKEN,
+    "vllm:e2e_request_latency_seconds": _REQUEST,
+    "vllm:request_queue_time_seconds": _QUEUE,
+    "vllm:request_prefill_time_seconds": _PREFILL,
+    "vllm:request_decode_time_seconds": _DECODE,
+    "vllm:request_prompt_tokens": _INPUT,
+    "vllm:request_generation_tokens": _OUTPUT,
 }
 _TGI_HISTOGRAMS = {
-    "tgi_request_duration": ("gen_ai.server.request.duration", "", ""),
-    "tgi_request_queue_duration": (
-        *("tokenpod.request.phase.duration", "tokenpod.phase", "queue"),
-    ),
-    "tgi_request_mean_time_per_token_duration": ("gen_ai.server.time_per_output_token", "", ""),
-    "tgi_request_input_length": ("gen_ai.client.token.usage", "gen_ai.token.type", "input"),
-    "tgi_request_generated_tokens": ("gen_ai.client.token.usage", "gen_ai.token.type", "output"),
+    "tgi_request_duration": _REQUEST,
+    "tgi_request_queue_duration": _QUEUE,
+    "tgi_request_mean_time_per_token_duration": _PER_TOKEN,
+    "tgi_request_input_length": _INPUT,
+    "tgi_request_generated_tokens": _OUTPUT,
 }
 #: `finished_reason` by how requests ended.
 _FINISHED = {"stopped": "stop", "length": "length", "aborted": "abort"}
@@ -68,9 +71,8 @@ def _vllm(snapshot: Snapshot, model: dict[str, str], max_adapters: int) -> Itera
     ):
         yield _number(f"vllm:{name}", "gauge", snapshot.get(ours), model)
     yield _number("vllm:num_preemptions", "counter", snapshot.get("tokenpod.preemptions"), model)
-    usage = snapshot.get("gen_ai.client.token.usage")
-    for name, kind in (("prompt_tokens", "input"), ("generation_tokens", "output")):
-        total = _histogram_of(usage, "gen_ai.token.type", kind)
+    for name, source in (("prompt_tokens", _INPUT), ("generation_tokens", _OUTPUT)):
+        total = _histogram_of(snapshot, source)
         yield _sample(f"vllm:{name}", "counter", model, total.sum if total else 0)
     prefixes = dict(by_label(snapshot.get("tokenpod.prefix.tokens"), "tokenpod.prefix"))
     hits = prefixes.get("cached", 0)
@@ -134,20 +136,19 @@ def _sample(name: str, kind: str, labels: dict[str, str], value: float) -> Metri
 
 
 def _histograms(
-    snapshot: Snapshot, names: dict[str, tuple[str, ...]], labels: dict[str, str]
+    snapshot: Snapshot, names: dict[str, Source], labels: dict[str, str]
 ) -> Iterator[Metric]:
-    for name, (ours, attribute, value) in names.items():
-        family = snapshot.get(ours)
+    for name, source in names.items():
         metric = Metric(name, "See docs/telemetry.md", "histogram")
-        counts = _histogram_of(family, attribute, value)
-        if family is not None and counts is not None:
-            add_histogram(metric, labels, family.bounds, counts)
+        if (counts := _histogram_of(snapshot, source)) is not None:
+            add_histogram(metric, labels, snapshot[source[0]].bounds, counts)
         yield metric
 
 
-def _histogram_of(family: Family | None, attribute: str, value: str) -> Counts | None:
-    """The sum of a family's points, of those with this attribute if one is named."""
-    points = family.counts.items() if family is not None else ()
+def _histogram_of(snapshot: Snapshot, source: Source) -> Counts | None:
+    """The sum of the points that `source` names; None: there are none."""
+    name, attribute, value = source
+    points = snapshot[name].counts.items() if name in snapshot else ()
     found = [
         counts for labels, counts in points if not attribute or dict(labels).get(attribute) == value
     ]

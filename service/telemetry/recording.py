@@ -89,7 +89,12 @@ class RecordingTelemetry(Telemetry):
 
     def watch_loop(self) -> Callable[[], None]:
         """Record how late this event loop is, from now on; call the result to stop."""
-        return asyncio.create_task(self._watch_loop()).cancel
+        task = asyncio.create_task(self._watch_loop())
+
+        def stop() -> None:
+            task.cancel()
+
+        return stop
 
     async def _watch_loop(self) -> None:
         while True:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from opentelemetry.sdk.metrics.export import (
     Histogram,
+    HistogramDataPoint,
     InMemoryMetricReader,
     MetricsData,
     NumberDataPoint,
@@ -208,9 +209,9 @@ def _families(data: MetricsData) -> Iterable[Family]:
                     labels = _labels(point.attributes or {})
                     if isinstance(point, NumberDataPoint):
                         numbers[labels] = point.value
-                    else:
-                        bounds = list(point.explicit_bounds)  # type: ignore[union-attr]
-                        counts[labels] = Counts(list(point.bucket_counts), point.sum)  # type: ignore[arg-type]
+                    elif isinstance(point, HistogramDataPoint):
+                        bounds = list(point.explicit_bounds)
+                        counts[labels] = Counts(list(point.bucket_counts), point.sum)
                 yield Family(
                     metric.name,
                     metric.unit or "",

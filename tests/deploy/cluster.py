@@ -29,6 +29,10 @@ KINDS = {
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
     "keda.sh/v1alpha1": {"scaledobjects": "ScaledObject"},
     "leaderworkerset.x-k8s.io/v1": {"leaderworkersets": "LeaderWorkerSet"},
+    "monitoring.coreos.com/v1": {
+        "podmonitors": "PodMonitor",
+        "prometheusrules": "PrometheusRule",
+    },
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},

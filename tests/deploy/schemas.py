@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 #: Without schemas here: their controllers bring them along.
-CUSTOM = {"LeaderWorkerSet", "ScaledObject"}
+CUSTOM = {"LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject"}
 
 
 @functools.cache

@@ -116,6 +116,19 @@ FRONTED = {
     "networkPolicy": {"enabled": True},
     "imagePullSecrets": [{"name": "pull"}],
 }
+WATCHED = {
+    "telemetry": {
+        "metrics": {
+            "enabled": True,
+            "names": ["vllm"],
+            "clients": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+            "podMonitor": {"enabled": True},
+            "prometheusRule": {"enabled": True},
+            "dashboard": {"enabled": True},
+        }
+    },
+    "networkPolicy": {"enabled": True},
+}
 GROUPS = {"replicaCount": 3, "parallelism": {"mode": "statefulset", "tensor": 4, "pods": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -125,6 +138,7 @@ CASES: dict[str, dict[str, Any]] = {
     "scaled": SCALED,
     "downloaded": DOWNLOADED,
     "fronted": FRONTED,
+    "watched": WATCHED,
     "fronted groups": {**GROUPS, **FRONTED},
     "groups": GROUPS,
     "downloaded groups": {**GROUPS, **DOWNLOADED},

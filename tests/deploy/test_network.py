@@ -74,6 +74,14 @@ def test_probes_reach_the_health_port_from_anywhere(helm: Helm) -> None:
     assert "from" not in rule_for(policy(helm), "health")
 
 
+def test_the_metrics_port_is_open_to_those_who_are_named(helm: Helm) -> None:
+    metrics = {"enabled": True}
+    assert "from" not in rule_for(policy(helm, telemetry={"metrics": metrics}), "metrics")
+    team = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
+    chosen = policy(helm, telemetry={"metrics": {**metrics, "clients": [team]}})
+    assert rule_for(chosen, "metrics")["from"] == [team]
+
+
 def test_a_single_pod_opens_no_connection_at_all(helm: Helm) -> None:
     assert not policy(helm)["egress"]
     assert len(policy(helm)["ingress"]) == 2

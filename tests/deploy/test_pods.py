@@ -51,6 +51,14 @@ def test_extra_arguments_come_last_and_win(helm: Helm) -> None:
     assert settings_of(pod(helm, values)).max_batch_size == 9
 
 
+def test_the_metrics_port_and_its_names_are_those_of_the_values(helm: Helm) -> None:
+    metrics = {"enabled": True, "names": ["vllm", "tgi"]}
+    values = {"telemetry": {"metrics": metrics}, "ports": {"metrics": 9999}}
+    settings = settings_of(pod(helm, values))
+    assert (settings.metrics_port, settings.metrics_names) == (9999, "vllm,tgi")
+    assert settings_of(pod(helm)).metrics_port == 0
+
+
 def test_telemetry_names_the_release_and_the_pod(helm: Helm) -> None:
     values = {"telemetry": {"otlp": {"endpoint": "https://collector:4317", "sampleRatio": 0.25}}}
     given = pod(helm, values)

@@ -128,6 +128,10 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_s
         (fronted(auth={"existingSecret": "t"}), "has no token"),
         (fronted(server={"kvCacheEvents": False}), "such as round_robin"),
         (fronted({"ports": {"health": 8000}}), "gateway.ports are"),
+        (
+            {"telemetry": {"metrics": {"podMonitor": {"enabled": True}}}},
+            "telemetry.metrics.enabled",
+        ),
         (fronted({"service": {"nodePort": 30000}}), "gateway.service.type ClusterIP"),
         (fronted({"image": {"tag": ""}}), "neither tag nor digest"),
         (fronted({"extraArgs": ["--port=1"]}), "gateway.extraArgs has --port"),

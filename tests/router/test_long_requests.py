@@ -66,6 +66,15 @@ async def test_a_request_ends_where_its_text_is_too_long_for_a_prompt(tmp_path: 
         assert len(fake.requests) == 1
 
 
+async def test_a_request_ends_where_its_text_leaves_no_room_for_a_turn(tmp_path: Path) -> None:
+    settings = replace(SHORT_TURNS, max_input_tokens=11, max_total_tokens=12)
+    async with driven(tmp_path, settings=settings, tokenizer=tokenize) as (router, fake):
+        result = await router.generate(prompt(20))
+        assert result.ids == greedy("hello", 4)
+        assert result.finish_reason is FinishReason.LENGTH
+        assert len(fake.requests) == 1
+
+
 async def test_without_a_limit_a_turn_takes_what_fits(tmp_path: Path) -> None:
     async with driven(tmp_path) as (router, fake):
         await router.generate(prompt(None))

@@ -149,6 +149,26 @@ async def test_a_drain_ends_in_time_though_a_router_goes_on() -> None:
         assert cut_off(server) == (0, 1)
 
 
+async def test_what_a_router_calls_after_the_refusal_is_answered() -> None:
+    with serve(*FLAGS, "--graceful-termination-timeout", "0.5", env=ENV) as server:
+        client = ShardClient(server.uds, V3())
+        long = Batch(1, (Request(id=1, inputs=TEXT, truncate=16, max_new_tokens=1900),), 1915, 1915)
+        held = (await client.prefill(long)).batch
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ShardError) as refused:
+            while held is not None:
+                held = (await client.decode([held])).batch
+        assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        await client.clear_cache(1)
+        with pytest.raises(ShardError) as refused:
+            await client.prefill(batch(2))
+        assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        assert "draining" in str(refused.value)
+        await client.close()
+        assert await status_of(server) == 0
+        assert cut_off(server) == (0, 1)
+
+
 @pytest.mark.parametrize(
     "stopped",
     [pytest.param(1, id="follower"), pytest.param(0, id="leader")],

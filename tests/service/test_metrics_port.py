@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -239,11 +241,9 @@ def test_a_port_in_use_is_an_error() -> None:
 # -- certificates ------------------------------------------------------------------------------
 
 
+@pytest.mark.pod  # openssl is a process
 def test_when_a_certificate_expires_is_read_from_its_file(tmp_path: Path) -> None:
     make_authority(tmp_path, "one")
-    import ssl
-    import subprocess
-
     text = subprocess.run(
         ["openssl", "x509", "-enddate", "-noout", "-in", tmp_path / "one.pem"],
         capture_output=True,

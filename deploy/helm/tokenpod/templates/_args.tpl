@@ -96,6 +96,12 @@
 - --otlp-sample-ratio={{ .sampleRatio | toJson }}
 {{- end }}
 {{- end }}
+{{- if .telemetry.metrics.enabled }}
+- --metrics-port={{ .ports.metrics }}
+{{- with .telemetry.metrics.names }}
+- --metrics-names={{ join "," . }}
+{{- end }}
+{{- end }}
 {{- if and .gateway.enabled (not (hasKey .server "kvCacheEvents")) }}
 # The gateway sends prompts where their beginning is cached.
 - --kv-cache-events

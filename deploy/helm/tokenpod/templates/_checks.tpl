@@ -5,6 +5,7 @@
 {{- include "tokenpod.checkModel" . -}}
 {{- include "tokenpod.checkScaling" . -}}
 {{- include "tokenpod.checkNetwork" . -}}
+{{- include "tokenpod.checkTelemetry" . -}}
 {{- include "tokenpod.checkSecurity" . -}}
 {{- include "tokenpod.checkFlags" . -}}
 {{- include "tokenpod.checkGateway" . -}}
@@ -156,6 +157,14 @@
 {{- end -}}
 {{- end }}
 
+{{- define "tokenpod.checkTelemetry" -}}
+{{- with .Values.telemetry.metrics -}}
+{{- if and .podMonitor.enabled (not .enabled) -}}
+{{- fail "telemetry.metrics.podMonitor is enabled: there is nothing to fetch without telemetry.metrics.enabled" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "tokenpod.checkSecurity" -}}
 {{- with .Values -}}
 {{- if and .tls.mtls.enabled (not .tls.existingSecret) -}}
@@ -178,7 +187,7 @@
 {{- fail (printf "server.%s is %v: it was removed: %s" $name (get $.Values.server $name) $instead) -}}
 {{- end -}}
 {{- end -}}
-{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" -}}
+{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" "--metrics-port" "--metrics-names" -}}
 {{- range .Values.extraArgs -}}
 {{- $name := splitList "=" . | first -}}
 {{- if has $name $ours -}}

@@ -92,6 +92,9 @@ spec:
       ports:
         - {name: grpc, containerPort: {{ .ports.grpc }}}
         - {name: health, containerPort: {{ .ports.health }}}
+        {{- if .telemetry.metrics.enabled }}
+        - {name: metrics, containerPort: {{ .ports.metrics }}}
+        {{- end }}
         {{- if gt (int .parallelism.pods) 1 }}
         - {name: rendezvous, containerPort: {{ .ports.rendezvous }}}
         - {name: plans, containerPort: {{ .ports.plans }}}

@@ -56,8 +56,8 @@ class _Added(NamedTuple):
 
     kind: _Kind
     sequences: Listing[Sequence]
-    #: [n] where they are in the table.
-    places: Ints
+    #: [n] where they are in the table, if that was given.
+    places: Ints | None
     #: Of samples: the one whose prompt they wait for.
     first: Sequence | None = None
 
@@ -165,9 +165,11 @@ class Ledger:
         at: Ints | None = None,
         first: Sequence | None = None,
     ) -> None:
-        at = places_of(sequences) if at is None else at
         self._added.append(_Added(kind, sequences, at, first))
-        bounds = sequences[0].bound if len(sequences) == 1 else int(self._table.bound[at].sum())
+        if at is None:
+            bounds = sum([sequence.bound for sequence in sequences])
+        else:
+            bounds = int(self._table.bound[at].sum())
         self._bounds.append(self._bounds[-1] + bounds)
         if kind not in _OF_NO_COMPANY and self._several_from is None:
             self._note(sequences)
@@ -228,7 +230,10 @@ class Ledger:
 
     def _counted(self, added: list[_Added], counts: list[int]) -> tuple[Ints, Ints, Ints]:
         """[n] held, [draws, n] growth and [draws, n] end of all these sequences, in order."""
-        table, at = self._table, np.concatenate([each.places for each in added])
+        table = self._table
+        at = np.concatenate(
+            [places_of(each.sequences) if each.places is None else each.places for each in added]
+        )
         kinds = np.array([each.kind for each in added], np.int64).repeat(counts)
         prompt, sample = kinds >= _Kind.PROMPT, kinds == _Kind.SAMPLE
         shared, needed = table.shared[at], table.needed[at]

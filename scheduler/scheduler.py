@@ -456,7 +456,7 @@ class Scheduler:
     def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
         """Append a token of a sequence, sample `at` of its step."""
         sequence.keep = sequence.keep and token >= 0
-        if sequence.dead:
+        if sequence.ended_as is not None:
             # Sampled after its end, before that was seen.
             return
         if token < 0 and sequence.constrained and sequence.request.sampling.bad_words:

@@ -258,7 +258,7 @@ def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
 
 def test_the_log_tells_of_loading_until_it_serves_and_nothing_is_left_in_the_end() -> None:
     with serve(wait=False, own_imports=True) as starting:
-        wait_for(lambda: bool(starting.children()))
+        wait_for(lambda: bool(starting.engine_pids()))
         # As slow as a large model on a slow volume.
         stop(starting.engine_pid())
         wait_for(lambda: starting.log.read_text().count("loading model_id=demo stage=") == 3)

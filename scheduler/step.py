@@ -111,7 +111,7 @@ class StepBuilder:
 
     @contextmanager
     def kept_drafts(self, n: int) -> Iterator[None]:
-        """Keep so many of the drafts that are left for who comes after."""
+        """Reserve n of the drafts that are left for the planners that add rows later."""
         self.drafts_left -= n
         yield
         self.drafts_left += n

@@ -2,7 +2,7 @@
 
 An 8B shape with random weights but for the head, whose row j is the embedding's row j - 1: after
 token t it says t + 1, whatever the layers add and however sums are rounded. So a source can be
-right as often as it is told.
+right for any share of the tokens.
 
     simulated   a source that is right for --right of the tokens, at no cost; --sampled draws tokens
     model       a draft model of --draft's sizes, as often right; its own time counts

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from tokenpod.commands.serve import setting_flag
 from tokenpod.core.capacity import host_slots
-from tokenpod.scheduler.policies import ADMISSIONS, batching
-from tokenpod.scheduler.preemption import PREEMPTIONS
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
+from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.sequences.work import Limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.simulator.machines import MACHINES, Machine
 from tokenpod.simulator.simulator import Outcome, Simulator

@@ -244,7 +244,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
-    #: See `scheduler.work.Limits`.
+    #: See `scheduler.sequences.work.Limits`.
     prefix_eviction: str = "lru"
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
@@ -263,7 +263,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: are part of the model.
     adapters: list[tuple[str, str]] = []
     lora_fuse: bool = False
-    #: Who may join, by name (see scheduler/policies.py).
+    #: Who may join, by name (see scheduler/policies/registry.py).
     admission: str = "exact"
     #: What a step holds, likewise; and TGI's numbers for "alternate".
     batching: str = "mixed"
@@ -282,7 +282,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: for; fewer tokens than `host_kv_least_tokens` are computed again rather than copied.
     host_kv_bytes: int = 0
     host_kv_least_tokens: int = 1
-    #: What becomes of a preempted sequence, by name (see scheduler/preemption.py).
+    #: What becomes of a preempted sequence, by name (see scheduler/kv/preemption.py).
     preemption: str = "auto"
 
 

@@ -33,12 +33,12 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import Advanced, Load, Started, StepCounts, StepOutputs, Top
 from tokenpod.core.requests import Request
-from tokenpod.engine.adapters import Adapters
+from tokenpod.engine.adapters.adapters import Adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face
-from tokenpod.engine.executor import Launched, Launcher, StepResult
 from tokenpod.engine.idle_check import IdleCheck
-from tokenpod.engine.prompt_scores import PromptScores
+from tokenpod.engine.sampling.prompt_scores import PromptScores
+from tokenpod.engine.steps.executor import Launched, Launcher, StepResult
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 _NAP_SECONDS = 0.01

@@ -15,34 +15,34 @@ import torch
 from tokenpod.core.capacity import MOST_DRAFTS, step_limits
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
-from tokenpod.engine.adapter_reading import fused_folder, read_given, space_of
-from tokenpod.engine.adapters import Adapters, OwnAdapters
-from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.adapters.adapter_reading import fused_folder, read_given, space_of
+from tokenpod.engine.adapters.adapters import Adapters, OwnAdapters
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.constraints.text import MOST_AHEAD
-from tokenpod.engine.device_check import check_attention, check_device, check_step
-from tokenpod.engine.draft import load_draft
+from tokenpod.engine.drafts.draft import load_draft
 from tokenpod.engine.exchange import Face
-from tokenpod.engine.executor import Executor
-from tokenpod.engine.host_room import check_host_memory
-from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.memory import let_segments_grow
+from tokenpod.engine.shards.join import join_group
+from tokenpod.engine.startup.assemble import Assembled, assemble
+from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
+from tokenpod.engine.startup.memory import let_segments_grow
+from tokenpod.engine.startup.offload_room import check_host_memory
+from tokenpod.engine.steps.executor import Executor
 from tokenpod.kernels.group import Group
 from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
 from tokenpod.models.medusa import is_medusa
 from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.scheduler.drafting import Drafter, Drafting, ModelDrafts
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ngrams import NGrams
-from tokenpod.scheduler.policies import ADMISSIONS, batching
-from tokenpod.scheduler.preemption import PREEMPTIONS
+from tokenpod.scheduler.drafts.drafting import Drafter, Drafting, ModelDrafts
+from tokenpod.scheduler.drafts.ngrams import NGrams
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
+from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
-from tokenpod.scheduler.step_times import Costs
+from tokenpod.scheduler.steps.step_times import Costs
 
 if TYPE_CHECKING:
     from tokenpod.engine.shards.member import Member

@@ -229,7 +229,7 @@ def _guesses(checkpoint: Checkpoint, spec: MedusaSpec, tokens: int) -> torch.Ten
 
 
 class MedusaHeads:
-    """Heads of a served model; see `engine.parallel_draft`.
+    """Heads of a served model; see `engine.drafts.parallel_draft`.
 
     Args:
         spec: of the folder.

@@ -119,7 +119,7 @@ def load_mtp(
 
 
 class MtpHead:
-    """Such a layer of a served model, whose embedding and head it shares; see `engine.draft.Head`.
+    """Such a layer of a served model, whose embedding and head it shares.
 
     Args:
         spec: of the layer.

@@ -32,27 +32,26 @@ from tokenpod.core.outputs import (
 )
 from tokenpod.core.plan import UNSAMPLED
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.adapter_slots import AdapterSlots
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.batcher import Batcher
-from tokenpod.scheduler.batching import Batching, Mixed
-from tokenpod.scheduler.beam_search import Top
-from tokenpod.scheduler.blocks import BlockLog
-from tokenpod.scheduler.deadlines import Deadlines
-from tokenpod.scheduler.drafting import Drafting, Landed
-from tokenpod.scheduler.exact import Exact
-from tokenpod.scheduler.forced import Forced
-from tokenpod.scheduler.given import VectorIds
-from tokenpod.scheduler.host_kv import HostKV, host_of
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.pace import Pace
-from tokenpod.scheduler.planner import StepPlanner
-from tokenpod.scheduler.preemption import Always, Preemption
-from tokenpod.scheduler.queue import Queue
-from tokenpod.scheduler.refusals import malformed, never_fits, too_much
-from tokenpod.scheduler.router_steps import Probes, RouterSteps
-from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import (
+from tokenpod.scheduler.drafts.drafting import Drafting, Landed
+from tokenpod.scheduler.drafts.forced import Forced
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.kv.offload import HostKV, host_of
+from tokenpod.scheduler.kv.preemption import Always, Preemption
+from tokenpod.scheduler.planners.batcher import Batcher
+from tokenpod.scheduler.planners.deadlines import Deadlines
+from tokenpod.scheduler.planners.planner import StepPlanner
+from tokenpod.scheduler.planners.queue import Queue
+from tokenpod.scheduler.planners.refusals import malformed, never_fits, too_much
+from tokenpod.scheduler.planners.router_steps import Probes, RouterSteps
+from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.batching import Batching, Mixed
+from tokenpod.scheduler.policies.exact import Exact
+from tokenpod.scheduler.pool.blocks import BlockLog
+from tokenpod.scheduler.pool.given import VectorIds
+from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
+from tokenpod.scheduler.sequences.beam_search import Top
+from tokenpod.scheduler.sequences.rows import Rows
+from tokenpod.scheduler.sequences.sequence import (
     END_STATES,
     EndState,
     Group,
@@ -61,11 +60,12 @@ from tokenpod.scheduler.sequence import (
     Sequence,
     State,
 )
-from tokenpod.scheduler.step import Step, StepBuilder
-from tokenpod.scheduler.step_clock import StepClock
-from tokenpod.scheduler.step_times import Costs
-from tokenpod.scheduler.table import Table
-from tokenpod.scheduler.work import Limits, Settled
+from tokenpod.scheduler.sequences.table import Table
+from tokenpod.scheduler.sequences.work import Limits, Settled
+from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.step import Step, StepBuilder
+from tokenpod.scheduler.steps.step_clock import StepClock
+from tokenpod.scheduler.steps.step_times import Costs
 
 _RECOMPUTE = Always(swap=False)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tokenpod.scheduler.table import Ints, Table
+from tokenpod.scheduler.sequences.table import Ints, Table
 
 #: A token that never ends a sequence.
 PLAIN = 0

@@ -10,11 +10,11 @@ import numpy as np
 
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.beam_search import Top
-from tokenpod.scheduler.drafting import Landed
+from tokenpod.scheduler.drafts.drafting import Landed
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.sequences.beam_search import Top
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.table import Ints
 from tokenpod.simulator.plain import PLAIN, OutputCounts
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.sequences.table import Ints
 
 
 @dataclass(slots=True)

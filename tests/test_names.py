@@ -37,7 +37,7 @@ def names() -> str:
     """One name to a line."""
     found = {text for text in strings() if WANTED.fullmatch(text)} | set(settings())
     # Modules that are started by name are no business of operators.
-    started = re.compile(r"tokenpod\.(engine|service|scheduler|models|kernels|core|cli|commands)\b.*")
+    started = re.compile(rf"tokenpod\.({'|'.join(PRODUCT)})\b.*")
     return "".join(f"{name}\n" for name in sorted(found) if not started.fullmatch(name))
 
 

@@ -2,7 +2,7 @@
 
 TRACE_FOLDER has a file `call` of one byte, the number of the call under way, 0 between calls. Each
 process writes there, to a file of its pid: its command, then a line for each thing it saw first in
-a call, `1 file scheduler/queue.py` or `1 class tokenpod.core.requests.Request`.
+a call, `1 file scheduler/planners/queue.py` or `1 class tokenpod.core.requests.Request`.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from tokenpod.core.outputs import MaskCounts
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masks import Masks
-from tokenpod.engine.memory import let_segments_grow
-from tokenpod.scheduler.step_times import Costs
+from tokenpod.engine.startup.memory import let_segments_grow
+from tokenpod.scheduler.steps.step_times import Costs
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.text.tokenizer import Tokenizer
 

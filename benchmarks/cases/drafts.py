@@ -26,10 +26,10 @@ from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, by_turns, pair_ratios, synchronise
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.memory import let_segments_grow
+from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.models.decoder import Decoder
-from tokenpod.scheduler.drafting import Drafting, ModelDrafts
-from tokenpod.scheduler.step_times import Costs
+from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
+from tokenpod.scheduler.steps.step_times import Costs
 
 GPU = DEVICE.type == "cuda"
 CASES = ("simulated", "model")

@@ -25,7 +25,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.support.models import FORMATS
 from benchmarks.support.report import Report
-from tokenpod.engine.kv_scales import EIGHT_BITS, PROMPT_TOKENS, measure_scales, random_prompt
+from tokenpod.engine.startup.kv_scales import (
+    EIGHT_BITS,
+    PROMPT_TOKENS,
+    measure_scales,
+    random_prompt,
+)
 from tokenpod.kernels import reference
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.batch import ForwardBatch

@@ -19,9 +19,9 @@ from benchmarks.support.report import Report
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.executor import StepResult
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
+from tokenpod.engine.steps.executor import StepResult
+from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 STEPS = 300

@@ -21,7 +21,7 @@ from benchmarks.support.models import config_of, random_model, shape_names, shap
 from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, profiled, synchronise
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.memory import let_segments_grow
+from tokenpod.engine.startup.memory import let_segments_grow
 
 GPU = DEVICE.type == "cuda"
 SMOKE = {

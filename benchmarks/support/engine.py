@@ -18,12 +18,12 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import Load, StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.adapters import Adapters
-from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.adapters.adapters import Adapters
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.startup.assemble import Assembled, assemble
 from tokenpod.models.decoder import Decoder
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

@@ -12,7 +12,7 @@ import torch
 from tokenpod.core.adapter_files import CONFIG, digest_of, folder_within
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import AdapterFacts, EngineOptions
-from tokenpod.engine.pace import Pace
+from tokenpod.engine.adapters.pace import Pace
 from tokenpod.models.adapters.config import read_lora
 from tokenpod.models.adapters.packed import Packed
 from tokenpod.models.adapters.store import AdapterStore, Space

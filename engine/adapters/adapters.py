@@ -27,10 +27,10 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.rank_reads import RankRead
-from tokenpod.engine.adapter_reading import Reader, read_below
-from tokenpod.engine.pace import Pace
+from tokenpod.engine.adapters.adapter_reading import Reader, read_below
+from tokenpod.engine.adapters.pace import Pace
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.scheduler.adapter_slots import AdapterSlots
+from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
 
 #: After so long every front end that lives has heard of an adapter's new version.
 _HEARD_SECONDS = 5.0

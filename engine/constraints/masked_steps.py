@@ -19,7 +19,7 @@ from tokenpod.core.outputs import MaskCounts
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.masks import Masks
-from tokenpod.engine.executor import Launched
+from tokenpod.engine.steps.executor import Launched
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 #: Of the usual time of a forward: until then masks of its step may come, and where it is over when

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.processors import History, log_mass, truncate
-from tokenpod.engine.rng import token_noise, vocabulary_noise
-from tokenpod.engine.sampler import Records, logprobs_of
+from tokenpod.engine.sampling.processors import History, log_mass, truncate
+from tokenpod.engine.sampling.rng import token_noise, vocabulary_noise
+from tokenpod.engine.sampling.sampler import Records, logprobs_of
 
 Ints = npt.NDArray[np.int64]
 

@@ -9,14 +9,15 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.draft import Drafter
-from tokenpod.engine.executor import Masks, Model
-from tokenpod.engine.host_copies import HostCopies, pools_of
-from tokenpod.engine.host_sampler import HostSampler, host_sampler
-from tokenpod.engine.integers import Counts, Integers, StepWords
-from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
-from tokenpod.engine.open_drafts import Unknown
-from tokenpod.engine.rounds import (
+from tokenpod.engine.cpu.cpu_sampler import HostSampler, host_sampler
+from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
+from tokenpod.engine.steps.drafter import Drafter
+from tokenpod.engine.steps.executor import Masks, Model
+from tokenpod.engine.steps.integers import Counts, Integers, StepWords
+from tokenpod.engine.steps.mailbox import Flight, HostMailbox, Mailbox
+from tokenpod.engine.steps.offload_copies import HostCopies, pools_of
+from tokenpod.engine.steps.open_drafts import Unknown
+from tokenpod.engine.steps.rounds import (
     Drawing,
     Ints,
     Round,
@@ -25,8 +26,7 @@ from tokenpod.engine.rounds import (
     mask_words,
     unmasked_rounds,
 )
-from tokenpod.engine.sampler import LeaderTokens, Samples
-from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
+from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.batch import ForwardBatch, append_run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.host_pool import HostPool

@@ -20,7 +20,7 @@ from tokenpod.core.sampling import (
     TABLE,
     SamplingTable,
 )
-from tokenpod.engine.host_draws import (
+from tokenpod.engine.cpu.cpu_draws import (
     Distributions,
     Draw,
     Rows,
@@ -30,8 +30,8 @@ from tokenpod.engine.host_draws import (
     draw_whole,
     top_tokens,
 )
-from tokenpod.engine.processors import History, edit
-from tokenpod.engine.sampler import LeaderTokens, Records, Sampler, Samples, logprobs_of
+from tokenpod.engine.sampling.processors import History, edit
+from tokenpod.engine.sampling.sampler import LeaderTokens, Records, Sampler, Samples, logprobs_of
 from tokenpod.kernels.group import Group
 
 Ints = npt.NDArray[np.int64]

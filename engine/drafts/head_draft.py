@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tokenpod.engine.executor import Model
+from tokenpod.engine.steps.executor import Model
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows, Run
 from tokenpod.kernels.pool import KVPool

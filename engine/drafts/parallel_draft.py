@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.engine.executor import Model
+from tokenpod.engine.steps.executor import Model
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.medusa import MedusaHeads

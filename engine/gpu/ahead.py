@@ -20,8 +20,8 @@ from itertools import cycle
 import numpy as np
 
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.mailbox import Mark
-from tokenpod.engine.open_drafts import Ints, Unknown
+from tokenpod.engine.steps.mailbox import Mark
+from tokenpod.engine.steps.open_drafts import Ints, Unknown
 
 
 @dataclass(frozen=True, slots=True)

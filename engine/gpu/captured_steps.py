@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.graphs import (
+from tokenpod.engine.gpu.graphs import (
     Captured,
     Graphs,
     decode_counts,
@@ -19,7 +19,7 @@ from tokenpod.engine.graphs import (
     single_rows,
     with_adapters,
 )
-from tokenpod.engine.integers import Counts, Integers
+from tokenpod.engine.steps.integers import Counts, Integers
 from tokenpod.kernels.batch import RaggedRows
 
 #: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.

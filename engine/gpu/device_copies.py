@@ -22,8 +22,8 @@ import torch
 
 from tokenpod.core.capacity import STAGING_BYTES, STAGING_PIECES
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.host_copies import HostCopies
-from tokenpod.engine.mailbox import upload
+from tokenpod.engine.steps.mailbox import upload
+from tokenpod.engine.steps.offload_copies import HostCopies
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.slots import SlotRows

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
-from tokenpod.engine.ahead import Ahead, Before
-from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import Drafter
-from tokenpod.engine.mailbox import Mailbox
-from tokenpod.engine.open_drafts import Ints, Unknown
-from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.small_steps import Known, MakeBatch, SmallSteps, places_of
+from tokenpod.engine.gpu.ahead import Ahead, Before
+from tokenpod.engine.gpu.device_sampler import DeviceSampler
+from tokenpod.engine.gpu.small_steps import Known, MakeBatch, SmallSteps, places_of
+from tokenpod.engine.sampling.sampler import LeaderTokens
+from tokenpod.engine.steps.drafter import Drafter
+from tokenpod.engine.steps.mailbox import Mailbox
+from tokenpod.engine.steps.open_drafts import Ints, Unknown
 
 
 class Proposals:

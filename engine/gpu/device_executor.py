@@ -16,23 +16,24 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
-from tokenpod.engine.captured_steps import CapturedSteps
-from tokenpod.engine.device_copies import DeviceCopies
-from tokenpod.engine.device_drafts import Proposals
-from tokenpod.engine.device_masked import MaskedDrawing, MaskedDraws, drawn_late
-from tokenpod.engine.device_rounds import DeviceDrawing
-from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import BothTiles, Drafter
-from tokenpod.engine.executor import CapturableModel
-from tokenpod.engine.graphs import Captured, single_rows
-from tokenpod.engine.host_copies import pools_of
-from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
-from tokenpod.engine.mailbox import Flight, Mailbox, upload
-from tokenpod.engine.open_drafts import Unknown
-from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import unmasked_rounds
-from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
+from tokenpod.engine.drafts.draft import BothTiles
+from tokenpod.engine.gpu.captured_steps import CapturedSteps
+from tokenpod.engine.gpu.device_copies import DeviceCopies
+from tokenpod.engine.gpu.device_drafts import Proposals
+from tokenpod.engine.gpu.device_masked import MaskedDrawing, MaskedDraws, drawn_late
+from tokenpod.engine.gpu.device_rounds import DeviceDrawing
+from tokenpod.engine.gpu.device_sampler import DeviceSampler
+from tokenpod.engine.gpu.graphs import Captured, single_rows
+from tokenpod.engine.sampling.prompt_scores import PromptScores
+from tokenpod.engine.sampling.sampler import LeaderTokens
+from tokenpod.engine.steps.drafter import Drafter
+from tokenpod.engine.steps.executor import CapturableModel
+from tokenpod.engine.steps.integers import Counts, Integers, flatten, pad, views
+from tokenpod.engine.steps.mailbox import Flight, Mailbox, upload
+from tokenpod.engine.steps.offload_copies import pools_of
+from tokenpod.engine.steps.open_drafts import Unknown
+from tokenpod.engine.steps.rounds import unmasked_rounds
+from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, append_slots, cut_runs
 from tokenpod.kernels.host_pool import HostPool

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.executor import Masks
-from tokenpod.engine.integers import Counts, Integers
-from tokenpod.engine.mailbox import Staging
-from tokenpod.engine.rounds import Drawing, Round, mask_words
-from tokenpod.engine.sampler import LeaderTokens, Samples
+from tokenpod.engine.gpu.device_sampler import DeviceSampler
+from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
+from tokenpod.engine.steps.executor import Masks
+from tokenpod.engine.steps.integers import Counts, Integers
+from tokenpod.engine.steps.mailbox import Staging
+from tokenpod.engine.steps.rounds import Drawing, Round, mask_words
 from tokenpod.kernels.triton.steps import remember
 
 #: Columns begin at multiples of 64 bytes, see `Staging.upload`.

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.executor import Masks
-from tokenpod.engine.mailbox import Staging
-from tokenpod.engine.rounds import Drawing, Ints, Round, allowed, mask_words, rounds
-from tokenpod.engine.sampler import LeaderTokens, Samples
+from tokenpod.engine.gpu.device_sampler import DeviceSampler
+from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
+from tokenpod.engine.steps.executor import Masks
+from tokenpod.engine.steps.mailbox import Staging
+from tokenpod.engine.steps.rounds import Drawing, Ints, Round, allowed, mask_words, rounds
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import accept, remember
 

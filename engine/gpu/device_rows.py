@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.engine.mailbox import upload
+from tokenpod.engine.steps.mailbox import upload
 
 #: Tokens of one row, and what is added to their scores: [m] each.
 Edits = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]

@@ -23,10 +23,10 @@ from tokenpod.core.sampling import (
     TABLE,
     SamplingTable,
 )
-from tokenpod.engine.device_launches import Asked, Launches, Tiles
-from tokenpod.engine.device_rows import enter_rows
-from tokenpod.engine.mailbox import upload
-from tokenpod.engine.sampler import LeaderTokens, Sampler, Samples, edits_of
+from tokenpod.engine.gpu.device_launches import Asked, Launches, Tiles
+from tokenpod.engine.gpu.device_rows import enter_rows
+from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler, Samples, edits_of
+from tokenpod.engine.steps.mailbox import upload
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
 from tokenpod.kernels.triton.token_rank import find_ranks

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tokenpod.engine.integers import Counts, Integers, views
+from tokenpod.engine.steps.integers import Counts, Integers, views
 from tokenpod.kernels.batch import RaggedRows, Run
 
 #: Smaller mixed steps are filled up to this.

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from tokenpod.core.capacity import MOST_DRAFTS
-from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.draft import Drafter
-from tokenpod.engine.graphs import Captured, Graphs, decode_counts
-from tokenpod.engine.integers import ALIGNMENT, Counts, Integers, views
-from tokenpod.engine.open_drafts import Ints
-from tokenpod.engine.sampler import LeaderTokens
+from tokenpod.engine.gpu.device_sampler import DeviceSampler
+from tokenpod.engine.gpu.graphs import Captured, Graphs, decode_counts
+from tokenpod.engine.sampling.sampler import LeaderTokens
+from tokenpod.engine.steps.drafter import Drafter
+from tokenpod.engine.steps.integers import ALIGNMENT, Counts, Integers, views
+from tokenpod.engine.steps.open_drafts import Ints
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.triton.steps import remember, resolve
-from tokenpod.scheduler.drafting import MOST_ROWS
+from tokenpod.scheduler.drafts.drafting import MOST_ROWS
 
 #: The batch of a small step from its integers and tokens, all rows of which have one.
 MakeBatch = Callable[[Integers, torch.Tensor], ForwardBatch]

@@ -13,9 +13,9 @@ import torch
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.sampling import COUNTED, MOST_BOOST
-from tokenpod.engine.bad_words import BadWords
-from tokenpod.engine.rng import philox, split
-from tokenpod.engine.sampler import Record, Records, edits_of
+from tokenpod.engine.sampling.bad_words import BadWords
+from tokenpod.engine.sampling.rng import philox, split
+from tokenpod.engine.sampling.sampler import Record, Records, edits_of
 
 #: "A Watermark for Large Language Models" (Kirchenbauer et al., 2023), with TGI's constants.
 WATERMARK_GAMMA = 0.5

@@ -9,7 +9,7 @@ import torch
 
 from tokenpod.core.outputs import PromptDetails
 from tokenpod.core.requests import Request
-from tokenpod.engine.sampler import logprobs_of
+from tokenpod.engine.sampling.sampler import logprobs_of
 
 #: Positions whose likeliest tokens are found at a time: it takes several times the memory of
 #: their logits.

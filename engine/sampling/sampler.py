@@ -18,7 +18,7 @@ import torch
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import DRAWS, EDITED, ROW_WORDS, TABLE, SamplingTable
-from tokenpod.engine.bad_words import entries_of
+from tokenpod.engine.sampling.bad_words import entries_of
 from tokenpod.kernels.group import Group
 
 #: Rows of columns, [n] of a table's dtype, and one of them.

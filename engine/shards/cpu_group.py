@@ -12,7 +12,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from tokenpod.core.errors import RankLost
-from tokenpod.engine.rendezvous import one_line
+from tokenpod.engine.shards.rendezvous import one_line
 
 _T = TypeVar("_T")
 

@@ -16,8 +16,8 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
 from tokenpod.core.errors import EngineError
-from tokenpod.engine.host_group import HostGroup
-from tokenpod.engine.rendezvous import one_line
+from tokenpod.engine.shards.cpu_group import HostGroup
+from tokenpod.engine.shards.rendezvous import one_line
 from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
 
 #: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenpod.core.errors import EngineError
-from tokenpod.engine.rendezvous import open_store
+from tokenpod.engine.shards.rendezvous import open_store
 from tokenpod.kernels.group import Group
 
 
@@ -29,12 +29,12 @@ def join_group(
     if not 0 <= rank < world or world < 2:
         raise EngineError(f"rank {rank} of {world}: a group has ranks 0 to world - 1, two or more")
     store = open_store(rank, world, address, port, timeout=timeout)
-    from tokenpod.engine.host_group import HostGroup
+    from tokenpod.engine.shards.cpu_group import HostGroup
 
     host = HostGroup(store, rank, world, toward=(address, port), timeout=timeout)
     if device.type == "cpu":
         return host
     # Not on a CPU: it brings Triton with it.
-    from tokenpod.engine.device_group import DeviceGroup
+    from tokenpod.engine.shards.device_group import DeviceGroup
 
     return DeviceGroup(host, store, device=device, timeout=timeout)

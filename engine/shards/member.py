@@ -32,7 +32,7 @@ from tokenpod.models.errors import ModelError
 
 if TYPE_CHECKING:
     # It brings torch, whose import takes seconds in which a member is to be heard already.
-    from tokenpod.engine.executor import Executor, Launched, Launcher
+    from tokenpod.engine.steps.executor import Executor, Launched, Launcher
 
 #: Seconds for the last messages to leave the process.
 _LAST_MESSAGES_SECONDS = 0.1

@@ -18,9 +18,26 @@ from tokenpod.core.capacity import (
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
-from tokenpod.engine.draft import Drafter, DraftModel, draft_of
-from tokenpod.engine.executor import Executor
-from tokenpod.engine.first_steps import (
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.drafts.draft import DraftModel, draft_of
+from tokenpod.engine.startup.kv_scales import (
+    EIGHT_BITS,
+    POOL_TYPES,
+    PROMPT_TOKENS,
+    measure_scales,
+    random_prompt,
+)
+from tokenpod.engine.startup.memory import (
+    PROCESSES_GROW,
+    FreeMemory,
+    free_memory,
+    map_ahead,
+)
+from tokenpod.engine.startup.offload_room import make_host_pool
+from tokenpod.engine.startup.room import Room, room_for
+from tokenpod.engine.steps.drafter import Drafter
+from tokenpod.engine.steps.executor import Executor
+from tokenpod.engine.steps.first_steps import (
     TIMED_BEHIND,
     prompt_seconds,
     run_worst_steps,
@@ -28,22 +45,6 @@ from tokenpod.engine.first_steps import (
     warm_copies,
     warm_up,
 )
-from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.host_room import make_host_pool
-from tokenpod.engine.kv_scales import (
-    EIGHT_BITS,
-    POOL_TYPES,
-    PROMPT_TOKENS,
-    measure_scales,
-    random_prompt,
-)
-from tokenpod.engine.memory import (
-    PROCESSES_GROW,
-    FreeMemory,
-    free_memory,
-    map_ahead,
-)
-from tokenpod.engine.room import Room, room_for
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -197,8 +198,8 @@ def _on_device(
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
-    from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import MOST_TOKENS, device_sampler
+    from tokenpod.engine.gpu.device_executor import DeviceExecutor
+    from tokenpod.engine.gpu.device_sampler import MOST_TOKENS, device_sampler
 
     dtype = _kv_dtype(model, options, device)
     vocab_size = model.config.vocab_size

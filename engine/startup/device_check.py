@@ -6,7 +6,7 @@ import torch
 
 from tokenpod.core.capability import problem_of
 from tokenpod.core.step_limits import StepLimits
-from tokenpod.engine.assemble import EngineError
+from tokenpod.engine.startup.assemble import EngineError
 from tokenpod.models.facts import ModelFacts
 
 #: Programs that CUDA takes along y of a grid.

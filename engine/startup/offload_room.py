@@ -7,8 +7,8 @@ import torch
 from tokenpod.core.capacity import BLOCK, host_slots
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.draft import DraftModel
-from tokenpod.engine.memory import free_memory, size
+from tokenpod.engine.drafts.draft import DraftModel
+from tokenpod.engine.startup.memory import free_memory, size
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool

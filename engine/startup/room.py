@@ -10,8 +10,8 @@ from tokenpod.core.capacity import choose_slots
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
-from tokenpod.engine.draft import DraftModel
-from tokenpod.engine.memory import FreeMemory, size
+from tokenpod.engine.drafts.draft import DraftModel
+from tokenpod.engine.startup.memory import FreeMemory, size
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.facts import LoadedModel

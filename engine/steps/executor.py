@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import Ints, StepPlan
-from tokenpod.engine.prompt_scores import PromptScores
+from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.pool import KVPool

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import GIVEN, StepPlan
-from tokenpod.engine.rounds import rounds
+from tokenpod.engine.steps.rounds import rounds
 
 #: Fields begin at multiples of so many words (128 bytes): Triton compiles a kernel once more for a
 #: pointer that is aligned otherwise.

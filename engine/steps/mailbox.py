@@ -13,13 +13,13 @@ import torch
 from tokenpod.core.naps import end_naps_on_time
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.executor import Masks, StepResult
-from tokenpod.engine.host_copies import HostCopies
-from tokenpod.engine.integers import StepWords
-from tokenpod.engine.open_drafts import Unknown
-from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, masks_there, row_after_row
-from tokenpod.engine.sampler import Samples
+from tokenpod.engine.sampling.prompt_scores import PromptScores
+from tokenpod.engine.sampling.sampler import Samples
+from tokenpod.engine.steps.executor import Masks, StepResult
+from tokenpod.engine.steps.integers import StepWords
+from tokenpod.engine.steps.offload_copies import HostCopies
+from tokenpod.engine.steps.open_drafts import Unknown
+from tokenpod.engine.steps.rounds import Drawing, masks_there, row_after_row
 
 #: How often results that are urgent are looked for.
 LOOK_SECONDS = 20e-6

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.draft import Drafter
+from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.kernels.host_pool import HostPool, read_slots, write_slots
 from tokenpod.kernels.pool import KVPool
 

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import UNSAMPLED, StepPlan
-from tokenpod.engine.executor import Masks, StepResult, Words
-from tokenpod.engine.sampler import Samples
+from tokenpod.engine.sampling.sampler import Samples
+from tokenpod.engine.steps.executor import Masks, StepResult, Words
 
 Ints = npt.NDArray[np.integer[Any]]
 T = TypeVar("T", int, float)

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
-from tokenpod.engine.draft import Drafter
-from tokenpod.engine.executor import Model, new_rows, scored_rows
-from tokenpod.engine.host_copies import HostCopies
-from tokenpod.engine.integers import Integers, fill, given_tokens
-from tokenpod.engine.mailbox import Flight, Mailbox
-from tokenpod.engine.open_drafts import Unknown
-from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
-from tokenpod.engine.rounds import Drawing, Round
-from tokenpod.engine.sampler import LeaderTokens, Sampler
+from tokenpod.engine.sampling.prompt_scores import PromptScores, Wanted, joined, score
+from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler
+from tokenpod.engine.steps.drafter import Drafter
+from tokenpod.engine.steps.executor import Model, new_rows, scored_rows
+from tokenpod.engine.steps.integers import Integers, fill, given_tokens
+from tokenpod.engine.steps.mailbox import Flight, Mailbox
+from tokenpod.engine.steps.offload_copies import HostCopies
+from tokenpod.engine.steps.open_drafts import Unknown
+from tokenpod.engine.steps.rounds import Drawing, Round
 from tokenpod.kernels.batch import (
     ForwardBatch,
     GivenEmbeddings,

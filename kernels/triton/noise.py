@@ -1,4 +1,4 @@
-"""Philox4x32-10 and exponential noise as `tokenpod.engine.rng` defines them, on the device."""
+"""Philox4x32-10 and exponential noise on the device, as `engine.sampling.rng` defines them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ STREAM = tl.constexpr(TABLE.place("stream"))
 #: Ends are forbidden at output positions below this.
 MIN_NEW_TOKENS = tl.constexpr(TABLE.place("min_new_tokens"))
 #: The row's list of edits: so many biases, by rising id, then, likewise, end-of-text tokens, other
-#: ends, and tokens of which one must be drawn. Entries of bad words (`engine/bad_words.py`) follow.
+#: ends, and tokens of which one must be drawn. Entries of bad words follow
+#: (`engine/sampling/bad_words.py`).
 BIASES = tl.constexpr(TABLE.place("logit_bias"))
 ENDS = tl.constexpr(TABLE.place("ends"))
 STOPS = tl.constexpr(TABLE.place("stops"))

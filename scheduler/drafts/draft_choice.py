@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.scheduler.odds import Floats, Odds
-from tokenpod.scheduler.step_times import Costs
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.drafts.odds import Floats, Odds
+from tokenpod.scheduler.sequences.table import Ints
+from tokenpod.scheduler.steps.step_times import Costs
 
 Flags = npt.NDArray[np.bool_]
 

@@ -19,12 +19,12 @@ from typing import Protocol
 import numpy as np
 
 from tokenpod.core.plan import LAST, UNSAMPLED
-from tokenpod.scheduler.draft_choice import Choosing
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.step import Step, StepBuilder
-from tokenpod.scheduler.step_times import Costs
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.drafts.draft_choice import Choosing
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.sequences.sequence import Owner, Sequence
+from tokenpod.scheduler.sequences.table import Ints
+from tokenpod.scheduler.steps.step import Step, StepBuilder
+from tokenpod.scheduler.steps.step_times import Costs
 
 #: In steps of more rows nothing is drafted, nor watched: weights are read for many rows already.
 MOST_ROWS = 64
@@ -50,7 +50,7 @@ class Drafter(Protocol):
 
 
 class ModelDrafts:
-    """The executor finds the tokens, with a model, a head or heads (`engine.draft.Drafter`)."""
+    """The executor finds the tokens, with a model, a head or heads (`engine.steps.drafter`)."""
 
     watched = False
 

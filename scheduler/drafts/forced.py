@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.step import Step, StepBuilder
-from tokenpod.scheduler.step_times import Costs
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.sequences.sequence import Owner, Sequence
+from tokenpod.scheduler.sequences.table import Ints
+from tokenpod.scheduler.steps.step import Step, StepBuilder
+from tokenpod.scheduler.steps.step_times import Costs
 
 
 class Forced:

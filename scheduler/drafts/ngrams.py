@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.scheduler.radix import Tokens
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.pool.radix import Tokens
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 #: Tokens that must have occurred before, in their order: three, or else two.
 _LONGEST = 3

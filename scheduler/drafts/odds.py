@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.sequences.table import Ints
 
 Floats = npt.NDArray[np.float64]
 

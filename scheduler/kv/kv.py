@@ -17,13 +17,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tokenpod.scheduler.host_kv import HostKV
-from tokenpod.scheduler.radix import RadixTree, Slots
-from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.slot_pool import SlotPool
-from tokenpod.scheduler.slots import Extent, SlotAllocator, covers, slots_of
-from tokenpod.scheduler.table import Ints, Table
-from tokenpod.scheduler.tails import Tails
+from tokenpod.scheduler.kv.offload import HostKV
+from tokenpod.scheduler.pool.radix import RadixTree, Slots
+from tokenpod.scheduler.pool.slot_pool import SlotPool
+from tokenpod.scheduler.pool.slots import Extent, SlotAllocator, covers, slots_of
+from tokenpod.scheduler.pool.tails import Tails
+from tokenpod.scheduler.sequences.sequence import Owner, Sequence
+from tokenpod.scheduler.sequences.table import Ints, Table
 
 #: For so many sequences without room the best place is looked for, also if little is free.
 MOST_ONE_BY_ONE = 8

@@ -19,11 +19,11 @@ import numpy as np
 
 from tokenpod.core.capacity import BLOCK
 from tokenpod.core.messages import PROBE_TOKENS
-from tokenpod.scheduler.block_keys import Key, next_key, root_key
-from tokenpod.scheduler.host_tier import HostTier
-from tokenpod.scheduler.radix import Node, Slots, Tokens
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.pool.block_keys import Key, next_key, root_key
+from tokenpod.scheduler.pool.offload_tier import HostTier
+from tokenpod.scheduler.pool.radix import Node, Slots, Tokens
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.work import Limits
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 
 class Preemption(Protocol):

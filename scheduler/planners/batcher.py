@@ -19,21 +19,21 @@ from itertools import chain, compress
 
 import numpy as np
 
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.batching import Batching, Joining
-from tokenpod.scheduler.beams import Beams
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.forced import Forced
-from tokenpod.scheduler.host_kv import HostKV
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ledger import Ledger
-from tokenpod.scheduler.planner import add_decoding
-from tokenpod.scheduler.preemption import Preemption
-from tokenpod.scheduler.queue import Queue
-from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Group, Planner, Sequence
-from tokenpod.scheduler.step import Step, StepBuilder
-from tokenpod.scheduler.table import Ints, Table, places_of
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.drafts.forced import Forced
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.kv.offload import HostKV
+from tokenpod.scheduler.kv.preemption import Preemption
+from tokenpod.scheduler.planners.beams import Beams
+from tokenpod.scheduler.planners.planner import add_decoding
+from tokenpod.scheduler.planners.queue import Queue
+from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.batching import Batching, Joining
+from tokenpod.scheduler.policies.ledger import Ledger
+from tokenpod.scheduler.sequences.rows import Rows
+from tokenpod.scheduler.sequences.sequence import Group, Planner, Sequence
+from tokenpod.scheduler.sequences.table import Ints, Table, places_of
+from tokenpod.scheduler.steps.step import Step, StepBuilder
 
 _NONE: Ints = np.empty(0, np.int64)
 #: After more changes than this the places of decoding sequences are gathered anew.

@@ -10,11 +10,11 @@ settled, and with overlapped steps it is in every other one. It is never preempt
 
 from __future__ import annotations
 
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ledger import Ledger
-from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Group, Sequence
-from tokenpod.scheduler.step import StepBuilder
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.policies.ledger import Ledger
+from tokenpod.scheduler.sequences.rows import Rows
+from tokenpod.scheduler.sequences.sequence import Group, Sequence
+from tokenpod.scheduler.steps.step import StepBuilder
 
 
 class Beams:

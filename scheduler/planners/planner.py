@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.forced import Forced
-from tokenpod.scheduler.ledger import Ledger
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.step import Step, StepBuilder
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.drafts.forced import Forced
+from tokenpod.scheduler.policies.ledger import Ledger
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.table import Ints
+from tokenpod.scheduler.steps.step import Step, StepBuilder
 
 
 class StepPlanner(Protocol):

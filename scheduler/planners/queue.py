@@ -13,15 +13,15 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from tokenpod.scheduler.adapter_slots import AdapterSlots, needs_slot
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.batching import Joining
-from tokenpod.scheduler.constrained import Constrained
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ledger import Ledger
-from tokenpod.scheduler.planner import StepPlanner
-from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Sequence, State
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.planners.planner import StepPlanner
+from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.batching import Joining
+from tokenpod.scheduler.policies.ledger import Ledger
+from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots, needs_slot
+from tokenpod.scheduler.sequences.constrained import Constrained
+from tokenpod.scheduler.sequences.rows import Rows
+from tokenpod.scheduler.sequences.sequence import Owner, Sequence, State
 
 #: (-priority, arrival, stream of the first sample, samples): sorts in the order of service.
 _Entry = tuple[int, int, int, list[Sequence]]

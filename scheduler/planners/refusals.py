@@ -8,9 +8,9 @@ from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.outputs import Failure, FailureCode
 from tokenpod.core.requests import BeamParams, Request
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.scheduler.beam_search import BeamSearch
-from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.sequences.beam_search import BeamSearch
+from tokenpod.scheduler.sequences.sequence import Owner, Sequence
+from tokenpod.scheduler.sequences.work import Limits
 
 #: A router's waiting requests may need so many times the slots in all: it counts for itself, and
 #: requests that it has given up may still be here.

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.outputs import Advanced
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.forced import Forced
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ledger import Ledger
-from tokenpod.scheduler.planner import add_decoding
-from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Planner, Sequence, State
-from tokenpod.scheduler.step import Step, StepBuilder
-from tokenpod.scheduler.table import places_of
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.drafts.forced import Forced
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.planners.planner import add_decoding
+from tokenpod.scheduler.policies.ledger import Ledger
+from tokenpod.scheduler.sequences.rows import Rows
+from tokenpod.scheduler.sequences.sequence import Owner, Planner, Sequence, State
+from tokenpod.scheduler.sequences.table import places_of
+from tokenpod.scheduler.steps.step import Step, StepBuilder
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.scheduler.peak import FOREVER
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Ints, Table
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.policies.peak import FOREVER
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.table import Ints, Table
+from tokenpod.scheduler.sequences.work import Limits
 
 #: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
 SLACK = 1

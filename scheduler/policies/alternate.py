@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenpod.scheduler.batching import Joining, Portion
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.policies.batching import Joining, Portion
+from tokenpod.scheduler.sequences.work import Limits
 
 
 class Alternate:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.sequences.work import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenpod.scheduler.admission import SLACK, Admission, Needs
-from tokenpod.scheduler.peak import FOREVER
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.policies.admission import SLACK, Admission, Needs
+from tokenpod.scheduler.policies.peak import FOREVER
+from tokenpod.scheduler.sequences.table import Ints
 
 
 class Exact(Admission):

@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.admission import SLACK, Admission, Needs
-from tokenpod.scheduler.peak import FOREVER, peak_tokens
-from tokenpod.scheduler.radix import Node, new_ledger_number
-from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.table import Ints, places_of
+from tokenpod.scheduler.policies.admission import SLACK, Admission, Needs
+from tokenpod.scheduler.policies.peak import FOREVER, peak_tokens
+from tokenpod.scheduler.pool.radix import Node, new_ledger_number
+from tokenpod.scheduler.sequences.sequence import Owner, Sequence
+from tokenpod.scheduler.sequences.table import Ints, places_of
 
 #: Steps that beams take for a token at most: overlapped, they are in every other one.
 _STEPS_OF_BEAMS = 2

@@ -7,9 +7,9 @@ watermark, stays free when a request joins; running ones may take it.
 
 from __future__ import annotations
 
-from tokenpod.scheduler.admission import Admission, Needs
-from tokenpod.scheduler.table import Ints, Table
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.policies.admission import Admission, Needs
+from tokenpod.scheduler.sequences.table import Ints, Table
+from tokenpod.scheduler.sequences.work import Limits
 
 #: The part of the pool that stays free when a request joins others.
 WATERMARK = 0.01

@@ -16,10 +16,10 @@ from collections import deque
 
 import numpy as np
 
-from tokenpod.scheduler.admission import Admission, Needs
-from tokenpod.scheduler.sequence import EndState, Sequence
-from tokenpod.scheduler.table import Ints, Table
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.policies.admission import Admission, Needs
+from tokenpod.scheduler.sequences.sequence import EndState, Sequence
+from tokenpod.scheduler.sequences.table import Ints, Table
+from tokenpod.scheduler.sequences.work import Limits
 
 #: Lengths that are remembered; how many of them the limit on new tokens stands for at first.
 HISTORY = 200

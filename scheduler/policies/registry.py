@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tokenpod.scheduler.admission import Admission
-from tokenpod.scheduler.alternate import Alternate
-from tokenpod.scheduler.batching import Batching, Mixed
-from tokenpod.scheduler.exact import Exact
-from tokenpod.scheduler.optimistic import Optimistic
-from tokenpod.scheduler.past_future import PastFuture
-from tokenpod.scheduler.reserve import Reserve
-from tokenpod.scheduler.table import Table
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.alternate import Alternate
+from tokenpod.scheduler.policies.batching import Batching, Mixed
+from tokenpod.scheduler.policies.exact import Exact
+from tokenpod.scheduler.policies.optimistic import Optimistic
+from tokenpod.scheduler.policies.past_future import PastFuture
+from tokenpod.scheduler.policies.reserve import Reserve
+from tokenpod.scheduler.sequences.table import Table
+from tokenpod.scheduler.sequences.work import Limits
 
 #: --admission.
 ADMISSIONS: dict[str, Callable[[Table, Limits, int], Admission]] = {

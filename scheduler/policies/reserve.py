@@ -7,8 +7,8 @@ has ended. Prefixes in the tree count once.
 
 from __future__ import annotations
 
-from tokenpod.scheduler.admission import Admission, Needs
-from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.policies.admission import Admission, Needs
+from tokenpod.scheduler.sequences.table import Ints
 
 
 class Reserve(Admission):

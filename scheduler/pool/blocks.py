@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenpod.core.messages import BLOCK_TOKENS, BlocksRemoved, BlocksStored, CacheEvents
-from tokenpod.scheduler.radix import Node, Tokens
+from tokenpod.scheduler.pool.radix import Node, Tokens
 
 _NUMBER = 8  # bytes
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tokenpod.core.plan import GIVEN
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.radix import Tokens
+from tokenpod.scheduler.pool.radix import Tokens
 
 Vectors = npt.NDArray[np.float32]
 

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tokenpod.scheduler.block_keys import Key
+from tokenpod.scheduler.pool.block_keys import Key
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.scheduler.block_keys import Key, root_key
+from tokenpod.scheduler.pool.block_keys import Key, root_key
 
 Tokens = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]

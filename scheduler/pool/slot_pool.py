@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenpod.scheduler.radix import RadixTree, Slots
-from tokenpod.scheduler.slots import Extent, Ints, SlotAllocator, slots_of
+from tokenpod.scheduler.pool.radix import RadixTree, Slots
+from tokenpod.scheduler.pool.slots import Extent, Ints, SlotAllocator, slots_of
 
 #: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
 ROOM_TO_EVICT_FOR = 128

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.scheduler.free_runs import FreeRuns
+from tokenpod.scheduler.pool.free_runs import FreeRuns
 
 Ints = npt.NDArray[np.int64]
 

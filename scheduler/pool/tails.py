@@ -13,9 +13,9 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenpod.scheduler.radix import Slots
-from tokenpod.scheduler.slot_pool import SlotPool
-from tokenpod.scheduler.slots import Extent
+from tokenpod.scheduler.pool.radix import Slots
+from tokenpod.scheduler.pool.slot_pool import SlotPool
+from tokenpod.scheduler.pool.slots import Extent
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 

@@ -15,8 +15,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Set
 
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.radix import Slots
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.pool.radix import Slots
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 
 def needs_slot(request: Request) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tokenpod.core.outputs import Failure
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 
 class Constrained:

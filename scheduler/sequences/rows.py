@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 
 class Rows:

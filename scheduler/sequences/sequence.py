@@ -9,13 +9,13 @@ import numpy as np
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import BeamParams, Request
-from tokenpod.scheduler.beam_search import BeamSearch, Top
-from tokenpod.scheduler.host_tier import Hosted
-from tokenpod.scheduler.radix import Node, Tokens
-from tokenpod.scheduler.slots import Extent
-from tokenpod.scheduler.table import Table
-from tokenpod.scheduler.tails import Tails
-from tokenpod.scheduler.work import Settled
+from tokenpod.scheduler.pool.offload_tier import Hosted
+from tokenpod.scheduler.pool.radix import Node, Tokens
+from tokenpod.scheduler.pool.slots import Extent
+from tokenpod.scheduler.pool.tails import Tails
+from tokenpod.scheduler.sequences.beam_search import BeamSearch, Top
+from tokenpod.scheduler.sequences.table import Table
+from tokenpod.scheduler.sequences.work import Settled
 
 #: In `Settled.samples`: a token of a result, which was chosen in an earlier step.
 _NOT_SAMPLED = -1

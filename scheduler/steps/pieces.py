@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenpod.core.plan import LAST
-from tokenpod.scheduler.given import Vectors, vectors_of
-from tokenpod.scheduler.radix import Slots, Tokens
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.pool.given import Vectors, vectors_of
+from tokenpod.scheduler.pool.radix import Slots, Tokens
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 
 @dataclass(slots=True)

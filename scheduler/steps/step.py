@@ -13,12 +13,12 @@ import numpy as np
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, Counts, StepPlan
 from tokenpod.core.step_limits import StepLimits
-from tokenpod.scheduler.given import VIRTUAL, Vectors
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.pieces import ChosenToken, Piece
-from tokenpod.scheduler.radix import Slots, Tokens
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Ints, Table
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.pool.given import VIRTUAL, Vectors
+from tokenpod.scheduler.pool.radix import Slots, Tokens
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.table import Ints, Table
+from tokenpod.scheduler.steps.pieces import ChosenToken, Piece
 
 _NOBODY: Ints = np.empty(0, np.int64)
 

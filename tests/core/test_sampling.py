@@ -27,8 +27,8 @@ from tokenpod.core.sampling import (
     SamplingTable,
     Stage,
 )
-from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.host_sampler import HostSampler
+from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.gpu.device_sampler import DeviceSampler
 from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

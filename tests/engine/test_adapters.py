@@ -22,12 +22,12 @@ from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.rank_reads import RankRead
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.adapters import Adapters
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.adapters.adapters import Adapters
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models import load as loading
 from tokenpod.models.adapters.store import Space
-from tokenpod.scheduler.adapter_slots import AdapterSlots
+from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
 
 pytestmark = pytest.mark.compute
 
@@ -76,9 +76,9 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
     pool = KVPool(slots=4 * ROOM, layouts=layouts, dtype=model.dtype, device=CPU)
     if kind == "host":
         return HostExecutor(model, pool, rows=4, vocab_size=VOCABULARY, group=None, adapters=store)
-    from tokenpod.engine import device_sampler
-    from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import Tiles
+    from tokenpod.engine.gpu import device_sampler
+    from tokenpod.engine.gpu.device_executor import DeviceExecutor
+    from tokenpod.engine.gpu.device_sampler import Tiles
     from tokenpod.kernels.triton import adapters as triton_adapters
     from tokenpod.kernels.triton.adapters import Tiles as AdapterTiles
 

@@ -8,7 +8,7 @@ import torch
 from samplers import Row, on_cpu, on_device, random_logits, sampled, step
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.bad_words import BadWords, entries_of
+from tokenpod.engine.sampling.bad_words import BadWords, entries_of
 
 pytestmark = pytest.mark.compute
 

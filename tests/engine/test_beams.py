@@ -21,7 +21,7 @@ from tokenpod.core.outputs import FinishCode, StepOutputs
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.load import load_model

@@ -7,8 +7,8 @@ import torch
 
 from tokenpod.core.capability import problem_of
 from tokenpod.core.step_limits import StepLimits
-from tokenpod.engine.assemble import EngineError
-from tokenpod.engine.device_check import (
+from tokenpod.engine.startup.assemble import EngineError
+from tokenpod.engine.startup.device_check import (
     MOST_IN_Y,
     check_device,
     check_heads,

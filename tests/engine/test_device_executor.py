@@ -18,13 +18,13 @@ from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.device_executor import DeviceExecutor
-from tokenpod.engine.device_sampler import DeviceSampler, Tiles
-from tokenpod.engine.first_steps import run_worst_steps, worst_step
-from tokenpod.engine.graphs import ladder
-from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.integers import Counts, fill, pad, views
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.gpu.device_executor import DeviceExecutor
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.gpu.graphs import ladder
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
+from tokenpod.engine.steps.integers import Counts, fill, pad, views
 from tokenpod.kernels import cpu, reference, triton
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.host_pool import HostPool
@@ -33,7 +33,7 @@ from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names, weights_of
-from tokenpod.scheduler.preemption import PREEMPTIONS
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = pytest.mark.compute

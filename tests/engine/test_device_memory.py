@@ -11,9 +11,9 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.memory import let_segments_grow
+from tokenpod.engine.startup.assemble import assemble
+from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.kernels import triton
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.llama import LLAMA

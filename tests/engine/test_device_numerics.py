@@ -26,8 +26,8 @@ from guessing import drafting
 from planner_probe import preempt_sequence
 
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.startup.assemble import assemble
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

@@ -10,10 +10,10 @@ from samplers import draw, on_device, random_logits, sampled
 
 from tokenpod.core.plan import LAST, UNSAMPLED, PlanRow, plan_of
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.device_rounds import DeviceDrawing
-from tokenpod.engine.executor import StepResult
-from tokenpod.engine.mailbox import Staging
-from tokenpod.engine.rounds import masked_rounds, masks_there, row_after_row, unmasked_rounds
+from tokenpod.engine.gpu.device_rounds import DeviceDrawing
+from tokenpod.engine.steps.executor import StepResult
+from tokenpod.engine.steps.mailbox import Staging
+from tokenpod.engine.steps.rounds import masked_rounds, masks_there, row_after_row, unmasked_rounds
 
 pytestmark = pytest.mark.compute
 

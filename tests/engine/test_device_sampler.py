@@ -28,7 +28,7 @@ from samplers import (
 )
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.device_sampler import Launches, Tiles
+from tokenpod.engine.gpu.device_sampler import Launches, Tiles
 
 pytestmark = pytest.mark.compute
 

@@ -14,11 +14,11 @@ from demo_engine import CPU, DEMO, load
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import LAST
-from tokenpod.engine.assemble import assemble
-from tokenpod.engine.draft import load_draft
-from tokenpod.engine.first_steps import run_worst_steps, worst_step
-from tokenpod.engine.memory import FreeMemory
-from tokenpod.engine.room import room_for
+from tokenpod.engine.drafts.draft import load_draft
+from tokenpod.engine.startup.assemble import assemble
+from tokenpod.engine.startup.memory import FreeMemory
+from tokenpod.engine.startup.room import room_for
+from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.footprint import footprint_of
 

@@ -36,7 +36,7 @@ from ranks import Job
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.scheduler.drafting import Drafting, ModelDrafts
+from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
 
 pytestmark = pytest.mark.compute
 

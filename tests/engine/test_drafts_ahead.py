@@ -11,9 +11,9 @@ from interpreted import DEVICE
 
 from tokenpod.core.capacity import spare_draft_slots
 from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
-from tokenpod.engine.device_drafts import Proposals
-from tokenpod.engine.mailbox import Mailbox
-from tokenpod.engine.open_drafts import Unknown
+from tokenpod.engine.gpu.device_drafts import Proposals
+from tokenpod.engine.steps.mailbox import Mailbox
+from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.kernels.triton.steps import accept
 

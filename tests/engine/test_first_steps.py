@@ -9,8 +9,8 @@ from demo_engine import CPU, DEMO, load
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.assemble import assemble
-from tokenpod.engine.first_steps import prompt_seconds, short_prompt
+from tokenpod.engine.startup.assemble import assemble
+from tokenpod.engine.steps.first_steps import prompt_seconds, short_prompt
 
 OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_tokens=64)
 

@@ -14,7 +14,7 @@ import torch
 from harness import free_port
 
 from tokenpod.core.errors import EngineError
-from tokenpod.engine.join import join_group
+from tokenpod.engine.shards.join import join_group
 
 CPU = torch.device("cpu")
 HERE = "127.0.0.1"

@@ -9,8 +9,8 @@ import torch
 from interpreted import DEVICE
 
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
-from tokenpod.engine.device_copies import DeviceCopies
-from tokenpod.engine.host_copies import HostCopies
+from tokenpod.engine.gpu.device_copies import DeviceCopies
+from tokenpod.engine.steps.offload_copies import HostCopies
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVLayout, KVPool, alike
@@ -57,7 +57,7 @@ def bits(pool):
 @pytest.mark.parametrize("on", ["host", "device"])
 def test_what_comes_back_is_bit_for_bit_what_went(kind, on, monkeypatch):
     # Pieces of 3 tokens: what is copied takes several.
-    monkeypatch.setattr("tokenpod.engine.device_copies.STAGING_BYTES", 3 * 200)
+    monkeypatch.setattr("tokenpod.engine.gpu.device_copies.STAGING_BYTES", 3 * 200)
     if on == "host":
         pool, copies = made(kind, CPU, HostCopies)
     else:

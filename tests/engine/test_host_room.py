@@ -8,7 +8,7 @@ from demo_engine import DEMO
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.host_room import check_host_memory
+from tokenpod.engine.startup.offload_room import check_host_memory
 
 pytestmark = pytest.mark.compute
 

@@ -17,7 +17,7 @@ from guessing import drafting
 from tokenpod.core.constraints import Choice, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints import masked_steps
-from tokenpod.scheduler.drafting import Drafting, ModelDrafts
+from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
 
 pytestmark = pytest.mark.compute
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.assemble import EngineError, assemble
-from tokenpod.engine.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
+from tokenpod.engine.startup.assemble import EngineError, assemble
+from tokenpod.engine.startup.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.kv_rounding import quantise
 from tokenpod.kernels.pool import KVPool, alike

@@ -14,10 +14,10 @@ from tokenpod.core.messages import Abort, Ask, FromEngine, ToEngine
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.executor import StepResult, scored_rows
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.scheduler.drafting import Drafting
+from tokenpod.engine.sampling.prompt_scores import PromptScores
+from tokenpod.engine.steps.executor import StepResult, scored_rows
+from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CHUNK = 4

@@ -18,9 +18,9 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.assemble import assemble
-from tokenpod.engine.draft import load_draft
+from tokenpod.engine.drafts.draft import load_draft
 from tokenpod.engine.run import _method
+from tokenpod.engine.startup.assemble import assemble
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.medusa import load_medusa

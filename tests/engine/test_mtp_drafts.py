@@ -13,7 +13,7 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.draft import load_draft
+from tokenpod.engine.drafts.draft import load_draft
 from tokenpod.engine.run import _method
 from tokenpod.models.load import load_model
 

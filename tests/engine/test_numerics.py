@@ -18,7 +18,7 @@ from demo_engine import CPU, ONE_IN, TOLERANCE, VOCABULARY, Recorder, many_reque
 from guessing import drafting
 from planner_probe import preempt_sequence
 
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for

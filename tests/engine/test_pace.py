@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.engine.pace import SLICE_SECONDS, Pace
+from tokenpod.engine.adapters.pace import SLICE_SECONDS, Pace
 
 
 class Time:

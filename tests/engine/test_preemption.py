@@ -27,8 +27,8 @@ from ranks import Job
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.scheduler.optimistic import Optimistic
-from tokenpod.scheduler.past_future import PastFuture
+from tokenpod.scheduler.policies.optimistic import Optimistic
+from tokenpod.scheduler.policies.past_future import PastFuture
 
 pytestmark = pytest.mark.compute
 

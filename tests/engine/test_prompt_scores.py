@@ -7,7 +7,7 @@ import pytest
 import torch
 from samplers import halves, random_logits, with_holes
 
-from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
+from tokenpod.engine.sampling.prompt_scores import PromptScores, Wanted, joined, score
 
 VOCAB = 70
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tokenpod.engine.rng import philox, uniform
+from tokenpod.engine.sampling.rng import philox, uniform
 
 ONES = 0xFFFFFFFF
 

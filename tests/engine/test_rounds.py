@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenpod.core.plan import UNSAMPLED, PlanRow, plan_of
-from tokenpod.engine.executor import StepResult
-from tokenpod.engine.rounds import rounds, row_after_row
+from tokenpod.engine.steps.executor import StepResult
+from tokenpod.engine.steps.rounds import rounds, row_after_row
 
 
 @st.composite

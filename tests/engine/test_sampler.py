@@ -12,8 +12,8 @@ from sampling_reference import choose
 
 from examples import examples
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.host_sampler import HostSampler
-from tokenpod.engine.sampler import Samples, logprobs_of
+from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.sampling.sampler import Samples, logprobs_of
 
 INF = float("inf")
 

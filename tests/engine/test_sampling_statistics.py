@@ -11,8 +11,8 @@ from samplers import set_row
 from sampling_reference import choose, green, softmax
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.host_sampler import HostSampler
-from tokenpod.engine.rng import vocabulary_noise
+from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.sampling.rng import vocabulary_noise
 
 DRAWS = 2048
 VOCAB = 12

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenpod.engine.mailbox import Staging
+from tokenpod.engine.steps.mailbox import Staging
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -16,18 +16,18 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
-from tokenpod.engine.device_executor import DeviceExecutor
-from tokenpod.engine.device_sampler import DeviceSampler, Tiles
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.gpu.device_executor import DeviceExecutor
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.sampler import Samples
+from tokenpod.engine.sampling.sampler import Samples
 from tokenpod.kernels import cpu, triton
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names, weights_of
-from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from interpreted import DEVICE
 from ranks import CPU
 from step_scenes import SCENES, Scene, Told
 
-from tokenpod.engine.executor import Executor
+from tokenpod.engine.steps.executor import Executor
 
 pytestmark = pytest.mark.compute
 

@@ -33,8 +33,8 @@ from samplers import (
 from tgi_sampling import best_of, distribution
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.device_sampler import Launches, Tiles
-from tokenpod.engine.first_steps import worst_step
+from tokenpod.engine.gpu.device_sampler import Launches, Tiles
+from tokenpod.engine.steps.first_steps import worst_step
 
 pytestmark = pytest.mark.compute
 

@@ -67,9 +67,9 @@ def check(answer: Answer, wanted: Any, asked: Request) -> None:
 
 def on_device(model: Any, pool: KVPool, rows: int) -> Any:
     """The executor of GPUs, its kernels interpreted."""
-    from tokenpod.engine import device_sampler
-    from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import Tiles
+    from tokenpod.engine.gpu import device_sampler
+    from tokenpod.engine.gpu.device_executor import DeviceExecutor
+    from tokenpod.engine.gpu.device_sampler import Tiles
 
     tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
     with patch.object(device_sampler, "Tiles", tiles):

@@ -14,9 +14,9 @@ from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.assemble import EngineError, assemble, make_pool
-from tokenpod.engine.first_steps import worst_step
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.startup.assemble import EngineError, assemble, make_pool
+from tokenpod.engine.steps.first_steps import worst_step
 
 #: Rows and chunks are few, so that sequences wait, prompts are cut up and steps are mixed.
 OPTIONS = EngineOptions(
@@ -88,7 +88,9 @@ def test_the_largest_step_at_the_start_is_that_of_a_long_context(golden, load_fo
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
 def test_a_cache_of_8_bits_is_refused(kv_cache_dtype, golden, load_folder, monkeypatch):
-    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda name, gpu: None)
+    monkeypatch.setattr(
+        "tokenpod.engine.startup.assemble.eight_bits_problem", lambda name, gpu: None
+    )
     model = load_folder(golden("deepseek-v3").folder)
     options = msgspec.structs.replace(OPTIONS, kv_cache_dtype=kv_cache_dtype)
     with pytest.raises(EngineError, match="DeepseekV3ForCausalLM has latent rows"):

@@ -18,13 +18,13 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.own_state import OwnState
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine import assemble as assembling
-from tokenpod.engine.assemble import make_pool
-from tokenpod.engine.device_executor import DeviceExecutor
-from tokenpod.engine.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.gpu.device_executor import DeviceExecutor
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.memory import FreeMemory
-from tokenpod.engine.room import room_for
+from tokenpod.engine.startup import assemble as assembling
+from tokenpod.engine.startup.assemble import make_pool
+from tokenpod.engine.startup.memory import FreeMemory
+from tokenpod.engine.startup.room import room_for
 from tokenpod.kernels.triton import OPERATIONS
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError

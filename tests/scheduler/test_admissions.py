@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ledger import Ledger
-from tokenpod.scheduler.optimistic import Optimistic
-from tokenpod.scheduler.past_future import HISTORY, Lengths, PastFuture
-from tokenpod.scheduler.reserve import Reserve
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Table
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.policies.ledger import Ledger
+from tokenpod.scheduler.policies.optimistic import Optimistic
+from tokenpod.scheduler.policies.past_future import HISTORY, Lengths, PastFuture
+from tokenpod.scheduler.policies.reserve import Reserve
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.table import Table
+from tokenpod.scheduler.sequences.work import Limits
 
 
 def running(driver):

@@ -14,12 +14,12 @@ from tokenpod.core.outputs import FailureCode, FinishCode
 from tokenpod.core.plan import LAST
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.scheduler.beam_search import BeamSearch
-from tokenpod.scheduler.exact import Exact
-from tokenpod.scheduler.optimistic import Optimistic
-from tokenpod.scheduler.past_future import PastFuture
-from tokenpod.scheduler.reserve import Reserve
+from tokenpod.scheduler.policies.exact import Exact
+from tokenpod.scheduler.policies.optimistic import Optimistic
+from tokenpod.scheduler.policies.past_future import PastFuture
+from tokenpod.scheduler.policies.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.sequences.beam_search import BeamSearch
 
 VOCABULARY = 60
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from examples import examples
 from tokenpod.core.messages import BLOCK_TOKENS, BlocksStored, CacheEvents
-from tokenpod.scheduler.blocks import BlockLog
-from tokenpod.scheduler.radix import Node, RadixTree
+from tokenpod.scheduler.pool.blocks import BlockLog
+from tokenpod.scheduler.pool.radix import Node, RadixTree
 
 Prompt = tuple[int, ...]
 

@@ -11,10 +11,10 @@ from scheduler_driver import Driver, request
 
 from tokenpod.core.constraints import Regex
 from tokenpod.core.plan import LAST, UNSAMPLED
-from tokenpod.scheduler.draft_choice import Choosing
-from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
+from tokenpod.scheduler.drafts.draft_choice import Choosing
+from tokenpod.scheduler.drafts.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
-from tokenpod.scheduler.step_times import Costs, StepTimes
+from tokenpod.scheduler.steps.step_times import Costs, StepTimes
 
 pytestmark = pytest.mark.compute
 

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from scheduler_driver import Driver, Guesses, request
 
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.policies import ADMISSIONS, batching
-from tokenpod.scheduler.preemption import PREEMPTIONS
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
+from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
 
 SWAP, RECOMPUTE = PREEMPTIONS["swap"](1), PREEMPTIONS["recompute"](1)
 

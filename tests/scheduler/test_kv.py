@@ -3,12 +3,12 @@ import random
 import numpy as np
 from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.exact import Exact
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.ledger import Ledger
-from tokenpod.scheduler.peak import FOREVER
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.policies.exact import Exact
+from tokenpod.scheduler.policies.ledger import Ledger
+from tokenpod.scheduler.policies.peak import FOREVER
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.work import Limits
 
 
 def begun(kv, sequence_id, prompt, **options):

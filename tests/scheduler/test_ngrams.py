@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_driver import request
 
-from tokenpod.scheduler.ngrams import NGrams
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Table
+from tokenpod.scheduler.drafts.ngrams import NGrams
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.table import Table
 
 TOKENS = st.integers(0, 3) | st.just(262_143)
 

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from tokenpod.scheduler.peak import FOREVER, peak_tokens
+from tokenpod.scheduler.policies.peak import FOREVER, peak_tokens
 
 #: (held, left, delay)
 sequences = st.lists(

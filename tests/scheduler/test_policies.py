@@ -6,10 +6,10 @@ from typing import get_args
 import pytest
 from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.batching import Joining, Portion
-from tokenpod.scheduler.optimistic import Optimistic
-from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS
-from tokenpod.scheduler.preemption import PREEMPTIONS
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
+from tokenpod.scheduler.policies.batching import Joining, Portion
+from tokenpod.scheduler.policies.optimistic import Optimistic
+from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS
 from tokenpod.service.settings import Settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler_driver import request
 
-from tokenpod.scheduler import queue
+from tokenpod.scheduler.planners import queue
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 ROWS, WAITING = 4, 1000

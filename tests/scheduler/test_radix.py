@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from tokenpod.scheduler.radix import RadixTree
+from tokenpod.scheduler.pool.radix import RadixTree
 
 
 def tokens(text):

@@ -21,7 +21,7 @@ from tokenpod.core.plan import UNSAMPLED
 from tokenpod.core.requests import Request
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 LIMITS = Limits(slots=400, max_rows=6, max_positions=100, prefill_tokens=16)
 CONSTRAINT = Regex("a+")

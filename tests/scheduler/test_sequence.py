@@ -3,8 +3,8 @@ import pytest
 from scheduler_driver import request
 
 from tokenpod.core.outputs import FinishCode
-from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Table
+from tokenpod.scheduler.sequences.sequence import Sequence
+from tokenpod.scheduler.sequences.table import Table
 
 EOS, STOP = 8, 9
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from scheduler_driver import Driver, Guesses, request
 
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
 
 pytestmark = pytest.mark.compute
 

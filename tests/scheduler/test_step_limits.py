@@ -13,8 +13,8 @@ from tokenpod.core.constraints import Regex
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.step_limits import StepLimits
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.sequences.work import Limits
 
 
 class Always(Guesses):

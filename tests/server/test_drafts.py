@@ -37,7 +37,7 @@ LONG = {"max_new_tokens": 120, "ignore_eos": True}
 ALWAYS = """
 import sys
 if "tokenpod.engine.process" in sys.orig_argv:
-    from tokenpod.scheduler.drafting import Drafting
+    from tokenpod.scheduler.drafts.drafting import Drafting
     made = Drafting.__init__
     Drafting.__init__ = lambda self, source, most, kv, costs: made(self, source, most, kv)
 """

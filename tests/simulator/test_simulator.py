@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
-from tokenpod.scheduler.preemption import PREEMPTIONS
-from tokenpod.scheduler.work import Limits
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
+from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.sequences.work import Limits
 from tokenpod.simulator.machines import MACHINES
 from tokenpod.simulator.simulator import Simulator
 from tokenpod.simulator.skipping import SkippingScheduler

@@ -22,11 +22,11 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.scheduler.scheduler import Limits, Scheduler
-from tokenpod.scheduler.step_times import Costs
+from tokenpod.scheduler.steps.step_times import Costs
 from tokenpod.service.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")

@@ -18,17 +18,17 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
-from tokenpod.engine.draft import SmallModel
-from tokenpod.engine.host_draws import counters, tempered
-from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.host_sampler import HostSampler
+from tokenpod.engine.cpu.cpu_draws import counters, tempered
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.drafts.draft import SmallModel
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.rng import vocabulary_noise
+from tokenpod.engine.sampling.rng import vocabulary_noise
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.models import load as loading
-from tokenpod.scheduler.exact import Exact
-from tokenpod.scheduler.preemption import PREEMPTIONS
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
+from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from functools import partial
 
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 #: How many of the guesses are right.
 KINDS = {"right": 1.0, "random": 0.7, "wrong": 0.0}

@@ -11,12 +11,12 @@ from demo_engine import CPU, POSITIONS, Recorder
 from interpreted import DEVICE
 
 from tokenpod.core.plan import LAST
-from tokenpod.engine.draft import draft_of
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.drafts.draft import draft_of
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.open_drafts import Unknown
+from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.kernels.pool import KVPool
-from tokenpod.scheduler.drafting import Drafting, ModelDrafts
+from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 SLOTS, MOST = 160, 2

@@ -24,20 +24,20 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request
-from tokenpod.engine.assemble import Assembled, assemble, make_pool
-from tokenpod.engine.executor import Executor, Launched
-from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.room import Room
+from tokenpod.engine.shards.join import join_group
+from tokenpod.engine.startup.assemble import Assembled, assemble, make_pool
+from tokenpod.engine.startup.room import Room
+from tokenpod.engine.steps.executor import Executor, Launched
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
-from tokenpod.scheduler.drafting import Drafting
-from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.preemption import PREEMPTIONS
+from tokenpod.scheduler.drafts.drafting import Drafting
+from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
@@ -210,8 +210,8 @@ def as_on_a_gpu(
     model: Decoder, options: EngineOptions, positions: int, group: Group | None
 ) -> Assembled:
     """The executor of GPUs, its steps "captured", without the tour of worst steps."""
-    from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import device_sampler
+    from tokenpod.engine.gpu.device_executor import DeviceExecutor
+    from tokenpod.engine.gpu.device_sampler import device_sampler
 
     slots = options.max_batch_total_tokens
     assert slots is not None

@@ -13,9 +13,9 @@ from sampling_reference import choose
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles
-from tokenpod.engine.host_sampler import HostSampler
-from tokenpod.engine.sampler import Sampler, Samples
+from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches, Tiles
+from tokenpod.engine.sampling.sampler import Sampler, Samples
 
 #: Of log probabilities. A GPU's exponential is good to two units in the last place, and a large
 #: vocabulary adds up a hundred thousand of them.

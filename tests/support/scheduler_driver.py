@@ -21,11 +21,11 @@ from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.scheduler.exact import Exact
-from tokenpod.scheduler.given import VIRTUAL
-from tokenpod.scheduler.reserve import Reserve
+from tokenpod.scheduler.policies.exact import Exact
+from tokenpod.scheduler.policies.reserve import Reserve
+from tokenpod.scheduler.pool.given import VIRTUAL
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequences.sequence import Sequence
 
 SECOND = 1_000_000_000
 POLICIES = ("admission", "batching", "drafting", "preemption")

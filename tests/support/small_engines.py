@@ -12,8 +12,8 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.startup.assemble import assemble
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

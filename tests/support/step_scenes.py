@@ -26,10 +26,10 @@ from stepping import ROOM, VOCABULARY, Row
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, plan_of
-from tokenpod.engine.draft import SmallModel, draft_of
-from tokenpod.engine.executor import Executor, Words
-from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.join import join_group
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.drafts.draft import SmallModel, draft_of
+from tokenpod.engine.shards.join import join_group
+from tokenpod.engine.steps.executor import Executor, Words
 from tokenpod.kernels.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.group import Group
@@ -416,9 +416,9 @@ def make(
         draft = SmallModel(whole, own, small.config.vocab_size, VOCABULARY, most=3)
     if not on_device:
         return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group, draft=draft)
-    from tokenpod.engine import device_sampler
-    from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import Tiles
+    from tokenpod.engine.gpu import device_sampler
+    from tokenpod.engine.gpu.device_executor import DeviceExecutor
+    from tokenpod.engine.gpu.device_sampler import Tiles
 
     tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
     with patch.object(device_sampler, "Tiles", tiles):

@@ -12,7 +12,7 @@ from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import LAST, UNSAMPLED, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.executor import Launched, Launcher, StepResult
+from tokenpod.engine.steps.executor import Launched, Launcher, StepResult
 
 VOCABULARY = 51
 #: Slots and positions of each sequence.

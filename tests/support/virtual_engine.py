@@ -12,8 +12,8 @@ from tokenpod.core.messages import AdapterFacts
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.adapter_reading import read_one
-from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.adapters.adapter_reading import read_one
+from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import Space

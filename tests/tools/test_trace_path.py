@@ -16,7 +16,8 @@ def test_a_cold_and_a_warm_call_agree() -> None:
     # What is computed once, at the first call.
     assert all(len(cold[role].files ^ warm[role].files) <= 2 for role in warm)
     assert {"service/dialects/tokenpod_v1/codec.py", "core/requests.py"} <= warm["front end"].files
-    assert {"scheduler/queue.py", "engine/loop.py", "core/requests.py"} <= warm["engine"].files
+    engine = {"scheduler/planners/queue.py", "engine/loop.py", "core/requests.py"}
+    assert engine <= warm["engine"].files
     carries = f"{Request.__module__}.{Request.__qualname__}"
     assert all(carries in run.classes for run in warm.values())
     counted = [line for line in report([cold, warm]) if line.startswith("together")]

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from tokenpod.engine.device_sampler import DeviceSampler, Launches
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches
 from tokenpod.kernels.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.engine.rng import token_noise, vocabulary_noise
+from tokenpod.engine.sampling.rng import token_noise, vocabulary_noise
 from tokenpod.kernels.triton.noise import (
     MOST_LUCK,
     exponential,

@@ -1,0 +1,1 @@
+"""What guesses tokens beside the served model: a draft model, a head, or heads."""

@@ -1,0 +1,1 @@
+"""Steps and draws on a GPU: asynchronous, and captured."""

@@ -1,0 +1,1 @@
+"""From options and a model to an executor that is warm and has its KV pool."""

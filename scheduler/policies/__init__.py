@@ -1,0 +1,1 @@
+"""What operators choose: how memory is promised, and what a step holds."""

@@ -1,0 +1,1 @@
+"""One step: what it computes of whom, and how long steps take."""

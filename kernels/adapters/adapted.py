@@ -12,7 +12,8 @@ from functools import cache
 
 import torch
 
-from tokenpod.kernels.adapter_ops import (
+from tokenpod.kernels.adapters.triton_adapters import Plan, expand, room_for, shrink, width_of
+from tokenpod.kernels.operations.adapter_ops import (
     AdaptedAdd,
     AdaptedLinear,
     AdaptedProducts,
@@ -20,11 +21,10 @@ from tokenpod.kernels.adapter_ops import (
     BaseLinear,
     DenseWeight,
 )
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.adapters import Plan, expand, room_for, shrink, width_of
-from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.product import MoreRows, multiply, table_for
-from tokenpod.kernels.triton.tiles import Kind, Tiles
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
+from tokenpod.kernels.products.product_tiles import Kind, Tiles
+from tokenpod.kernels.products.triton_product import MoreRows, multiply, table_for
 
 #: Whether `shrink` runs beside the product, on a stream of its own, where it is a launch.
 BESIDE = True

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.adapter_ops import AdapterWeights
-from tokenpod.kernels.triton.adapter_kernels import factors_of
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.adapters.adapter_kernels import factors_of
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights
 
 #: Outputs of a program, and ranks that it reads at once.
 OUTPUTS, RANKS = 512, 16

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
 
 #: Outputs of a program, inputs that it reads at once, and tokens, at most.
 OUTPUTS, INPUTS, MOST_TOKENS = 64, 128, 64

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs
-from tokenpod.kernels.triton.pointwise import gated_unit
+from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 
 
 @triton.jit(do_not_specialize=["tokens", "slots", "count"])

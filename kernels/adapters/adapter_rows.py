@@ -8,14 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.adapter_kernels import (
-    around_of,
-    factors_of,
-    outputs_of,
-    tile_of,
-)
-from tokenpod.kernels.triton.launch import await_inputs
-from tokenpod.kernels.triton.pointwise import gated_unit
+from tokenpod.kernels.adapters.adapter_kernels import around_of, factors_of, outputs_of, tile_of
+from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 
 
 @triton.jit

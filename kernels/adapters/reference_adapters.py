@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
+from tokenpod.kernels.operations.adapter_ops import AdapterPlan, AdapterWeights
 
 #: (slot from 0, its rank, [n] int64 tokens) of each adapter of a step.
 Segments = list[tuple[int, int, torch.Tensor]]

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
-from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
-from tokenpod.kernels.triton.adapter_rows import expand_rows
-from tokenpod.kernels.triton.launch import launch_options
+from tokenpod.kernels.adapters.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
+from tokenpod.kernels.adapters.adapter_rows import expand_rows
+from tokenpod.kernels.gpu.launch import launch_options
+from tokenpod.kernels.operations.adapter_ops import AdapterPlan, AdapterWeights
+from tokenpod.kernels.operations.pointwise_ops import Activation
 
 #: Steps of up to so many tokens are planned by one launch.
 MOST_PLANNED = 128

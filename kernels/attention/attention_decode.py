@@ -17,9 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
-from tokenpod.kernels.batch import PagedRows
-from tokenpod.kernels.triton.attention_softmax import (
+from tokenpod.kernels.attention.attention_softmax import (
     LOG2E,
     add_block,
     base2_factor,
@@ -28,8 +26,10 @@ from tokenpod.kernels.triton.attention_softmax import (
     multiplicand,
     unpacked,
 )
-from tokenpod.kernels.triton.attention_tiles import DecodeTile
-from tokenpod.kernels.triton.launch import ask_lines, await_inputs, launch_options
+from tokenpod.kernels.attention.attention_tiles import DecodeTile
+from tokenpod.kernels.gpu.launch import ask_lines, await_inputs, launch_options
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import PagedRows
 
 #: A matrix unit's least number of rows.
 LEAST_M = 16

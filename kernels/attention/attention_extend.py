@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
-from tokenpod.kernels.triton.attention_plan import TileList
-from tokenpod.kernels.triton.attention_softmax import (
+from tokenpod.kernels.attention.attention_plan import TileList
+from tokenpod.kernels.attention.attention_softmax import (
     LOG2E,
     add_block,
     base2_factor,
@@ -23,7 +22,8 @@ from tokenpod.kernels.triton.attention_softmax import (
     logits_of,
     multiplicand,
 )
-from tokenpod.kernels.triton.attention_tiles import ExtendTile
+from tokenpod.kernels.attention.attention_tiles import ExtendTile
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 
 
 def extend(

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows, Run
-from tokenpod.kernels.triton.attention_tiles import ExtendTile
+from tokenpod.kernels.attention.attention_tiles import ExtendTile
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, Run
 
 #: What a tile says: its first token, its queries, the position of the first, and where keys are:
 #: the row of the table, or the slot at which position 0 would lie if the run reached back to it.

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.cpu.attention import (
+from tokenpod.kernels.attention.cpu_attention import (
     Extend,
     Pools,
     are_fast,
@@ -24,9 +22,10 @@ from tokenpod.kernels.cpu.attention import (
     plan_extends,
     visible_runs,
 )
-from tokenpod.kernels.cpu.compiled.arithmetic import LOG2_E, exp2
-from tokenpod.kernels.cpu.compiled.kinds import KINDS, tensor, wide
-from tokenpod.kernels.cpu.compiled.loops import (
+from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
+from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.compiled.kinds import KINDS, tensor, wide
+from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
     Loop,
@@ -36,7 +35,8 @@ from tokenpod.kernels.cpu.compiled.loops import (
     loop,
     take,
 )
-from tokenpod.kernels.cpu.rotary import refuse_other_scales
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch
 
 #: Positions whose scores are made before their values are read.
 BLOCK = 64

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from tokenpod.core.model_size import EXPANDED_AT_ONCE, LONGEST_EXPANDED, Expansion
-from tokenpod.kernels.attention_ops import (
+from tokenpod.kernels.operations.attention_ops import (
     AttendLatent,
     Attention,
     AttentionOptions,
@@ -28,7 +28,7 @@ from tokenpod.kernels.attention_ops import (
     PlanAttention,
     PlanLatent,
 )
-from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows
 
 #: (queries [N, H, rank + rope], pool, rank, plan, scale) -> [N, H, rank]
 Absorbed = Callable[[torch.Tensor, torch.Tensor, int, Any, float], torch.Tensor]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
-from tokenpod.kernels.batch import ForwardBatch, Run
-from tokenpod.kernels.cpu.rotary import refuse_other_scales
-from tokenpod.kernels.reference.attention import attend
+from tokenpod.kernels.attention.reference_attention import attend
+from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch, Run
 
 #: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask, scale) -> (output like q,
 #: logarithms of the softmax's sums [N, H, n] float32). Causal: query i sees keys 0 to i.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
-from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

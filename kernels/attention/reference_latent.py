@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.kernels.pointwise_ops import RowNorm
-from tokenpod.kernels.reference.pointwise import rms_norm
-from tokenpod.kernels.reference.rotary import Rotation, apply_rotation
+from tokenpod.kernels.cache.reference_rotary import Rotation, apply_rotation
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
 
 def store_latent(

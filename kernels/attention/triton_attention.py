@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
-from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
-from tokenpod.kernels.triton.attention_decode import choose_splits, decode
-from tokenpod.kernels.triton.attention_extend import extend
-from tokenpod.kernels.triton.attention_plan import (
+from tokenpod.kernels.attention.attention_decode import choose_splits, decode
+from tokenpod.kernels.attention.attention_extend import extend
+from tokenpod.kernels.attention.attention_plan import (
     FIELDS,
     TileList,
     cut_rows,
@@ -25,7 +23,9 @@ from tokenpod.kernels.triton.attention_plan import (
     queries_per_tile,
     unpack_tiles,
 )
-from tokenpod.kernels.triton.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
+from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows
 
 #: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
 LARGEST_HEAD_DIM = 256

@@ -14,15 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pointwise_ops import RowNorm
-from tokenpod.kernels.triton.attention import describe_device
-from tokenpod.kernels.triton.attention_decode import merge_splits
-from tokenpod.kernels.triton.attention_softmax import LOG2E, add_block
-from tokenpod.kernels.triton.attention_tiles import HOPPER
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
-from tokenpod.kernels.triton.pointwise import rms_normalised
-from tokenpod.kernels.triton.rotary import Angles, angles_of
+from tokenpod.kernels.attention.attention_decode import merge_splits
+from tokenpod.kernels.attention.attention_softmax import LOG2E, add_block
+from tokenpod.kernels.attention.attention_tiles import HOPPER
+from tokenpod.kernels.attention.triton_attention import describe_device
+from tokenpod.kernels.cache.triton_rotary import Angles, angles_of
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import rms_normalised
 
 #: Rows that the kernels hold: DeepSeek's have 512 + 64 numbers.
 LARGEST_RANK, LARGEST_ROPE = 512, 128

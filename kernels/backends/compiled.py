@@ -5,14 +5,14 @@ Products, prompts' attention and embedding stay torch's: there a call has enough
 
 from dataclasses import replace
 
-from tokenpod.kernels import cpu
-from tokenpod.kernels.compose import norm_linear_of
-from tokenpod.kernels.cpu.compiled.attention import attention, plan_attention
-from tokenpod.kernels.cpu.compiled.pointwise import act_mul, rms_norm
-from tokenpod.kernels.cpu.compiled.rotary import store_key_value
-from tokenpod.kernels.cpu.experts import experts_of
-from tokenpod.kernels.cpu.product import prepare_linear
-from tokenpod.kernels.latent import latent_of
+from tokenpod.kernels.attention.compiled_attention import attention, plan_attention
+from tokenpod.kernels.attention.composed_latent import latent_of
+from tokenpod.kernels.backends import cpu
+from tokenpod.kernels.cache.compiled_rotary import store_key_value
+from tokenpod.kernels.experts.cpu_experts import experts_of
+from tokenpod.kernels.operations.compose import norm_linear_of
+from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, rms_norm
+from tokenpod.kernels.products.cpu_product import prepare_linear
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
 

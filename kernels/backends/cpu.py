@@ -1,29 +1,31 @@
 """The operations for a CPU: few calls, views of contiguous KV runs, products by row count.
 
-In float32 and bfloat16, loops that are compiled at run time (`compiled/`) take the place of what
-costs torch one call per row. In float16, which those loops don't read, torch's calls stay.
+In float32 and bfloat16, loops that are compiled at run time (`backends.compiled`) take the place
+of what costs torch one call per row. In float16, which those don't read, torch's calls stay.
 """
 
-import torch
-
-from tokenpod.kernels.compose import add_linear_of, norm_linear_of
-from tokenpod.kernels.cpu.attention import attention, plan_attention
-from tokenpod.kernels.cpu.experts import experts_of
-from tokenpod.kernels.cpu.pointwise import act_mul, activate, embed, layer_norm, rms_norm
-from tokenpod.kernels.cpu.product import prepare_int4_linear, prepare_int8_linear, prepare_linear
-from tokenpod.kernels.cpu.rotary import rotate, store_key_value
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.latent import latent_of
-from tokenpod.kernels.ops import FormatProducts, Operations
-from tokenpod.kernels.reference.adapters import (
+from tokenpod.kernels.adapters.reference_adapters import (
     adapt,
     adapt_rows,
     own_linear,
     plan_adapters,
 )
-from tokenpod.kernels.reference.latent import store_latent
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.attention.composed_latent import latent_of
+from tokenpod.kernels.attention.cpu_attention import attention, plan_attention
+from tokenpod.kernels.attention.reference_latent import store_latent
+from tokenpod.kernels.cache.cpu_rotary import rotate, store_key_value
+from tokenpod.kernels.experts.cpu_experts import experts_of
+from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
+from tokenpod.kernels.operations.ops import FormatProducts, Operations
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.pointwise.cpu_pointwise import act_mul, activate, embed, layer_norm, rms_norm
+from tokenpod.kernels.products.cpu_product import (
+    prepare_int4_linear,
+    prepare_int8_linear,
+    prepare_linear,
+)
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
 
@@ -57,13 +59,3 @@ OPERATIONS = Operations(
     own_linear=own_linear,
     quantised=QUANTISED,
 )
-
-
-def operations_for(dtype: torch.dtype) -> Operations:
-    """The fastest operations for weights of `dtype`."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return OPERATIONS
-    # Not above: the compiler takes its time to load, and its loops are built on this package.
-    from tokenpod.kernels.cpu import compiled
-
-    return compiled.OPERATIONS

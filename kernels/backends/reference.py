@@ -1,20 +1,26 @@
 """The operations as plainly as possible, for any device: the specification of all others."""
 
-from tokenpod.kernels.compose import add_linear_of, norm_linear_of
-from tokenpod.kernels.latent import latent_of
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.reference.adapters import (
+from tokenpod.kernels.adapters.reference_adapters import (
     adapt,
     adapt_rows,
     own_linear,
     plan_adapters,
 )
-from tokenpod.kernels.reference.attention import attention, plan_attention
-from tokenpod.kernels.reference.experts import prepare_experts
-from tokenpod.kernels.reference.latent import store_latent
-from tokenpod.kernels.reference.pointwise import act_mul, activate, embed, layer_norm, rms_norm
-from tokenpod.kernels.reference.product import prepare_linear
-from tokenpod.kernels.reference.rotary import rotate, store_key_value
+from tokenpod.kernels.attention.composed_latent import latent_of
+from tokenpod.kernels.attention.reference_attention import attention, plan_attention
+from tokenpod.kernels.attention.reference_latent import store_latent
+from tokenpod.kernels.cache.reference_rotary import rotate, store_key_value
+from tokenpod.kernels.experts.reference_experts import prepare_experts
+from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
+from tokenpod.kernels.operations.ops import Operations
+from tokenpod.kernels.pointwise.reference_pointwise import (
+    act_mul,
+    activate,
+    embed,
+    layer_norm,
+    rms_norm,
+)
+from tokenpod.kernels.products.reference_product import prepare_linear
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.operations.ops import Operations
 
 
 def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
@@ -13,13 +13,17 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
     Each implementation is imported only where it is used: compilers take their time.
     """
     if device.type == "cpu":
-        from tokenpod.kernels import cpu
+        from tokenpod.kernels.backends import cpu
 
-        return cpu.operations_for(dtype)
+        if dtype not in (torch.float32, torch.bfloat16):
+            return cpu.OPERATIONS
+        from tokenpod.kernels.backends import compiled
+
+        return compiled.OPERATIONS
     if device.type == "cuda":
-        from tokenpod.kernels import triton
+        from tokenpod.kernels.backends import triton
 
         return triton.OPERATIONS
-    from tokenpod.kernels import reference
+    from tokenpod.kernels.backends import reference
 
     return reference.OPERATIONS

@@ -7,9 +7,11 @@ import functools
 import numpy as np
 import torch
 
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.cpu.compiled.kinds import KINDS, narrow, tensor, wide
-from tokenpod.kernels.cpu.compiled.loops import (
+from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
+from tokenpod.kernels.cache.kv_rounding import LEAST_LARGEST
+from tokenpod.kernels.cache.reference_rotary import Rotation
+from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
+from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
     Loop,
@@ -22,11 +24,9 @@ from tokenpod.kernels.cpu.compiled.loops import (
     real,
     take,
 )
-from tokenpod.kernels.cpu.compiled.pointwise import norm_factor
-from tokenpod.kernels.cpu.rotary import refuse_other_scales
-from tokenpod.kernels.kv_rounding import LEAST_LARGEST
-from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.reference.rotary import Rotation
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
+from tokenpod.kernels.pointwise.compiled_pointwise import norm_factor
 
 _F = np.float32
 _LEAST, _ONE_PART = _F(LEAST_LARGEST), _F(1 / 127)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.cpu.pointwise import rms_norm
-from tokenpod.kernels.kv_rounding import quantise_each
-from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.reference.rotary import Rotation, rotate
+from tokenpod.kernels.cache.kv_rounding import quantise_each
+from tokenpod.kernels.cache.reference_rotary import Rotation, rotate
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
+from tokenpod.kernels.pointwise.cpu_pointwise import rms_norm
 
 __all__ = ["refuse_other_scales", "rotate", "store_key_value"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.kv_rounding import store
+from tokenpod.kernels.cache.kv_rounding import store
+from tokenpod.kernels.operations.attention_ops import KVScales
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.kv_rounding import store
-from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.reference.pointwise import rms_norm
+from tokenpod.kernels.cache.kv_rounding import store
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
+from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
 
 class Rotation(NamedTuple):

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
 
 #: Heads that one program turns: few at a time as long as that gives the device more programs.
 FEW_HEADS, MANY_HEADS = 2, 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenpod.kernels.cpu.compiled.loops import inlined
+from tokenpod.kernels.compiled.loops import inlined
 
 _F = np.float32
 LOG2_E = _F(1.4426950408889634)

@@ -13,7 +13,7 @@ import torch
 from numba import carray, types
 from numba.extending import overload
 
-from tokenpod.kernels.cpu.compiled.loops import inlined, pointer
+from tokenpod.kernels.compiled.loops import inlined, pointer
 
 #: What loops call the numbers of tensors.
 KINDS: dict[torch.dtype, Any] = {

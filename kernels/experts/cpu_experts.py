@@ -7,12 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.compose import product_of
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing, Stack
-from tokenpod.kernels.ops import FormatProducts, Linear, PrepareLinear
-from tokenpod.kernels.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
-from tokenpod.kernels.reference.experts import choose
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.experts.reference_experts import choose
+from tokenpod.kernels.operations.compose import product_of
+from tokenpod.kernels.operations.expert_ops import (
+    AddExperts,
+    ExpertWeights,
+    PrepareExperts,
+    Routing,
+    Stack,
+)
+from tokenpod.kernels.operations.ops import FormatProducts, Linear, PrepareLinear
+from tokenpod.kernels.operations.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
+from tokenpod.kernels.operations.weight import QuantisedWeight
 
 Formats = Mapping[type[QuantisedWeight], FormatProducts]
 

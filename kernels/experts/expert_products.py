@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs
-from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.quantised.stored import row_scales, walk_stored
+from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.products.quantised.stored import row_scales, walk_stored
 
 #: Outputs of the sum that one program makes.
 SUM_BLOCK = 1024

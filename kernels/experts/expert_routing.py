@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.expert_ops import Routing
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.expert_ops import Routing
 
 #: Tokens whose choice one program holds; few sizes, for each is compiled.
 CHOICE_BLOCKS = (4, 16, 64)

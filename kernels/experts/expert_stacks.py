@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from tokenpod.kernels.expert_ops import Stack
-from tokenpod.kernels.triton import launch
-from tokenpod.kernels.triton.quantised.rounding import round_inputs
-from tokenpod.kernels.triton.quantised.walked import Walked, walked
+from tokenpod.kernels.gpu import launch
+from tokenpod.kernels.operations.expert_ops import Stack
+from tokenpod.kernels.products.quantised.input_rounding import round_inputs
+from tokenpod.kernels.products.quantised.walked import Walked, walked
 
 #: The generation from which on kernels read e4m3.
 FP8_CAPABILITY = (8, 9)

@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.expert_ops import ExpertWeights
-from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.expert_products import load_tile
-from tokenpod.kernels.triton.expert_routing import Assignments
-from tokenpod.kernels.triton.expert_tiles import ProductTile, TokenTile
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
-from tokenpod.kernels.triton.pointwise import gated_unit
+from tokenpod.kernels.experts.expert_products import load_tile
+from tokenpod.kernels.experts.expert_routing import Assignments
+from tokenpod.kernels.experts.expert_tiles import ProductTile, TokenTile
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.expert_ops import ExpertWeights
+from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 
 #: Steps along a weight's row that divide it are worth their masks' absence, if not shorter.
 SHORTEST_STEP = 256

@@ -10,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.expert_ops import ExpertWeights
-from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.expert_routing import Assignments
-from tokenpod.kernels.triton.expert_stacks import WalkedStack
-from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
-from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
-from tokenpod.kernels.triton.quantised.walked import Walked
-from tokenpod.kernels.triton.quantised.widening import widened
+from tokenpod.kernels.experts.expert_routing import Assignments
+from tokenpod.kernels.experts.expert_stacks import WalkedStack
+from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.operations.expert_ops import ExpertWeights
+from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
+from tokenpod.kernels.products.quantised.walked import Walked
+from tokenpod.kernels.products.quantised.widening import widened
 
 #: Rows of the weight that a program has (of gates half as many, with what they open), bytes of each
 #: that it reads at a time, and its warps.

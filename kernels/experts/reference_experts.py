@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing, Score, Stack
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.reference.pointwise import act_mul, rms_norm
+from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Routing, Score, Stack
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.reference_pointwise import act_mul, rms_norm
 
 
 def choose(

@@ -11,27 +11,22 @@ from __future__ import annotations
 import torch
 import triton
 
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.expert_products import (
-    SUM_BLOCK,
-    most_blocks,
-    product,
-    weighted_sum,
-)
-from tokenpod.kernels.triton.expert_routing import Assignments, Biases, assign
-from tokenpod.kernels.triton.expert_stacks import Stacks, WalkedStack, stack_of, stored_arguments
-from tokenpod.kernels.triton.expert_tiles import (
+from tokenpod.kernels.experts.expert_products import SUM_BLOCK, most_blocks, product, weighted_sum
+from tokenpod.kernels.experts.expert_routing import Assignments, Biases, assign
+from tokenpod.kernels.experts.expert_stacks import Stacks, WalkedStack, stack_of, stored_arguments
+from tokenpod.kernels.experts.expert_tiles import (
     TOKEN_TILE,
     ProductTile,
     Table,
     choose_tile,
     table_for,
 )
-from tokenpod.kernels.triton.expert_token import add_for_one
-from tokenpod.kernels.triton.expert_token_stored import add_stored_for_one
-from tokenpod.kernels.triton.launch import capability, launch_options
-from tokenpod.kernels.triton.pointwise import rms_norm
+from tokenpod.kernels.experts.expert_token import add_for_one
+from tokenpod.kernels.experts.expert_token_stored import add_stored_for_one
+from tokenpod.kernels.gpu.launch import capability, launch_options
+from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Routing
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
 
 #: Blocks of tokens that share an expert's weight while it is in the cache.
 GROUP = 8

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
 
 #: Words of 32 bits that one program sends and sums. A word always belongs to the same program.
 BLOCK = 512

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 
 #: What operations make once a step of which token has which adapter; each has its own.
 AdapterPlan = Any

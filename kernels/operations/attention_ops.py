@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.pointwise_ops import HeadNorm, RowNorm
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm, RowNorm
 
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
 AttentionPlan = Any

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.adapter_ops import AdapterPlan
+from tokenpod.kernels.operations.adapter_ops import AdapterPlan
 
 #: A run of adjacent KV slots: [first, end).
 Run = tuple[int, int]

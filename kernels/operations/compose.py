@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.adapter_ops import AdaptedLinear, Added, BaseLinear
-from tokenpod.kernels.ops import (
+from tokenpod.kernels.operations.adapter_ops import AdaptedLinear, Added, BaseLinear
+from tokenpod.kernels.operations.ops import (
     AddLinear,
     FormatProducts,
     Linear,
@@ -17,8 +17,8 @@ from tokenpod.kernels.ops import (
     PrepareLinear,
     PrepareNormLinear,
 )
-from tokenpod.kernels.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
-from tokenpod.kernels.weight import QuantisedWeight, Stored
+from tokenpod.kernels.operations.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
+from tokenpod.kernels.operations.weight import QuantisedWeight, Stored
 
 
 def linear_of(ops: Operations, weight: Stored, bias: torch.Tensor | None) -> Linear:

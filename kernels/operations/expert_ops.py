@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import StackedWeight
 
 
 class AddExperts(Protocol):

@@ -1,7 +1,7 @@
 """The operations models are made of, and what each promises.
 
 Axes: T tokens of a step, H query heads, K key/value heads, D head size, V vocabulary. Every
-implementation agrees with `tokenpod.kernels.reference` up to rounding; that package is the
+implementation agrees with `tokenpod.kernels.backends.reference` up to rounding; that package is the
 specification.
 """
 
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenpod.kernels.adapter_ops import (
+from tokenpod.kernels.operations.adapter_ops import (
     Adapt,
     AdaptedProducts,
     AdaptRows,
     OwnLinear,
     PlanAdapters,
 )
-from tokenpod.kernels.attention_ops import (
+from tokenpod.kernels.operations.attention_ops import (
     AttendLatent,
     Attention,
     PlanAttention,
@@ -30,9 +30,9 @@ from tokenpod.kernels.attention_ops import (
     StoreKeyValue,
     StoreLatent,
 )
-from tokenpod.kernels.expert_ops import PrepareExperts
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.pointwise_ops import (
+from tokenpod.kernels.operations.expert_ops import PrepareExperts
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.pointwise_ops import (
     Activate,
     Activation,
     ActMul,

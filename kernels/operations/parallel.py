@@ -11,17 +11,22 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.kernels.adapter_ops import (
+from tokenpod.kernels.operations.adapter_ops import (
     AdaptedAdd,
     AdaptedProducts,
     Added,
     BaseLinear,
     DenseWeight,
 )
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import AddLinear, Operations, PrepareAddLinear
-from tokenpod.kernels.pointwise_ops import Activation, AddToRows, Embed, RowNorm
+from tokenpod.kernels.operations.expert_ops import (
+    AddExperts,
+    ExpertWeights,
+    PrepareExperts,
+    Routing,
+)
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.ops import AddLinear, Operations, PrepareAddLinear
+from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows, Embed, RowNorm
 
 
 def parallel(ops: Operations, group: Group) -> Operations:

@@ -7,10 +7,9 @@ import functools
 import numpy as np
 import torch
 
-from tokenpod.kernels.cpu import pointwise as cpu
-from tokenpod.kernels.cpu.compiled.arithmetic import LOG2_E, exp2
-from tokenpod.kernels.cpu.compiled.kinds import KINDS, narrow, tensor, wide
-from tokenpod.kernels.cpu.compiled.loops import (
+from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
+from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
     Loop,
@@ -21,7 +20,8 @@ from tokenpod.kernels.cpu.compiled.loops import (
     real,
     take,
 )
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.pointwise import cpu_pointwise as cpu
 
 _F = np.float32
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.pointwise_ops import Activation, AddToRows
-from tokenpod.kernels.reference import pointwise as reference
-from tokenpod.kernels.reference.pointwise import ACTIVATIONS, activate, layer_norm
+from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows
+from tokenpod.kernels.pointwise import reference_pointwise as reference
+from tokenpod.kernels.pointwise.reference_pointwise import ACTIVATIONS, activate, layer_norm
 
 __all__ = ["act_mul", "activate", "embed", "layer_norm", "rms_norm"]
 

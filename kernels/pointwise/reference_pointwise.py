@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.pointwise_ops import Activation, AddToRows
+from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

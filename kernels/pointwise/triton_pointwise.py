@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.pointwise_ops import Activation, AddToRows
-from tokenpod.kernels.reference import pointwise as reference
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows
+from tokenpod.kernels.pointwise import reference_pointwise as reference
 
 #: Outputs of the gated unit that one program makes.
 GATE_BLOCK = 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.kernels.cpu.compiled.loops import (
+from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
     arguments,
@@ -14,8 +14,8 @@ from tokenpod.kernels.cpu.compiled.loops import (
     small_integers,
     take,
 )
-from tokenpod.kernels.formats.int8 import Int8Weight, multiply_widened
-from tokenpod.kernels.ops import Linear
+from tokenpod.kernels.operations.ops import Linear
+from tokenpod.kernels.products.formats.int8 import Int8Weight, multiply_widened
 
 #: Rows of the weight that a thread takes at a time.
 BLOCK = 32

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.cpu.compiled.dots import LANES, QUAD, available, tile
-from tokenpod.kernels.cpu.compiled.kinds import KINDS, narrow, tensor, wide
-from tokenpod.kernels.cpu.compiled.loops import END, FIRST, Loop, arguments, floats, loop, take
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
-from tokenpod.kernels.ops import Linear
+from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
+from tokenpod.kernels.compiled.loops import END, FIRST, Loop, arguments, floats, loop, take
+from tokenpod.kernels.operations.ops import Linear
+from tokenpod.kernels.products.compiled_dots import LANES, QUAD, available, tile
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
 
 #: What a digit is worth in those behind it.
 BASE = 256

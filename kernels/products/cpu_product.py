@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.ops import Linear
-from tokenpod.kernels.reference import product as reference
+from tokenpod.kernels.operations.ops import Linear
+from tokenpod.kernels.products import reference_product as reference
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 
 #: Rows that the layout is chosen for.
 LAYOUT_ROWS = 32
@@ -47,14 +47,15 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
     """See `Int8Weight.multiply`. May keep a copy of `weight` in another layout, not `weight`."""
     # Not above: that package is made of this one.
-    from tokenpod.kernels.cpu.compiled import int8, whole
+    from tokenpod.kernels.products import compiled_int8 as int8
+    from tokenpod.kernels.products import compiled_whole as whole
 
     return whole.prepare_int8(weight, bias) or int8.prepare_int8_linear(weight, bias)
 
 
 def prepare_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> Linear:
     """See `Int4Weight.multiply`. May keep a copy of `weight` in another layout, not `weight`."""
-    from tokenpod.kernels.cpu.compiled import whole
+    from tokenpod.kernels.products import compiled_whole as whole
 
     made = whole.prepare_int4(weight, bias)
     return made or (lambda x: weight.multiply(x, bias))

@@ -23,9 +23,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import ask_lines, await_inputs
-from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product_sums import add_ranks, number_launch
+from tokenpod.kernels.gpu.launch import ask_lines, await_inputs
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.products.product_sums import add_ranks, number_launch
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.peers import SymmetricBuffers, numbers, receive, send, word_of
+from tokenpod.kernels.gpu.peers import SymmetricBuffers, numbers, receive, send, word_of
 
 
 class RanksOut(NamedTuple):

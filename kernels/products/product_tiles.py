@@ -76,17 +76,17 @@ ALL_LIBRARY = Tiles({}, [])
 
 @cache
 def measured(capability: tuple[int, int] | None) -> Tiles:
-    """The table in tiles.json, a file of this package.
+    """The table in product_tiles.json, a file of this package.
 
     Shapes were measured on one generation of GPUs. Their tiles may ask for more memory than others
     have, so those get the rules by rows alone, which fit everywhere.
     """
-    table = json.loads(files(__package__).joinpath("tiles.json").read_text())
+    table = json.loads(files(__package__).joinpath("product_tiles.json").read_text())
     return parse(table if capability == tuple(table["capability"]) else {**table, "shapes": []})
 
 
 def parse(table: dict[str, Any]) -> Tiles:
-    """The table of tiles.json."""
+    """The table of product_tiles.json."""
     by_shape = {(s["n"], s["k"]): _ascending(s["tiles"]) for s in table["shapes"]}
     return Tiles(by_shape, _ascending(table["otherwise"]))
 

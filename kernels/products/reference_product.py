@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.ops import Linear
+from tokenpod.kernels.operations.ops import Linear
 
 
 def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -8,14 +8,14 @@ import torch
 import triton
 from torch.nn import functional
 
-from tokenpod.kernels.ops import AddLinear, Linear
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.launch import OVERLAPPING_CAPABILITY, capability, launch_options
-from tokenpod.kernels.triton.peers import SymmetricBuffers
-from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.product_kernels import add_partials, matrix, multiply_add
-from tokenpod.kernels.triton.product_sums import RanksOut, copies, fits
-from tokenpod.kernels.triton.tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
+from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, launch_options
+from tokenpod.kernels.gpu.peers import SymmetricBuffers
+from tokenpod.kernels.operations.ops import AddLinear, Linear
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
+from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add
+from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
+from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
 
 #: The matrix unit's smallest side.
 LEAST_MATRIX_ROWS = 16

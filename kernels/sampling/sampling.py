@@ -15,14 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.noise import (
+from tokenpod.kernels.sampling.noise import (
     MOST_LUCK,
     exponential,
     precise_log,
     span_words,
     token_words,
 )
-from tokenpod.kernels.triton.sampling_rows import (
+from tokenpod.kernels.sampling.sampling_rows import (
     CUTS,
     DRAWS,
     FLAGS,
@@ -34,12 +34,7 @@ from tokenpod.kernels.triton.sampling_rows import (
     read_scores,
     temperature_of,
 )
-from tokenpod.kernels.triton.truncation import (
-    cut,
-    draw_survivor,
-    falling_key,
-    least_survivor,
-)
+from tokenpod.kernels.sampling.truncation import cut, draw_survivor, falling_key, least_survivor
 
 # What `summarise` and `finish` leave of each row, as float64.
 #: Highest edited score; not finite: nothing can be drawn.

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tokenpod.core import sampling
 from tokenpod.core.sampling import TABLE
-from tokenpod.kernels.triton.noise import WATERMARK_KEY, token_words
+from tokenpod.kernels.sampling.noise import WATERMARK_KEY, token_words
 
 WORDS = tl.constexpr(sampling.ROW_WORDS)
 FLAGS = tl.constexpr(TABLE.place("flags"))

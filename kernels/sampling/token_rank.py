@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.sampling_rows import RANKS, WORDS
+from tokenpod.kernels.sampling.sampling_rows import RANKS, WORDS
 
 _BLOCK = 2048
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from tokenpod.core import sampling
-from tokenpod.kernels.triton.noise import precise_log
-from tokenpod.kernels.triton.sampling import CENTRE, LIMIT, LOG_MASS, NEAREST, PEAK, STATS
-from tokenpod.kernels.triton.sampling_rows import (
+from tokenpod.kernels.sampling.noise import precise_log
+from tokenpod.kernels.sampling.sampling import CENTRE, LIMIT, LOG_MASS, NEAREST, PEAK, STATS
+from tokenpod.kernels.sampling.sampling_rows import (
     CUTS,
     DRAWS,
     FLAGS,
@@ -29,7 +29,7 @@ from tokenpod.kernels.triton.sampling_rows import (
     read_scores,
     temperature_of,
 )
-from tokenpod.kernels.triton.truncation import falling_key, survives
+from tokenpod.kernels.sampling.truncation import falling_key, survives
 
 #: How many are found, whatever a row asks.
 MOST_TOP_TOKENS = tl.constexpr(sampling.MOST_TOP_TOKENS)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.noise import exponential, precise_log, token_words
-from tokenpod.kernels.triton.sampling_rows import (
+from tokenpod.kernels.sampling.noise import exponential, precise_log, token_words
+from tokenpod.kernels.sampling.sampling_rows import (
     LOG_MIN_P,
     SEED,
     STREAM,

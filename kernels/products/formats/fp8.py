@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
-from tokenpod.kernels.formats.rounding import Number, Rounding, alike, joined
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding, alike, joined
 
 #: The largest number of the format.
 MOST = Number.FP8.most

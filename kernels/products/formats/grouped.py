@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
 
 #: Inputs that share a scale where weights are made of dense ones.
 GROUP = 128

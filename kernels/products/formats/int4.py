@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
 
 #: Inputs that share a scale where weights are made while loading.
 GROUP = 128

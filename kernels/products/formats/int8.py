@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.formats.rounding import Rounding, alike, joined
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.rounding import Rounding, alike, joined
 
 #: The largest multiple of a row's scale.
 MOST = 127

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.pointwise import act_mul
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import act_mul
 
 
 @dataclass(frozen=True, slots=True)

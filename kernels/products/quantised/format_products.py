@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.kernels.ops import AddLinear, FormatProducts, Linear
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.quantised.around import Around
-from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
-from tokenpod.kernels.triton.quantised.products import AnyFormat, prepare_product
-from tokenpod.kernels.triton.quantised.tiles import Tiles
+from tokenpod.kernels.operations.ops import AddLinear, FormatProducts, Linear
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.quantised.around import Around
+from tokenpod.kernels.products.quantised.lanes import Lanes, lanes_of
+from tokenpod.kernels.products.quantised.products import AnyFormat, prepare_product
+from tokenpod.kernels.products.quantised.quantised_tiles import Tiles
 
 
 def prepare_linear(

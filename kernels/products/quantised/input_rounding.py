@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.formats.rounding import Rounding
-from tokenpod.kernels.pointwise_ops import RowNorm
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.products.formats.rounding import Rounding
 
 #: The largest two digits: 127 · 128.
 DIGITS_MOST: tl.constexpr = tl.constexpr(16256.0)

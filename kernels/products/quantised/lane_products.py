@@ -11,16 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
-from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product import add_up, asks_rows
-from tokenpod.kernels.triton.product_kernels import ask_rows
-from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, lane_unit, plus_zero
-from tokenpod.kernels.triton.quantised.lanes import Lanes
-from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS, sum_parts
-from tokenpod.kernels.triton.quantised.tiles import LaneTile
-from tokenpod.kernels.triton.quantised.widening import factor_of, halves
+from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.products.product_kernels import ask_rows
+from tokenpod.kernels.products.quantised.lane_widening import lane_planes, lane_unit, plus_zero
+from tokenpod.kernels.products.quantised.lanes import Lanes
+from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts
+from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile
+from tokenpod.kernels.products.quantised.widening import factor_of, halves
+from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.quantised.widening import PLUS, in_pairs, of_e2m1
+from tokenpod.kernels.products.quantised.widening import PLUS, in_pairs, of_e2m1
 
 
 @triton.constexpr_function

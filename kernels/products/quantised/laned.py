@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.triton.launch import capability
-from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.quantised.around import Around, Product, put
-from tokenpod.kernels.triton.quantised.lane_products import multiply_lanes
-from tokenpod.kernels.triton.quantised.lanes import Lanes
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, Tiles, TokenTile, measured
-from tokenpod.kernels.triton.quantised.token_product import multiply_token, token_of
-from tokenpod.kernels.triton.quantised.widen import widen_lanes
+from tokenpod.kernels.gpu.launch import capability
+from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
+from tokenpod.kernels.products.quantised.around import Around, Product, put
+from tokenpod.kernels.products.quantised.lane_products import multiply_lanes
+from tokenpod.kernels.products.quantised.lanes import Lanes
+from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, TokenTile, measured
+from tokenpod.kernels.products.quantised.token_product import multiply_token, token_of
+from tokenpod.kernels.products.quantised.widen import widen_lanes
 
 
 def prepare_lanes(

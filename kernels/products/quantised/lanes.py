@@ -17,9 +17,9 @@ from math import gcd
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.formats.grouped import GroupedWeight, floats_of
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight, floats_of
+from tokenpod.kernels.products.formats.int4 import Int4Weight
 
 #: Lanes of a plane, at most; and at least, which is what the matrix unit multiplies at a time.
 MOST_WIDTH, LEAST_WIDTH = 64, 16

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs
-from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.quantised.parts import sum_parts
-from tokenpod.kernels.triton.quantised.widening import numbers_of
+from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.products.quantised.parts import sum_parts
+from tokenpod.kernels.products.quantised.widening import numbers_of
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs
-from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.product_kernels import ask_rows
+from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.products.product_kernels import ask_rows
 
 
 @triton.jit(do_not_specialize=["tokens"])

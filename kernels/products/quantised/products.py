@@ -17,35 +17,31 @@ import torch
 import triton
 from torch.nn import functional
 
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.grouped import GroupedWeight
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.launch import capability, launch_options
-from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.triton.product import add_up, asks_rows
-from tokenpod.kernels.triton.quantised.around import Around, Product, put
-from tokenpod.kernels.triton.quantised.laned import prepare_lanes
-from tokenpod.kernels.triton.quantised.lanes import Lanes, lanes_of
-from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
-from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes
-from tokenpod.kernels.triton.quantised.parts import LEAST_COLUMNS
-from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
-from tokenpod.kernels.triton.quantised.tiles import (
+from tokenpod.kernels.gpu.launch import capability, launch_options
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.quantised.around import Around, Product, put
+from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
+from tokenpod.kernels.products.quantised.laned import prepare_lanes
+from tokenpod.kernels.products.quantised.lanes import Lanes, lanes_of
+from tokenpod.kernels.products.quantised.matrix import multiply_rounded
+from tokenpod.kernels.products.quantised.multiply_add import multiply_add_bytes
+from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS
+from tokenpod.kernels.products.quantised.quantised_tiles import (
     AddTile,
     MatrixTile,
     Tiles,
     TokenTile,
     measured,
 )
-from tokenpod.kernels.triton.quantised.token_product import (
-    THREAD_BYTES,
-    multiply_token,
-    token_of,
-)
-from tokenpod.kernels.triton.quantised.widen import widen_bytes
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.products.quantised.token_product import THREAD_BYTES, multiply_token, token_of
+from tokenpod.kernels.products.quantised.widen import widen_bytes
+from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
 FP8_CAPABILITY = (8, 9)

@@ -81,7 +81,7 @@ class LaneTile:
 Tile = AddTile | TokenTile | MatrixTile | LaneTile
 
 
-#: By the name that tiles.json has for them.
+#: By the name that quantised_tiles.json has for them.
 WAYS: dict[str, type[Tile]] = {
     "add": AddTile,
     "token": TokenTile,
@@ -112,13 +112,13 @@ class Tiles:
 
 @cache
 def measured(capability: tuple[int, int] | None) -> Tiles:
-    """The table in tiles.json, a file of this package; shapes of the generation measured only."""
-    table = json.loads(files(__package__).joinpath("tiles.json").read_text())
+    """The table in quantised_tiles.json, beside this; shapes of the generation measured only."""
+    table = json.loads(files(__package__).joinpath("quantised_tiles.json").read_text())
     return parse(table if capability == tuple(table["capability"]) else {**table, "shapes": []})
 
 
 def parse(table: dict[str, Any]) -> Tiles:
-    """The table of tiles.json."""
+    """The table of quantised_tiles.json."""
     return Tiles(
         {kind: _ascending(entries) for kind, entries in table["kinds"].items()},
         {(s["kind"], s["n"], s["k"]): _ascending(s["tiles"]) for s in table["shapes"]},

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.quantised.widening import (
+from tokenpod.kernels.products.quantised.widening import (
     JOINED,
     PLUS,
     TIMES,

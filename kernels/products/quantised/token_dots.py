@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.quantised.multiply_add import e4m3_byte
-from tokenpod.kernels.triton.quantised.widening import factor_of
+from tokenpod.kernels.products.quantised.multiply_add import e4m3_byte
+from tokenpod.kernels.products.quantised.widening import factor_of
 
 #: By what products of e4m3 are made smaller, so that float16 has sums of 16: 448² · 16 / 2⁸ fits.
 SMALLER: tl.constexpr = tl.constexpr(256.0)

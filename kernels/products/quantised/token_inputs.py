@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import ask_lines
-from tokenpod.kernels.triton.product_kernels import ask_each
-from tokenpod.kernels.triton.quantised.rounding import DIGITS_MOST, FP8_MOST
+from tokenpod.kernels.gpu.launch import ask_lines
+from tokenpod.kernels.products.product_kernels import ask_each
+from tokenpod.kernels.products.quantised.input_rounding import DIGITS_MOST, FP8_MOST
 
 #: Bytes that are asked for at a time, and programs that ask for them: about one per processor.
 CHUNK: tl.constexpr = tl.constexpr(8192)

@@ -16,23 +16,23 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.formats.rounding import Rounding
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
-from tokenpod.kernels.triton.product import asks_rows
-from tokenpod.kernels.triton.product_kernels import ask_rows
-from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
-from tokenpod.kernels.triton.quantised.tiles import TokenTile
-from tokenpod.kernels.triton.quantised.token_dots import add_step
-from tokenpod.kernels.triton.quantised.token_inputs import ask_first, ask_norm, token_steps
-from tokenpod.kernels.triton.quantised.token_rows import (
+from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.formats.rounding import Rounding
+from tokenpod.kernels.products.product_kernels import ask_rows
+from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
+from tokenpod.kernels.products.quantised.quantised_tiles import TokenTile
+from tokenpod.kernels.products.quantised.token_dots import add_step
+from tokenpod.kernels.products.quantised.token_inputs import ask_first, ask_norm, token_steps
+from tokenpod.kernels.products.quantised.token_rows import (
     finish_rows,
     rows_of,
     scales_of,
     tile_of,
     token_inputs,
 )
-from tokenpod.kernels.triton.quantised.token_walk import token_walk
+from tokenpod.kernels.products.quantised.token_walk import token_walk
+from tokenpod.kernels.products.triton_product import asks_rows
 
 #: Bytes that a thread loads of a row at a time.
 THREAD_BYTES = 16

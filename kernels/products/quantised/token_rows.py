@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.pointwise import gated_unit
-from tokenpod.kernels.triton.quantised.lane_products import step_scales
-from tokenpod.kernels.triton.quantised.token_dots import SMALLER, in_fours
-from tokenpod.kernels.triton.quantised.token_inputs import token_words
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.products.quantised.lane_products import step_scales
+from tokenpod.kernels.products.quantised.token_dots import SMALLER, in_fours
+from tokenpod.kernels.products.quantised.token_inputs import token_words
 
 
 @triton.jit

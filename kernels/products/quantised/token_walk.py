@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs
-from tokenpod.kernels.triton.quantised.token_dots import add_step
-from tokenpod.kernels.triton.quantised.token_inputs import ask_blocks, ask_norm, token_steps
-from tokenpod.kernels.triton.quantised.token_rows import (
+from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.products.quantised.token_dots import add_step
+from tokenpod.kernels.products.quantised.token_inputs import ask_blocks, ask_norm, token_steps
+from tokenpod.kernels.products.quantised.token_rows import (
     finish_rows,
     rows_of,
     scales_of,

@@ -8,12 +8,12 @@ from math import gcd
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.grouped import GroupedWeight, floats_of
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Rounding
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight, floats_of
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Rounding
 
 #: Inputs of a run of bytes, at most and at least; the matrix unit takes no fewer at a time.
 MOST_WIDTH = 256

@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.triton.launch import await_inputs, capability, launch_options
-from tokenpod.kernels.triton.quantised.lane_products import step_scales, step_zeros
-from tokenpod.kernels.triton.quantised.lane_widening import lane_planes, lane_unit, plus_zero
-from tokenpod.kernels.triton.quantised.lanes import Lanes
-from tokenpod.kernels.triton.quantised.widening import factor_of
+from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.quantised.lane_products import step_scales, step_zeros
+from tokenpod.kernels.products.quantised.lane_widening import lane_planes, lane_unit, plus_zero
+from tokenpod.kernels.products.quantised.lanes import Lanes
+from tokenpod.kernels.products.quantised.widening import factor_of
 
 #: That a program widens.
 BYTES = 4096

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -102,8 +102,8 @@ class LoadedModel(Protocol):
 
     #: Whether steps can be captured.
     captures: bool
-    #: [layers, K] each, for keys and values of 8 bits; None: the checkpoint has none.
-    kv_scales: KVScales | None
+    #: Each layer's, for keys and values of 8 bits; None: the checkpoint has none.
+    kv_scales: Sequence[KVScales] | None
     #: Of the whole model.
     parameters_count: int
     #: Bytes that this rank holds.

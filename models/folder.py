@@ -19,10 +19,11 @@ from tokenpod.models.layout import Layout, stored_table, with_head
 from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
-from tokenpod.models.names import beyond_names, head_name, weights_of
+from tokenpod.models.names import head_name
 from tokenpod.models.nested import Nesting, Text, split, text_of
 from tokenpod.models.overrides import Overridden
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weight_table import beyond_names, weights_of
 
 if TYPE_CHECKING:
     from tokenpod.models.tier.choose import Loader

@@ -193,10 +193,10 @@ def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
 
 
 def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
-    for world in range(1, layout.spec.heads + 1):
+    for world in layout.spec.rank_counts:
         shard = Shard(0, world)
         try:
-            local = shard.config(layout.spec)
+            local = layout.spec.on_rank(shard)
         except ModelError:
             continue
         fixed = slot_numbers(layout.weights, shard, 0)

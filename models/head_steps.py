@@ -6,125 +6,128 @@ Everything else that families do here is plain operations, which every device ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
 
 import torch
 
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm
-from tokenpod.models.layer_spec import Attention, Norm, NormOver
-from tokenpod.models.linear import Products
-from tokenpod.models.shard import Shard
-from tokenpod.models.weights import Axis, Division
 
-#: The product [T, (H + 2K) · D] -> the same, changed; may change its argument.
-Before = Callable[[torch.Tensor], torch.Tensor]
 
-#: Queries [T, H · D] and keys [T, K · D] -> the same, normed.
-BeforeBoth = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+class NormOver(Enum):
+    """What a norm of queries and keys takes as one row."""
 
-#: Queries [T, H, D] and positions [T] -> queries.
-After = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    #: Each head, all with the same weight.
+    HEAD = "head"
+    #: Each head, each with a weight of its own.
+    HEADS = "heads"
+    #: All heads of queries together, and all of keys.
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + rate · ln(1 + p // length) (Llama 4)."""
+
+    rate: float
+    length: int
+
+
+class NormBoth(Protocol):
+    """A norm of queries and keys by torch, in float32."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H · D] and keys [T, K · D] -> the same, normed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSteps:
     """What one layer does before keys are stored, while they are, and to queries afterwards."""
 
-    before: Before
+    #: Numbers of a token's queries, and of its keys.
+    queries: int
+    keys: int
+    #: Part of the operation that stores keys.
     norm: HeadNorm | None
-    after: After
+    #: Before it.
+    plain_norm: NormBoth | None
+    #: Queries, keys and values are kept within ±clip.
+    clip: float | None
+    growth: QueryGrowth | None
 
+    def before(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The product [T, (H + 2K) · D] -> the same, changed; may change its argument."""
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        if self.plain_norm is None:
+            return qkv
+        q, k, v = qkv.tensor_split((self.queries, self.queries + self.keys), dim=-1)
+        return torch.cat((*self.plain_norm(q, k), v), dim=-1)
 
-def make_heads(spec: Attention, products: Products, i: int) -> HeadSteps:
-    """The steps of layer `i`, whose norms' weights are taken."""
-    norm, over, clip, growth = spec.qk_norm, spec.qk_norm_over, spec.clip, spec.query_growth
-    fused: HeadNorm | None = None
-    plain: Before = _as_it_is
-    if norm is not None and norm.kind == "rms" and over is NormOver.HEAD:
-        query_weight, key_weight = (products.tensor(f"{i}.{x}_norm") for x in "qk")
-        fused = HeadNorm(query_weight, key_weight, norm.epsilon)
-    elif norm is not None:
-        plain = _plain_norm(spec, norm, products, i)
-
-    def before(qkv: torch.Tensor) -> torch.Tensor:
-        return plain(qkv if clip is None else qkv.clamp_(-clip, clip))
-
-    def after(queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def after(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries [T, H, D] at positions [T] -> queries."""
+        growth = self.growth
         if growth is None:
             return queries
         times = 1 + growth.rate * torch.log1p((positions // growth.length).float())
         return queries * times.to(queries.dtype)[:, None, None]
 
-    return HeadSteps(before, fused, after)
 
+@dataclass(frozen=True, slots=True)
+class EachHead:
+    """The norm of each head."""
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
+    #: [D], or [heads, D] where each has its own.
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float
+    #: Whether the mean is taken away first.
+    centred: bool
 
-
-def _plain_norm(spec: Attention, norm: Norm, products: Products, i: int) -> Before:
-    """The norm of queries and keys by torch, in float32."""
-    queries, keys = (count * spec.head_dim for count in (spec.heads, spec.kv_heads))
-    if spec.qk_norm_over is NormOver.ALL:
-        weights = [products.tensor(f"{i}.{x}_norm").float() for x in "qk"]
-        both = _over_all(weights, norm, products.ops.group)
-    else:
-        divisions = {"q": Division.EVEN, "k": Division.KEY}
-        q_norm, k_norm = (
-            _over_head(*_own_weights(spec, products, f"{i}.{x}_norm", divisions[x]), norm)
-            for x in "qk"
-        )
-
-        def both(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return q_norm(q), k_norm(k)
-
-    def normed(qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv.tensor_split((queries, queries + keys), dim=-1)
-        return torch.cat((*both(q, k), v), dim=-1)
-
-    return normed
-
-
-def _own_weights(
-    spec: Attention, products: Products, name: str, division: Division
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A norm's weight and bias; where each head has its own, [heads, D] of this rank's heads."""
-    weight, bias = products.tensor(name).float(), None
-    if spec.qk_norm is not None and spec.qk_norm.bias:
-        bias = products.tensor(f"{name}_bias").float()
-    if spec.qk_norm_over is NormOver.HEADS:
-        weight, group = weight.view(-1, spec.head_dim), products.ops.group
-        if group is not None:
-            own = Shard(group.rank, group.world).part(Axis(len(weight), division))
-            weight = weight[own.start : own.stop].clone()
-    return weight, bias
-
-
-def _over_head(weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm) -> Before:
-    head_dim, epsilon, centred = weight.shape[-1], norm.epsilon, norm.kind == "layer"
-
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        wide = x.float().view(len(x), -1, head_dim)
-        if centred:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads · D] -> the same, normed."""
+        wide = x.float().view(len(x), -1, self.weight.shape[-1])
+        if self.centred:
             wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight
-        return (wide if bias is None else wide + bias).flatten(-2).to(x.dtype)
-
-    return normed
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon) * self.weight
+        return (wide if self.bias is None else wide + self.bias).flatten(-2).to(x.dtype)
 
 
-def _over_all(weights: list[torch.Tensor], norm: Norm, group: Group | None) -> BeforeBoth:
-    def normed(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = (q.float(), k.float())
+@dataclass(frozen=True, slots=True)
+class OverHeads:
+    """Norms of each head of queries, and of keys."""
+
+    of_queries: EachHead
+    of_keys: EachHead
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `NormBoth`."""
+        return self.of_queries(q), self.of_keys(k)
+
+
+@dataclass(frozen=True, slots=True)
+class OverAll:
+    """Norms of all heads of queries together, and of all of keys, whichever rank has them."""
+
+    #: [H · D] and [K · D] float32: this rank's.
+    query_weight: torch.Tensor
+    key_weight: torch.Tensor
+    epsilon: float
+    group: Group | None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `NormBoth`."""
+        wide_q, wide_k = q.float(), k.float()
         # Every rank has as many keys, if of the same heads where those are fewer than ranks.
-        squares = torch.stack([x.square().mean(-1) for x in wide], dim=-1)
-        if group is not None:
-            group.sum(squares)
-            squares /= group.world
-        scales = torch.rsqrt(squares + norm.epsilon)
-        q_normed, k_normed = (wide[j] * scales[:, j : j + 1] * weights[j] for j in range(2))
-        return q_normed.to(q.dtype), k_normed.to(k.dtype)
-
-    return normed
+        squares = torch.stack([x.square().mean(-1) for x in (wide_q, wide_k)], dim=-1)
+        if self.group is not None:
+            self.group.sum(squares)
+            squares /= self.group.world
+        scales = torch.rsqrt(squares + self.epsilon)
+        return (
+            (wide_q * scales[:, :1] * self.query_weight).to(q.dtype),
+            (wide_k * scales[:, 1:] * self.key_weight).to(k.dtype),
+        )

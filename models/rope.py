@@ -17,7 +17,7 @@ import torch
 
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Alibi, Rope
+from tokenpod.models.positions import Alibi, Rope
 
 DEFAULT_THETA = 10_000.0
 #: What parameters of yarn come to, at most: 32 turns and 1 are usual.

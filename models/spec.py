@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from tokenpod.core.model_size import Expansion
-from tokenpod.kernels.attention.composed_latent import expansion_of
 from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.models.errors import ModelError
-from tokenpod.models.layer_spec import Experts, Latent, LayerSpec, Mlp, Norm, Rope
+from tokenpod.models.layer_spec import Experts, LayerSpec, Mlp
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Rope
+from tokenpod.models.shard import Shard
 
 #: Of all layers: each has tensors of its own. Kimi K2 has 23,040.
 MOST_EXPERTS = 1 << 15
@@ -78,36 +80,23 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raise ModelError if layers need pools of different shapes, or have too many experts."""
+        """Raise ModelError if layers have too many experts."""
         experts = sum(x.mlp.count for x in self.layers if isinstance(x.mlp, Experts))
         if experts > MOST_EXPERTS:
             raise ModelError(
                 f"{len(self.layers):,} layers have {experts:,} experts; at most {MOST_EXPERTS:,}"
                 " are supported"
             )
-        shapes = {layer.attention.kv for layer in self.layers}
-        if len(shapes) != 1:
-            raise ModelError(f"layers have key/value heads of {len(shapes)} shapes; 1 is supported")
-
-    @property
-    def heads(self) -> int:
-        """Query heads, of each layer."""
-        return self.layers[0].attention.heads
-
-    @property
-    def kv(self) -> KVLayout:
-        """What each layer's pool has for a token."""
-        return self.layers[0].attention.kv
 
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """Of each layer."""
-        return tuple(layer.attention.kv for layer in self.layers)
+        """What the pool has for a token, cache by cache."""
+        return tuple(layer.mixer.cache.kv for layer in self.layers)
 
     @property
     def head_counts(self) -> tuple[int, ...]:
         """Query heads of each layer."""
-        return tuple(layer.attention.heads for layer in self.layers)
+        return tuple(layer.mixer.heads for layer in self.layers)
 
     @property
     def runs_on(self) -> str:
@@ -119,21 +108,15 @@ class ModelSpec:
         """All that is kept of a sequence lies in the pool's slots."""
 
     @property
-    def latent(self) -> Latent | None:
-        """The attention over latent rows, if layers have that."""
-        attention = self.layers[0].attention
-        return attention if isinstance(attention, Latent) else None
-
-    @property
     def expansion(self) -> Expansion | None:
-        """What attention over latent rows makes of them; None: there are none."""
-        latent = self.latent
-        return None if latent is None else expansion_of(latent.heads, latent.shape)
+        """The largest of what attention over latent rows makes of them; None: there are none."""
+        made = {layer.mixer.expansion for layer in self.layers}
+        return max((x for x in made if x is not None), key=_expanded, default=None)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's."""
-        return tuple(layer.attention.window for layer in self.layers)
+        return tuple(layer.mixer.cache.window for layer in self.layers)
 
     @property
     def sliding_window(self) -> int | None:
@@ -157,10 +140,47 @@ class ModelSpec:
     @property
     def rope_variant(self) -> str:
         """Which factors rotation uses where the checkpoint has several; empty if it has not."""
-        positions = self.layers[0].attention.positions
-        return positions.variant if isinstance(positions, Rope) else ""
+        turned = (layer.mixer.turned.positions for layer in self.layers)
+        return next((x.variant for x in turned if isinstance(x, Rope) and x.variant), "")
+
+    def problem(self, world: int) -> str | None:
+        """Why so many ranks can't divide the model, as the beginning of a sentence."""
+        problems = (layer.problem(world) for layer in dict.fromkeys(self.layers))
+        return next((problem for problem in problems if problem), None)
+
+    def check(self, world: int) -> None:
+        """Raise ModelError, in one line, if the model can't be divided among so many ranks."""
+        problem = self.problem(world)
+        if problem:
+            fitting = [each for each in self.rank_counts if not self.problem(each)]
+            raise ModelError(f"{problem}; {self.architecture} here runs on {_either(fitting)}")
+
+    @property
+    def rank_counts(self) -> range:
+        """Among how many ranks it may be divided, at most one per query head."""
+        return range(1, max(self.head_counts) + 1)
+
+    def on_rank(self, shard: Shard) -> ModelSpec:
+        """The same with a rank's heads and features; raises as `check` does.
+
+        The vocabulary stays whole: it is what tokens are checked and sampled against.
+        """
+        self.check(shard.world)
+        local = {layer: layer.on_rank(shard) for layer in set(self.layers)}
+        return replace(self, layers=tuple(local[layer] for layer in self.layers))
 
 
 def _width(experts: Experts) -> int:
     """Features of the shared block."""
     return 0 if experts.shared is None else experts.shared.width
+
+
+def _expanded(expansion: Expansion) -> int:
+    """Numbers that there are for a token, in all heads."""
+    return expansion.heads * expansion.head_numbers + expansion.token_numbers
+
+
+def _either(worlds: list[int]) -> str:
+    """The numbers in words, as "1, 2 or 4 ranks"."""
+    *most, last = map(str, worlds)
+    return f"{', '.join(most)} or {last} ranks" if most else f"{last} rank only"

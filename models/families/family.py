@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.models.attention import Attention
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Alibi, Attention, LayerSpec, Mlp, Norm, Norms, Rope
+from tokenpod.models.layer_spec import LayerSpec, Mlp, Norms
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Alibi, Rope
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import Head, ModelSpec
 
@@ -198,7 +201,13 @@ def with_attention(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 def changed(layer: LayerSpec, **changes: Any) -> LayerSpec:
     """The same with other fields of its attention."""
-    return replace(layer, attention=replace(layer.attention, **changes))
+    return replace(layer, mixer=replace(attention_of(layer), **changes))
+
+
+def attention_of(layer: LayerSpec) -> Attention:
+    """Of a layer that has heads."""
+    assert isinstance(layer.mixer, Attention)
+    return layer.mixer
 
 
 def norms_behind(spec: ModelSpec) -> ModelSpec:

@@ -27,8 +27,8 @@ from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, 
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows, TileKind
 
-#: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
-LARGEST_HEAD_DIM = 256
+#: Heads of at most so many numbers; sizes between powers of two run padded to the next.
+LARGEST_HEAD_DIM = 512
 LARGEST_GROUP = 128
 
 #: A captured step has room for so many rows with several tokens, and for tiles of so many queries.
@@ -136,7 +136,7 @@ def attention(
     """See `ops.Attention`.
 
     Raises:
-        ValueError: heads larger than 256, or more than 128 of them to a key/value head.
+        ValueError: heads larger than 512, or more than 128 of them to a key/value head.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]

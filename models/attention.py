@@ -58,6 +58,12 @@ class Attention:
     qk_norm: Norm | None = None
     qk_norm_over: NormOver = NormOver.HEAD
     query_growth: QueryGrowth | None = None
+    #: Values are normed as queries and keys are, without a weight.
+    value_norm: bool = False
+    #: The checkpoint has no product for values: they are keys before norm and rotation.
+    values_are_keys: bool = False
+    #: The number of the layer whose keys and values it reads; None: it has its own.
+    reads_layer: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
 
@@ -73,6 +79,9 @@ class Attention:
             slopes = len(self.positions.slopes)
             raise ModelError(f"attention.positions has {slopes} slopes for {self.heads} heads")
         norm, over = self.qk_norm, self.qk_norm_over
+        plain = norm is not None and norm.kind == "rms" and over is NormOver.HEAD
+        if not plain and (self.value_norm or self.reads_layer is not None):
+            raise ModelError("attention.value_norm and reads_layer need an rms norm of heads")
         if norm is None:
             return
         if not norm.weight or (norm.bias and over is not NormOver.HEAD):
@@ -104,13 +113,19 @@ class Attention:
         order = head_order(self.positions, head)
         parts = [(queries, order), (keys, order), (keys, None)]
         groups = self.kv_heads if isinstance(names.qkv, Fused) and names.qkv.by_heads else 1
-        yield from tensors.stacked("qkv", names.qkv, parts, groups, self.qkv_bias)
+        stored, norms = names.qkv, [("q_norm", names.q_norm, queries)]
+        if self.reads_layer is None:
+            norms.append(("k_norm", names.k_norm, keys))
+        if self.values_are_keys or self.reads_layer is not None:
+            assert not isinstance(stored, Fused), "each has a tensor"
+            # As rows of its own the product of values costs little: few heads have them.
+            stored = (stored[0], stored[1], stored[1])
+        if self.reads_layer is not None:
+            stored, parts = stored[:1], parts[:1]
+        yield from tensors.stacked("qkv", stored, parts, groups, self.qkv_bias)
         if self.qk_norm is not None:
-            for name, stored, rows in (
-                ("q_norm", names.q_norm, queries),
-                ("k_norm", names.k_norm, keys),
-            ):
-                yield from self._head_norm(name, tensors.at + stored, self.qk_norm, rows)
+            for name, stored_norm, rows in norms:
+                yield from self._head_norm(name, tensors.at + stored_norm, self.qk_norm, rows)
         if self.sinks:
             source = Source(tensors.at + names.sinks, (Axis(self.heads, Division.EVEN),))
             yield Weight("sinks", (source,), dtype=torch.float32)
@@ -136,6 +151,13 @@ class Attention:
         yield Weight(
             name, tuple(Source(f"{each}.weight", axes, function=reorder) for each in names)
         )
+
+    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
+        """Keys and values of a layer that reads another's, which some checkpoints have."""
+        qkv, names = tensors.names.qkv, tensors.names
+        if self.reads_layer is None or isinstance(qkv, Fused):
+            return ()
+        return tuple(f"{tensors.at}{name}." for name in (*qkv[1:], names.k_norm, names.v_norm))
 
     def problem(self, world: int) -> str | None:
         """Ranks divide query heads, and key/value heads or those among them."""
@@ -182,6 +204,7 @@ class AttentionLayer:
         products = parts.products
         self._ops, self._key = products.ops, spec.plan_key
         self._cache, self._rotation = parts.cache, parts.rotation
+        self._reads_another = spec.reads_layer is not None
         self._qkv = normed_product(products, parts.named("qkv"), norm, parts.named("attention_in"))
         self._heads = _head_steps(spec, parts)
         slopes = None
@@ -200,7 +223,11 @@ class AttentionLayer:
         keys, values = pool.keys[self._cache], pool.values[self._cache]
         scales, angles = pool.scales[self._cache], step.rotations[self._rotation]
         y = heads.before(self._qkv(x, batch))
-        q = ops.store_key_value(y, angles, heads.norm, keys, values, batch.t_slot, scales)
+        if self._reads_another:
+            none = y.new_empty((len(keys), 0, keys.shape[2]))
+            q = ops.store_key_value(y, angles, heads.norm, none, none, batch.t_slot)
+        else:
+            q = ops.store_key_value(y, angles, heads.norm, keys, values, batch.t_slot, scales)
         q = heads.after(q, batch.t_position)
         return ops.attention(q, keys, values, step.plans[self._key], self._options, scales)
 
@@ -209,8 +236,10 @@ def _head_steps(spec: Attention, parts: MixerParts) -> HeadSteps:
     """What the layer's heads go through, with the weights of their norms."""
     norm, fused, plain = spec.qk_norm, None, None
     if norm is not None and norm.kind == "rms" and spec.qk_norm_over is NormOver.HEAD:
-        of_queries, of_keys = (parts.products.tensor(parts.named(f"{x}_norm")) for x in "qk")
-        fused = HeadNorm(of_queries, of_keys, norm.epsilon)
+        of_queries = of_keys = parts.products.tensor(parts.named("q_norm"))
+        if spec.reads_layer is None:
+            of_keys = parts.products.tensor(parts.named("k_norm"))
+        fused = HeadNorm(of_queries, of_keys, norm.epsilon, spec.value_norm)
     elif norm is not None:
         plain = _plain_norm(spec, norm, parts)
     queries, keys = (count * spec.head_dim for count in (spec.heads, spec.kv_heads))

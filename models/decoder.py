@@ -12,7 +12,7 @@ from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.ends import TextHead, TokenEmbedding
+from tokenpod.models.ends import PerLayerEmbedding, TextHead, TokenEmbedding
 from tokenpod.models.layer import make_layer
 from tokenpod.models.linear import Delta, Products, Weights, no_delta
 from tokenpod.models.mixer import MixerParts
@@ -72,13 +72,16 @@ class Decoder:
         self._layers = [
             make_layer(
                 layer,
-                MixerParts(products, i, i, self._plans.rotation(layer.mixer)),
+                MixerParts(products, i, config.cache_of(i), self._plans.rotation(layer.mixer)),
             )
             for i, layer in enumerate(config.layers)
         ]
         self._norm = make_norm(config.norm, products, "norm")
         self._head = TextHead(config, products, adapters)
         self._embed = TokenEmbedding(config, products, adapters)
+        self._per_layer: PerLayerEmbedding | None = None
+        if config.embedding.per_layer is not None:
+            self._per_layer = PerLayerEmbedding(config, products)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,8 +103,9 @@ class Decoder:
         """The same, and the streams [T, hidden] before these layers, in their order."""
         if self.adapters is not None:
             batch = self.adapters.prepared(batch)
-        step = self._plans.step(batch, pool)
         x = self._embed(batch)
+        per_layer = None if self._per_layer is None else self._per_layer(batch, x)
+        step = self._plans.step(batch, pool, per_layer)
         streams: dict[int, torch.Tensor] = {}
         for at, layer in enumerate(self._layers):
             if at in taps:

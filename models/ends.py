@@ -52,6 +52,28 @@ class TokenEmbedding:
         return self._norm(x)
 
 
+class PerLayerEmbedding:
+    """What each layer reads of a token: a row of a table, and a product of the first stream."""
+
+    def __init__(self, config: ModelSpec, products: Products) -> None:
+        spec = config.embedding.per_layer
+        assert spec is not None
+        self._ops, self._layers, self._width = products.ops, len(config.layers), spec.width
+        self._table = products.tensor("per_layer_embedding")
+        # Rounded as the table is.
+        self._row_scale = float(torch.tensor(spec.width**0.5, dtype=self._table.dtype))
+        self._project = products.linear("per_layer_projection")
+        self._stream_scale = config.hidden_size**-0.5
+        self._norm = make_norm(spec.norm, products, "per_layer_norm")
+
+    def __call__(self, batch: ForwardBatch, x: torch.Tensor) -> torch.Tensor:
+        """A step's tokens, and the stream [T, hidden] before layers -> [T, layers, width]."""
+        shape = (len(x), self._layers, self._width)
+        rows = self._ops.embed(self._table, batch.t_token).view(shape) * self._row_scale
+        made = (self._project(x, batch) * self._stream_scale).view(shape)
+        return self._norm(made).add_(rows).mul_(0.5**0.5)
+
+
 class TextHead:
     """From the stream to logits, without the embedding's table, which may have another layout."""
 

@@ -207,7 +207,10 @@ def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
 
 def _family(text: Text) -> Family | None:
     """None: we don't have the model; transformers may."""
-    return next((f for f in FAMILIES if text.architecture in f.architectures), None)
+    return next(
+        (f for f in FAMILIES if text.architecture in f.architectures and f.takes(text.fields)),
+        None,
+    )
 
 
 def unsupported(fields: Fields, reason: Exception | None) -> ModelError:

@@ -26,7 +26,7 @@ def scale_names(
     found = []
     for name in (names.key_scale, names.value_scale):
         block, _, last = name.rpartition(".")
-        of_layers = [prefix + names.layer.format(i=i) for i in range(len(spec.layers))]
+        of_layers = [prefix + names.layer.format(i=i) for i in spec.storing]
         inside = [f"{at}{block}.{last[0]}_proj.{last}" for at in of_layers]
         found.append(inside if inside[0] in there else [at + name for at in of_layers])
     return found

@@ -73,6 +73,10 @@ class Latent:
         return Cache(KVLayout(1, self.kv_rank + self.rope_dim, self.kv_rank, shared=True), None)
 
     @property
+    def reads_layer(self) -> None:
+        """Each layer has its own cache."""
+
+    @property
     def turned(self) -> Turned:
         """The ends of queries and rows."""
         return Turned(self.positions, self.rope_dim)
@@ -110,6 +114,11 @@ class Latent:
         """In which order rows are held that end in what is turned: that pairs i with i + D/2."""
         turned = head_order(self.positions, self.rope_dim)
         return turned and (*range(before), *(before + i for i in turned))
+
+    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
+        """There are none."""
+        del tensors
+        return ()
 
     def problem(self, world: int) -> str | None:
         """Ranks divide query heads; each has all rows."""

@@ -15,7 +15,7 @@ import torch
 
 from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.models.layer_spec import SAME, Experts, Join, LayerSpec, Mlp
+from tokenpod.models.layer_spec import SAME, Experts, Join, LayerSpec, Mlp, PerLayer
 from tokenpod.models.linear import AddProduct, Product, Products
 from tokenpod.models.mixer import Mix, MixerParts
 from tokenpod.models.normed import ActivatedProduct, normed_product
@@ -63,9 +63,9 @@ def make_layer(spec: LayerSpec, parts: MixerParts) -> Layer:
     else:
         mlp = mlp_branch(spec.mlp, parts, mlp_in, mlp_out, spec.branch_scale)
     if spec.join is Join.PARALLEL:
-        return ParallelLayer(shared, mixer, mlp)
+        return _followed(ParallelLayer(shared, mixer, mlp), spec, parts)
     if not post:
-        return SequentialLayer(mixer, mlp)
+        return _followed(SequentialLayer(mixer, mlp), spec, parts)
     return PostNormLayer(
         mixer,
         make_norm(norms.attention_out, products, parts.named("attention_out")),
@@ -124,6 +124,53 @@ class PostNormLayer:
         x = self.after_mixer(x)
         mlp.write(mlp.read(x, step), x, step)
         return self.after_mlp(x)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedLayer:
+    """A layer, then a branch that reads an embedding of its own, then a factor (Gemma 4)."""
+
+    layer: Layer
+    per_layer: Branch | None
+    #: [1]
+    scale: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Layer`."""
+        x = self.layer(x, step)
+        if self.per_layer is not None:
+            self.per_layer.write(self.per_layer.read(x, step), x, step)
+        return x if self.scale is None else x.mul_(self.scale)
+
+
+def _followed(layer: Layer, spec: LayerSpec, parts: MixerParts) -> Layer:
+    if spec.per_layer is None and not spec.scaled:
+        return layer
+    branch = None if spec.per_layer is None else PerLayerBranch(spec.per_layer, parts)
+    scale = parts.products.tensor(parts.named("layer_scale")) if spec.scaled else None
+    return FollowedLayer(layer, branch, scale)
+
+
+class PerLayerBranch:
+    """What a layer makes of the stream and of the token's embedding of that layer."""
+
+    def __init__(self, spec: PerLayer, parts: MixerParts) -> None:
+        products = parts.products
+        self._layer, self._activation = parts.layer, spec.activation
+        self._activate = products.ops.activate
+        self._gate = products.linear(parts.named("per_layer_gate"))
+        norm = make_norm(spec.norm, products, parts.named("per_layer_norm"))
+        self._output = ScaledOutput(products.linear(parts.named("per_layer_out")), norm, 1.0)
+
+    def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Branch`."""
+        assert step.per_layer is not None, "the decoder has embeddings per layer"
+        gate = self._activate(self._gate(x, step.batch), self._activation)
+        return gate * step.per_layer[:, self._layer]
+
+    def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """See `Branch`."""
+        self._output(inner, x, step)
 
 
 class Output(Protocol):

@@ -180,6 +180,16 @@ class Join(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayer:
+    """A third branch: norm(out(activation(gate(x)) · the token's embedding of this layer))."""
+
+    #: Features of that embedding.
+    width: int
+    activation: Activation
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
@@ -189,6 +199,9 @@ class LayerSpec:
     join: Join = Join.SEQUENTIAL
     #: Multiplies what each branch adds to the stream.
     branch_scale: float = 1.0
+    per_layer: PerLayer | None = None
+    #: The stream behind the layer is multiplied by a number that the checkpoint has.
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         """Raise ModelError for branches that can't be joined like that."""
@@ -213,6 +226,13 @@ class LayerSpec:
             yield from norm("mlp_in", norms.mlp_in, names.mlp_in)
         yield from self.mlp.weights(tensors)
         yield from norm("mlp_out", norms.mlp_out, names.mlp_out)
+        if self.per_layer is not None:
+            own, width = names.per_layer, Axis(self.per_layer.width)
+            yield from tensors.product("per_layer_gate", own.gate, width, tensors.hidden, False)
+            yield from tensors.product("per_layer_out", own.output, tensors.hidden, width, False)
+            yield from norm("per_layer_norm", self.per_layer.norm, own.output_norm)
+        if self.scaled:
+            yield tensors.single("layer_scale", names.layer_scale, Axis(1))
 
     def problem(self, world: int) -> str | None:
         """Why so many ranks can't divide it, as the beginning of a sentence."""

@@ -63,6 +63,10 @@ class LayerTensors:
         if bias:
             yield Weight(f"{name}_bias", (Source(f"{self.at}{stored}.bias", (rows,)),))
 
+    def single(self, name: str, stored: str, *axes: Axis) -> Weight:
+        """A tensor that no ending is added to."""
+        return Weight(name, (Source(self.at + stored, axes),))
+
     def norm(self, name: str, norm: Norm | None, stored: str, axis: Axis) -> Iterator[Weight]:
         """A norm's weight and bias, as far as it has them."""
         return norm_weights(name, norm, self.at + stored, axis)
@@ -83,6 +87,8 @@ def norm_weights(name: str, norm: Norm | None, stored: str, axis: Axis) -> Itera
             # In float32: what is small beside the offset would be lost in fewer bits.
             sources = tuple(replace(source, function=_add_one) for source in weight.sources)
             weight = replace(weight, sources=sources, dtype=torch.float32)
+        if norm.exact:
+            weight = replace(weight, dtype=torch.float32)
         yield weight
     if norm.bias:
         yield Weight(f"{name}_bias", (Source(f"{stored}.bias", (axis,)),))

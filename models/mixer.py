@@ -81,6 +81,11 @@ class Mixer(Protocol):
         ...
 
     @property
+    def reads_layer(self) -> int | None:
+        """The number of the layer whose cache it reads, and does not write; None: its own."""
+        ...
+
+    @property
     def turned(self) -> Turned:
         """What positions do to queries and keys."""
         ...
@@ -92,6 +97,10 @@ class Mixer(Protocol):
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """Its weights, up to and including the product that ends in the stream, `output`."""
+        ...
+
+    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
+        """Beginnings of names of the layer's tensors that may be there, and are not read."""
         ...
 
     def problem(self, world: int) -> str | None:

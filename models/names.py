@@ -35,6 +35,19 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerNames:
+    """Of embeddings that each layer has of its own, as Gemma has them."""
+
+    embedding: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    #: Of each layer.
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    output_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """Names of tensors without `.weight` and `.bias`, as Llama has them.
 
@@ -55,6 +68,7 @@ class Names:
     #: Weights of each head are one tensor, or so many, `{h}` being the head.
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    v_norm: str = "self_attn.v_norm"
     sinks: str = "self_attn.sinks"
     attention_in: str = "input_layernorm"
     attention_out: str = ""
@@ -67,6 +81,9 @@ class Names:
     transposed: bool = False
     experts: ExpertNames | None = None
     latent: LatentNames = LatentNames()
+    per_layer: PerLayerNames = PerLayerNames()
+    #: A number that the stream behind a layer is multiplied by; the tensor's whole name.
+    layer_scale: str = "layer_scalar"
     #: Tensors of one number for all heads or one each, which a checkpoint may have.
     key_scale: str = "self_attn.k_scale"
     value_scale: str = "self_attn.v_scale"

@@ -25,6 +25,8 @@ class Norm:
     offset: int = 0
     weight: bool = True
     bias: bool = False
+    #: The weight is applied before the result is rounded: it is held in float32.
+    exact: bool = False
 
     def __post_init__(self) -> None:
         """Raise ModelError for a norm that there is not."""

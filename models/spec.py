@@ -28,6 +28,16 @@ class Positions:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerRows:
+    """A table with a row per token for all layers, each of which has `width` numbers of it."""
+
+    rows: int
+    width: int
+    #: Of what is made of the stream for each layer.
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """From tokens to the stream: rows · scale, projected, plus positions, normed."""
 
@@ -38,6 +48,8 @@ class Embedding:
     width: int | None = None
     positions: Positions | None = None
     norm: Norm | None = None
+    #: What layers read besides the stream.
+    per_layer: PerLayerRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +103,22 @@ class ModelSpec:
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
         """What the pool has for a token, cache by cache."""
-        return tuple(layer.mixer.cache.kv for layer in self.layers)
+        return tuple(self.layers[i].mixer.cache.kv for i in self.storing)
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        """Query heads of each layer."""
-        return tuple(layer.mixer.heads for layer in self.layers)
+        """Query heads of each layer that has a cache."""
+        return tuple(self.layers[i].mixer.heads for i in self.storing)
+
+    @cached_property
+    def storing(self) -> tuple[int, ...]:
+        """The layers that have a cache of their own."""
+        return tuple(i for i, x in enumerate(self.layers) if x.mixer.reads_layer is None)
+
+    def cache_of(self, i: int) -> int:
+        """Which of the pool's caches layer `i` reads."""
+        reads = self.layers[i].mixer.reads_layer
+        return self.storing.index(i if reads is None else reads)
 
     @property
     def runs_on(self) -> str:
@@ -132,7 +154,9 @@ class ModelSpec:
     @property
     def widest(self) -> int:
         """Features that one token has within a feed-forward block, at most."""
-        return max(
+        per_layer = self.embedding.per_layer
+        own = 0 if per_layer is None else 2 * per_layer.width * len(self.layers)
+        return own + max(
             mlp.width if isinstance(mlp, Mlp) else mlp.width * mlp.routing.per_token + _width(mlp)
             for mlp in (layer.mlp for layer in self.layers)
         )

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import Rotation
 from tokenpod.kernels.operations.batch import ForwardBatch
@@ -21,3 +23,5 @@ class Step:
     plans: Mapping[Hashable, Any]
     #: By the number of the rotation.
     rotations: list[Rotation]
+    #: [T, layers, width]: what each layer reads of its own embeddings; None: there are none.
+    per_layer: torch.Tensor | None = None

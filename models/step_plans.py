@@ -47,15 +47,17 @@ class StepPlans:
         """Which of a step's rotations is this mixer's."""
         return self._numbers[_as_turned(mixer)]
 
-    def step(self, batch: ForwardBatch, pool: KVPool) -> Step:
-        """What all layers share of this batch."""
+    def step(
+        self, batch: ForwardBatch, pool: KVPool, per_layer: torch.Tensor | None = None
+    ) -> Step:
+        """What all layers share of this batch, and their own embeddings if there are any."""
         ops = self._ops
         plans = {key: mixer.plan(ops, batch) for key, mixer in self._planners.items()}
         rotations = [
             ops.rotate(batch.t_position, frequencies, scale, self._dtype)
             for frequencies, scale in self._rotations
         ]
-        return Step(batch, pool, plans, rotations)
+        return Step(batch, pool, plans, rotations, per_layer)
 
     def tiles(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""

@@ -26,7 +26,11 @@ def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
 
 def beyond_names(spec: ModelSpec, names: Names, prefix: str) -> tuple[str, ...]:
     """Beginnings of the names of tensors that a checkpoint has beyond its model's."""
-    return tuple(prefix + name.format(layers=len(spec.layers)) for name in names.beyond)
+    found = [prefix + name.format(layers=len(spec.layers)) for name in names.beyond]
+    for i, layer in enumerate(spec.layers):
+        at = prefix + names.layer.format(i=i)
+        found += layer.mixer.idle_names(LayerTensors(spec.hidden_size, names, at))
+    return tuple(found)
 
 
 def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
@@ -42,6 +46,15 @@ def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
         yield plain_weight("project_in", prefix + names.project_in, hidden, width)
         yield plain_weight("project_out", prefix + names.project_out, width, hidden)
     yield from norm_weights("embedding_norm", embedding.norm, prefix + names.embedding_norm, hidden)
+    if embedding.per_layer is not None:
+        own, names_there = embedding.per_layer, names.per_layer
+        rows = Axis(own.rows, Division.VOCABULARY)
+        numbers = Axis(len(spec.layers) * own.width)
+        yield plain_weight("per_layer_embedding", prefix + names_there.embedding, rows, numbers)
+        projection = Source(f"{prefix}{names_there.projection}.weight", (numbers, hidden))
+        yield Weight("per_layer_projection", (projection,), multiplied=True)
+        stored = prefix + names_there.norm
+        yield from norm_weights("per_layer_norm", own.norm, stored, Axis(own.width))
     yield from norm_weights("norm", spec.norm, prefix + names.norm, hidden)
     if not spec.head.tied:
         # In no format of fewer bits: here rounding shows at once.

@@ -153,10 +153,10 @@ def _prefix_width(spec: ModelSpec, source: str) -> int:
             f"{source}: {spec.architecture} caches latent rows: prefix tuning has keys and values"
             " of heads, which are not served with it"
         )
-    if len(layouts) > 1:
+    if len(layouts) > 1 or len(spec.storing) < len(spec.layers):
         raise ModelError(
-            f"{source}: layers of {spec.architecture} have key/value heads of {len(layouts)}"
-            " shapes: prefix tuning knows one"
+            f"{source}: layers of {spec.architecture} have key/value heads of several shapes, or"
+            " share them: prefix tuning has one shape, and all layers"
         )
     return sum(layout.numbers for layout in spec.kv_layouts)
 

@@ -14,6 +14,7 @@ from tokenpod.models.families.family import Family
 from tokenpod.models.families.gemma import GEMMA
 from tokenpod.models.families.gemma2 import GEMMA2
 from tokenpod.models.families.gemma3 import GEMMA3
+from tokenpod.models.families.gemma4 import GEMMA4
 from tokenpod.models.families.glm import GLM, GLM4
 from tokenpod.models.families.glm4_moe import GLM4_MOE
 from tokenpod.models.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -66,6 +67,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GLM,
     GLM4,
     GLM4_MOE,

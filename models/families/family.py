@@ -37,6 +37,12 @@ LLAMA_NAMES = Names()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def _all(fields: Fields) -> bool:
+    """Whatever a config says."""
+    del fields
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A group of architectures that one map from config.json and one set of names describe."""
@@ -52,6 +58,8 @@ class Family:
     layouts: tuple[Callable[[Names], Names], ...] = ()
     #: Kinds of `quantization_config` whose tensors a layout names.
     quantised: tuple[str, ...] = ()
+    #: Which models of these architectures are ours, by config.json; transformers has the others.
+    takes: Callable[[Fields], bool] = _all
 
     def names_of(self, spec: ModelSpec) -> tuple[Names, ...]:
         """Of a model, by layout."""

@@ -101,7 +101,10 @@ def test_tensors_that_are_not_the_configs_are_refused(golden: Callable, tmp_path
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4-shared", "llama4")), "minicpm3"],
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4-experts-shared", "llama4")),
+        "minicpm3",
+    ],
 )
 def test_a_model_of_another_family_is_sized_as_it_is_loaded(
     golden: Callable, load_folder: Callable, name: str

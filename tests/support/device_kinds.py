@@ -29,8 +29,8 @@ LATENT = {
     "v_head_dim": 128,
 }
 GEMMA4 = {
-    "head_dim": 128,
-    "global_head_dim": 256,
+    "head_dim": 256,
+    "global_head_dim": 512,
     "sliding_window": 100,
     "vocab_size_per_layer_input": 4096,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -51,6 +51,8 @@ MODELS = {
     "olmoe": ("olmoe", {"intermediate_size": 512}),
     "phimoe": ("phimoe", {"intermediate_size": 512}),
     "granite-moe": ("granite-moe", {"intermediate_size": 512}),
+    "gemma4": ("gemma4-shared", GEMMA4),
+    "gemma4-values": ("gemma4-varied", {**GEMMA4, "num_kv_shared_layers": 0}),
     "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
     "glm4-moe-lite": (
         "glm4-moe-lite",
@@ -62,7 +64,7 @@ MODELS = {
     "deepseek-v3": ("deepseek-v3", {**LATENT, "q_lora_rank": 384}),
     # Computed by transformers.
     "apertus": ("apertus", {"head_dim": 128}),
-    "gemma4": ("gemma4-shared", GEMMA4),
+    "gemma4-experts": ("gemma4-experts-shared", GEMMA4),
     "minicpm3": ("minicpm3", {**LATENT, "kv_lora_rank": 256, "v_head_dim": 64}),
     # The same, with caches of their own.
     "qwen3-5": (

@@ -72,6 +72,16 @@ NEAR_AND_FAR = {
     }
 }
 
+GEMMA4 = {
+    # Attention without a scale: with wide heads rounding would decide.
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 16,
+    "final_logit_softcapping": 2.0,
+}
+
 FACTORS = {"long_factor": [2.0, 3.5, 5.0, 9.0], "short_factor": [1.0, 1.1, 1.3, 1.7]}
 
 

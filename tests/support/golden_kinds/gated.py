@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from golden_kinds import disguises
-from golden_kinds.base import NEAR_AND_FAR, VARIED, Kind, rope
+from golden_kinds.base import GEMMA4, NEAR_AND_FAR, VARIED, Kind, rope
 
 WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_NEAR_FAR_FAR = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 KINDS: dict[str, Kind] = {
@@ -37,6 +38,34 @@ KINDS: dict[str, Kind] = {
             "tie_word_embeddings": False,
             "query_pre_attn_scalar": 24,
             "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma4": Kind("Gemma4", {**GEMMA4, **_NEAR_FAR_FAR, "num_kv_shared_layers": 0}),
+    # The last layer reads what the one before it has stored.
+    "gemma4-shared": Kind(
+        "Gemma4",
+        {
+            **GEMMA4,
+            **_NEAR_FAR_FAR,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma4-varied": Kind(
+        "Gemma4",
+        {
+            **GEMMA4,
+            **_NEAR_FAR_FAR,
+            **NEAR_AND_FAR,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "hidden_activation": "silu",
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": None,
         },
     ),
     "granite": Kind("Granite", {}),

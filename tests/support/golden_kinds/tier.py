@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import Kind
+from golden_kinds.base import GEMMA4, Kind
 
-_GEMMA4 = {
-    # Attention without a scale: with wide heads rounding would decide.
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "sliding_window": 9,
-    "vocab_size_per_layer_input": 96,
-    "hidden_size_per_layer_input": 16,
-    "final_logit_softcapping": 2.0,
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
 }
 _LLAMA4 = {
     "intermediate_size_mlp": 96,
@@ -29,19 +26,21 @@ _LLAMA4 = {
 
 TIER_KINDS: dict[str, Kind] = {
     "apertus": Kind("Apertus", {}),
-    "gemma4": Kind(
+    "gemma4-experts": Kind(
         "Gemma4",
         {
-            **_GEMMA4,
+            **GEMMA4,
+            **_GEMMA4_EXPERTS,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "num_kv_shared_layers": 0,
         },
     ),
     # The last layer reads what the one before it has stored.
-    "gemma4-shared": Kind(
+    "gemma4-experts-shared": Kind(
         "Gemma4",
         {
-            **_GEMMA4,
+            **GEMMA4,
+            **_GEMMA4_EXPERTS,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "num_kv_shared_layers": 1,
         },

@@ -113,15 +113,16 @@ class Attention:
         order = head_order(self.positions, head)
         parts = [(queries, order), (keys, order), (keys, None)]
         groups = self.kv_heads if isinstance(names.qkv, Fused) and names.qkv.by_heads else 1
-        stored, norms = names.qkv, [("q_norm", names.q_norm, queries)]
+        stored: tuple[str, ...] | Fused = names.qkv
+        norms = [("q_norm", names.q_norm, queries)]
         if self.reads_layer is None:
             norms.append(("k_norm", names.k_norm, keys))
         if self.values_are_keys or self.reads_layer is not None:
             assert not isinstance(stored, Fused), "each has a tensor"
             # As rows of its own the product of values costs little: few heads have them.
             stored = (stored[0], stored[1], stored[1])
-        if self.reads_layer is not None:
-            stored, parts = stored[:1], parts[:1]
+            if self.reads_layer is not None:
+                stored, parts = stored[:1], parts[:1]
         yield from tensors.stacked("qkv", stored, parts, groups, self.qkv_bias)
         if self.qk_norm is not None:
             for name, stored_norm, rows in norms:

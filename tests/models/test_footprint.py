@@ -53,7 +53,7 @@ def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
     layout = read_layout(folder, None)
     config = layout.spec
     assert sorted(footprint.portions) == [
-        world for world in range(1, config.heads + 1) if not divides_badly(config, world)
+        world for world in config.rank_counts if not divides_badly(config, world)
     ]
     for world, portion in footprint.portions.items():
         shard = Shard(0, world)

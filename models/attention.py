@@ -32,7 +32,7 @@ from tokenpod.models.positions import Alibi, Rope
 from tokenpod.models.rope import head_order
 from tokenpod.models.shard import Shard
 from tokenpod.models.step import Step
-from tokenpod.models.weights import Axis, Division, Source, Weight
+from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,9 @@ class Attention:
     values_are_keys: bool = False
     #: The number of the layer whose keys and values it reads; None: it has its own.
     reads_layer: int | None = None
+    #: What heads find is multiplied by the sigmoid of numbers that the product of queries has, too:
+    #: of each head its query, then these.
+    output_gate: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
 
@@ -123,7 +126,8 @@ class Attention:
             stored = (stored[0], stored[1], stored[1])
             if self.reads_layer is not None:
                 stored, parts = stored[:1], parts[:1]
-        yield from tensors.stacked("qkv", stored, parts, groups, self.qkv_bias)
+        for weight in tensors.stacked("qkv", stored, parts, groups, self.qkv_bias):
+            yield self._with_gate(weight) if self.output_gate else weight
         if self.qk_norm is not None:
             for name, stored_norm, rows in norms:
                 yield from self._head_norm(name, tensors.at + stored_norm, self.qk_norm, rows)
@@ -132,6 +136,14 @@ class Attention:
             yield Weight("sinks", (source,), dtype=torch.float32)
         output = tensors.hidden, queries
         yield from tensors.product("output", names.output, *output, self.output_bias)
+
+    def _with_gate(self, weight: Weight) -> Weight:
+        """The same with queries cut out of a tensor that has gates, too, and these as last rows."""
+        query, *others = weight.sources
+        cut = [
+            replace(query, segment=Segment((self.head_dim,) * 2, i, self.heads)) for i in range(2)
+        ]
+        return replace(weight, sources=(cut[0], *others, replace(cut[1], order=None)))
 
     def _head_norm(self, name: str, stored: str, norm: Norm, rows: Axis) -> Iterator[Weight]:
         """Of queries or of keys. Weights of each head are whole on every rank: they are few."""
@@ -205,6 +217,8 @@ class AttentionLayer:
         products = parts.products
         self._ops, self._key = products.ops, spec.plan_key
         self._cache, self._rotation = parts.cache, parts.rotation
+        #: Numbers of a token's gates.
+        self._gates = spec.heads * spec.head_dim if spec.output_gate else 0
         self._reads_another = spec.reads_layer is not None
         self._qkv = normed_product(products, parts.named("qkv"), norm, parts.named("attention_in"))
         self._heads = _head_steps(spec, parts)
@@ -223,14 +237,18 @@ class AttentionLayer:
         ops, batch, pool, heads = self._ops, step.batch, step.pool, self._heads
         keys, values = pool.keys[self._cache], pool.values[self._cache]
         scales, angles = pool.scales[self._cache], step.rotations[self._rotation]
-        y = heads.before(self._qkv(x, batch))
+        y, gate = self._qkv(x, batch), None
+        if self._gates:
+            y, gate = y[:, : -self._gates].contiguous(), y[:, -self._gates :]
+        y = heads.before(y)
         if self._reads_another:
             none = y.new_empty((len(keys), 0, keys.shape[2]))
             q = ops.store_key_value(y, angles, heads.norm, none, none, batch.t_slot)
         else:
             q = ops.store_key_value(y, angles, heads.norm, keys, values, batch.t_slot, scales)
         q = heads.after(q, batch.t_position)
-        return ops.attention(q, keys, values, step.plans[self._key], self._options, scales)
+        found = ops.attention(q, keys, values, step.plans[self._key], self._options, scales)
+        return found if gate is None else found * gate.sigmoid()
 
 
 def _head_steps(spec: Attention, parts: MixerParts) -> HeadSteps:

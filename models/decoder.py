@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.cache.state_pool import StatePool
 from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
@@ -29,9 +31,6 @@ class Decoder:
     `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what
     products of which tokens are changed to; where there are `adapters`, that is theirs.
     """
-
-    captures = True
-    pool_class = KVPool
 
     def __init__(
         self,
@@ -67,6 +66,12 @@ class Decoder:
         products = Products(ops, weights, delta)
         if adapted and adapters is not None:
             products = Products(ops, weights, adapters.delta, adapters.meet)
+        #: Makes the pool that it runs with.
+        self.pool_class: Callable[..., KVPool] = KVPool
+        if config.state_layouts:
+            self.pool_class = partial(StatePool, state_layouts=config.state_layouts)
+        #: Whether steps can be captured: what goes on from states can't, so far.
+        self.captures = not config.state_layouts
         mixers = [layer.mixer for layer in config.layers]
         self._plans = StepPlans(mixers, ops, self._dtype, self.device)
         self._layers = [
@@ -103,6 +108,8 @@ class Decoder:
         """The same, and the streams [T, hidden] before these layers, in their order."""
         if self.adapters is not None:
             batch = self.adapters.prepared(batch)
+        if isinstance(pool, StatePool):
+            pool.reserve(max(batch.b_row) + 1)
         x = self._embed(batch)
         per_layer = None if self._per_layer is None else self._per_layer(batch, x)
         step = self._plans.step(batch, pool, per_layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -97,8 +97,8 @@ class ModelFacts(Protocol):
 class LoadedModel(Protocol):
     """A model ready to run. It holds no state of sequences: that is all in the pool."""
 
-    #: Of the pool that it runs with.
-    pool_class: type[KVPool]
+    #: Makes the pool that it runs with, of what `KVPool` takes.
+    pool_class: Callable[..., KVPool]
 
     #: Whether steps can be captured.
     captures: bool

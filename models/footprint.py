@@ -178,6 +178,7 @@ def _through_transformers(
 
 def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
     spec, portions = layout.spec, dict(_portions(layout))
+    states = {dtype.itemsize: spec.own_state_of(dtype.itemsize) for dtype in _DTYPES}
     return Footprint(
         architecture=spec.architecture,
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
@@ -189,6 +190,7 @@ def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
         portions=portions,
         quantize=layout.reader.name if layout.reader else "none",
         repeated=portions[1].numbers - layout.parameters,
+        states={size: state for size, state in states.items() if state is not None},
     )
 
 

@@ -28,7 +28,7 @@ def scale_names(
         block, _, last = name.rpartition(".")
         of_layers = [prefix + names.layer.format(i=i) for i in spec.storing]
         inside = [f"{at}{block}.{last[0]}_proj.{last}" for at in of_layers]
-        found.append(inside if inside[0] in there else [at + name for at in of_layers])
+        found.append(inside if inside and inside[0] in there else [at + name for at in of_layers])
     return found
 
 

@@ -156,7 +156,7 @@ class LatentLayer:
         self._ops, self._shape, self._key = products.ops, spec.shape, spec.plan_key
         self._cache, self._rotation, self._scale = parts.cache, parts.rotation, spec.scale
         self._heads, self._query_dim = spec.heads, spec.nope_dim + spec.rope_dim
-        self._row_dim = spec.cache.kv.key_dim
+        self._row_dim = spec.kv_rank + spec.rope_dim
         self._first = normed_product(
             products, parts.named("latent_in"), norm, parts.named("attention_in")
         )

@@ -14,6 +14,7 @@ import torch
 
 from tokenpod.core.model_size import Expansion
 from tokenpod.kernels.cache.kv_pool import KVLayout
+from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.kernels.operations.attention_ops import Heads
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
@@ -29,10 +30,12 @@ from tokenpod.models.weights import Weight
 class Cache(NamedTuple):
     """What a layer keeps of a sequence."""
 
-    #: Of each token, in its slot of the pool.
-    kv: KVLayout
+    #: Of each token, in its slot of the pool; None: nothing.
+    kv: KVLayout | None
     #: So many of the last tokens are read again; None: all.
     window: int | None
+    #: Of the row, whatever its length; None: nothing.
+    state: StateLayout | None = None
 
 
 class Turned(NamedTuple):
@@ -49,9 +52,9 @@ class MixerParts:
     products: Products
     #: Its weights begin with it, and a dot.
     layer: int
-    #: Which of the pool's caches it reads.
+    #: Which of the pool's caches it reads: of keys and values, or of states.
     cache: int
-    #: Which of the step's rotations turns it.
+    #: Which of the step's rotations turns it, if one does.
     rotation: int
 
     def named(self, weight: str) -> str:
@@ -86,8 +89,8 @@ class Mixer(Protocol):
         ...
 
     @property
-    def turned(self) -> Turned:
-        """What positions do to queries and keys."""
+    def turned(self) -> Turned | None:
+        """What positions do to queries and keys; None: nothing is turned."""
         ...
 
     @property

@@ -35,6 +35,22 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNames:
+    """Of gated delta nets, as Qwen3.5 has them."""
+
+    qkv: str = "linear_attn.in_proj_qkv"
+    gate: str = "linear_attn.in_proj_z"
+    write: str = "linear_attn.in_proj_b"
+    decay: str = "linear_attn.in_proj_a"
+    conv: str = "linear_attn.conv1d"
+    #: Whole names of tensors.
+    log_rate: str = "linear_attn.A_log"
+    shift: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    output: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class PerLayerNames:
     """Of embeddings that each layer has of its own, as Gemma has them."""
 
@@ -81,6 +97,7 @@ class Names:
     transposed: bool = False
     experts: ExpertNames | None = None
     latent: LatentNames = LatentNames()
+    delta: DeltaNames = DeltaNames()
     per_layer: PerLayerNames = PerLayerNames()
     #: A number that the stream behind a layer is multiplied by; the tensor's whole name.
     layer_scale: str = "layer_scalar"
@@ -91,6 +108,8 @@ class Names:
     surplus: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
     #: Beginnings of names of such tensors, behind the prefix; `{layers}` is how many there are.
     beyond: tuple[str, ...] = ()
+    #: The same, of tensors that lie beside the prefix.
+    beside: tuple[str, ...] = ()
 
 
 def head_name(names: Names, prefix: str) -> str:

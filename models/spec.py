@@ -8,7 +8,9 @@ from functools import cached_property
 import torch
 
 from tokenpod.core.model_size import Expansion
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.cache.kv_pool import KVLayout
+from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layer_spec import Experts, LayerSpec, Mlp
 from tokenpod.models.norms import Norm
@@ -103,21 +105,33 @@ class ModelSpec:
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
         """What the pool has for a token, cache by cache."""
-        return tuple(self.layers[i].mixer.cache.kv for i in self.storing)
+        found = (self.layers[i].mixer.cache.kv for i in self.storing)
+        return tuple(layout for layout in found if layout is not None)
+
+    @cached_property
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        """What the pool has for a row, state by state."""
+        found = (layer.mixer.cache.state for layer in self.layers)
+        return tuple(layout for layout in found if layout is not None)
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        """Query heads of each layer that has a cache."""
+        """Query heads of each layer that has keys and values."""
         return tuple(self.layers[i].mixer.heads for i in self.storing)
 
     @cached_property
     def storing(self) -> tuple[int, ...]:
-        """The layers that have a cache of their own."""
-        return tuple(i for i, x in enumerate(self.layers) if x.mixer.reads_layer is None)
+        """The layers that have keys and values of their own."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(
+            i for i, x in enumerate(mixers) if x.reads_layer is None and x.cache.kv is not None
+        )
 
     def cache_of(self, i: int) -> int:
         """Which of the pool's caches layer `i` reads."""
         reads = self.layers[i].mixer.reads_layer
+        if self.layers[i].mixer.cache.state is not None:
+            return sum(layer.mixer.cache.state is not None for layer in self.layers[:i])
         return self.storing.index(i if reads is None else reads)
 
     @property
@@ -126,8 +140,15 @@ class ModelSpec:
         return "tokenpod"
 
     @property
-    def own_state(self) -> None:
-        """All that is kept of a sequence lies in the pool's slots."""
+    def own_state(self) -> OwnState | None:
+        """What rows keep besides keys and values; None: all lies in the pool's slots."""
+        return self.own_state_of((self.dtype or torch.float32).itemsize)
+
+    def own_state_of(self, item_bytes: int) -> OwnState | None:
+        """The same of a model whose numbers take so many bytes."""
+        if not self.state_layouts:
+            return None
+        return OwnState(sum(layout.nbytes(item_bytes) for layout in self.state_layouts), 0)
 
     @property
     def expansion(self) -> Expansion | None:
@@ -143,8 +164,9 @@ class ModelSpec:
     @property
     def sliding_window(self) -> int | None:
         """The furthest that any layer looks back; None if one sees everything."""
-        reach = [window for window in self.windows if window is not None]
-        return max(reach) if len(reach) == len(self.layers) else None
+        reach = [self.windows[i] for i in self.storing]
+        known = [window for window in reach if window is not None]
+        return max(known) if known and len(known) == len(reach) else None
 
     @property
     def embedding_width(self) -> int:
@@ -164,8 +186,9 @@ class ModelSpec:
     @property
     def rope_variant(self) -> str:
         """Which factors rotation uses where the checkpoint has several; empty if it has not."""
-        turned = (layer.mixer.turned.positions for layer in self.layers)
-        return next((x.variant for x in turned if isinstance(x, Rope) and x.variant), "")
+        turned = (layer.mixer.turned for layer in self.layers)
+        ropes = (each.positions for each in turned if each is not None)
+        return next((x.variant for x in ropes if isinstance(x, Rope) and x.variant), "")
 
     def problem(self, world: int) -> str | None:
         """Why so many ranks can't divide the model, as the beginning of a sentence."""
@@ -182,7 +205,7 @@ class ModelSpec:
     @property
     def rank_counts(self) -> range:
         """Among how many ranks it may be divided, at most one per query head."""
-        return range(1, max(self.head_counts) + 1)
+        return range(1, max(layer.mixer.heads for layer in self.layers) + 1)
 
     def on_rank(self, shard: Shard) -> ModelSpec:
         """The same with a rank's heads and features; raises as `check` does.

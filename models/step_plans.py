@@ -33,8 +33,9 @@ class StepPlans:
         #: One of each kind that plans steps alike.
         self._planners = {mixer.plan_key: mixer for mixer in mixers}
         self._numbers: dict[Turned, int] = {}
-        for mixer in mixers:
-            self._numbers.setdefault(_as_turned(mixer), len(self._numbers))
+        for turned in (mixer.turned for mixer in mixers):
+            if turned is not None:
+                self._numbers.setdefault(_of_ropes(turned), len(self._numbers))
         self._rotations = [
             (
                 pair_frequencies(each.positions, each.dim).to(device),
@@ -44,8 +45,9 @@ class StepPlans:
         ]
 
     def rotation(self, mixer: Mixer) -> int:
-        """Which of a step's rotations is this mixer's."""
-        return self._numbers[_as_turned(mixer)]
+        """Which of a step's rotations is this mixer's; 0 if none is."""
+        turned = mixer.turned
+        return 0 if turned is None else self._numbers[_of_ropes(turned)]
 
     def step(
         self, batch: ForwardBatch, pool: KVPool, per_layer: torch.Tensor | None = None
@@ -67,7 +69,6 @@ class StepPlans:
         return self._ops.prepare_capture([shape for shape in shapes if shape is not None], rows)
 
 
-def _as_turned(mixer: Mixer) -> Turned:
+def _of_ropes(turned: Turned) -> Turned:
     """Whatever else positions are, they turn nothing."""
-    turned = mixer.turned
     return turned if isinstance(turned.positions, Rope) else Turned(None, turned.dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,7 +111,7 @@ class TransformersModel(ABC):
     captures = False
     #: None: pools of 8 bits are refused.
     kv_scales: Sequence[KVScales] | None = None
-    pool_class: type[KVPool] = KVPool
+    pool_class: Callable[..., KVPool] = KVPool
 
     def __init__(
         self, spec: TierSpec, halves: Halves, ops: Operations, unused: Mapping[str, int]

@@ -217,6 +217,8 @@ IGNORED = {
     r"model\.layers\.61.*": "model.layers.{layers}.eh_proj.weight",
     r"model\.layers\.92.*": "model.layers.{layers}.eh_proj.weight",
     "mtp": "model.mtp_emb_norm.0.weight",
+    "^model.visual.*": "model.visual.patch_embed.bias",
+    "^mtp.*": "mtp.layers.0.input_layernorm.weight",
     "attn.bias": "transformer.h.0.attn.bias",
     "crossattention.bias": "transformer.h.0.crossattention.bias",
     "attention.bias": "gpt_neox.layers.0.attention.bias",

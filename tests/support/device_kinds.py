@@ -53,6 +53,17 @@ MODELS = {
     "granite-moe": ("granite-moe", {"intermediate_size": 512}),
     "gemma4": ("gemma4-shared", GEMMA4),
     "gemma4-values": ("gemma4-varied", {**GEMMA4, "num_kv_shared_layers": 0}),
+    "qwen3-5": (
+        "qwen3-5",
+        {
+            "head_dim": 128,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
     "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
     "glm4-moe-lite": (
         "glm4-moe-lite",
@@ -66,18 +77,7 @@ MODELS = {
     "apertus": ("apertus", {"head_dim": 128}),
     "gemma4-experts": ("gemma4-experts-shared", GEMMA4),
     "minicpm3": ("minicpm3", {**LATENT, "kv_lora_rank": 256, "v_head_dim": 64}),
-    # The same, with caches of their own.
-    "qwen3-5": (
-        "qwen3-5",
-        {
-            "head_dim": 128,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-    ),
+    # The same, with a cache of its own.
     "mamba2": ("mamba2", {"num_heads": 32, "head_dim": 64, "state_size": 64}),
 }
 

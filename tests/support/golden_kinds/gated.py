@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from golden_kinds import disguises
-from golden_kinds.base import GEMMA4, NEAR_AND_FAR, VARIED, Kind, rope
+from golden_kinds.base import GEMMA4, LINEAR, NEAR_AND_FAR, VARIED, Kind, rope
 
 WINDOWS = {
     "sliding_window": 9,
@@ -79,6 +79,26 @@ KINDS: dict[str, Kind] = {
             "attention_multiplier": 0.4,
             "residual_multiplier": 0.3,
             "logits_scaling": 0.5,
+        },
+    ),
+    # What heads of so few numbers read is small beside what it is a sum of: without an epsilon of
+    # its size the norm behind would show rounding alone, also transformers' own.
+    "qwen3-5": Kind("Qwen3_5", {**LINEAR, "rms_norm_eps": 1e-2}),
+    "qwen3-5-varied": Kind(
+        "Qwen3_5",
+        {
+            **VARIED,
+            **LINEAR,
+            **rope("default", partial_rotary_factor=0.5),
+            "hidden_act": "silu",
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 12,
+            "rms_norm_eps": 3e-2,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         },
     ),
     "smollm3": Kind("SmolLM3", {}),

@@ -1,4 +1,4 @@
-"""A further front end as a process of its own: `python -m tokenpod.service.pod.front_end`.
+"""A further front end as a process of its own: `python -m tokenpod.service.front_end`.
 
 The first one starts it and writes a `FrontEndConfig` to its standard input; it ends when that
 closes. The first one handles signals. front_ends.py says which front end does what.
@@ -20,12 +20,12 @@ import msgspec
 import uvloop
 
 from tokenpod.core.parent import die_with_parent
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.client import EngineClient, EngineLost
-from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.front_ends import FrontEndConfig
-from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.listen import StartError, bind_all, public_server
 from tokenpod.service.rpc.relay import relay_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.config_rules import flag
-from tokenpod.service.dialects.validate import RequestLimits
+from tokenpod.service.calls.limits import RequestLimits
+from tokenpod.service.config.rules import flag
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.model_store import EMBEDDED
 
 #: What is said where nobody has named a model.

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 
 from tokenpod.core.outputs import Load
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.calls.errors import ServiceError
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
-from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.stopping import Stopping
-from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.closing import Closing
-from tokenpod.service.rpc.errors import ServiceError
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError
 from tokenpod.service.rpc.router_socket import RouterSocket

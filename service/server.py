@@ -30,29 +30,23 @@ from typing import Any
 import uvloop
 
 from tokenpod.core.messages import Ready, Vocabulary
-from tokenpod.service.config import ServerSettings, SettingsError
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.pod.adapters import adapter_folders
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.config.sources import ServerSettings, SettingsError
+from tokenpod.service.overview import overview, summary
+from tokenpod.service.pod.adapter_folders import adapter_folders
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
-from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import ModelNotFound, draft_folder, model_folder
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
-from tokenpod.service.pod.shutdown import (
-    drain,
-    drain_for_follower,
-    end_stalled,
-    send_away,
-    stop_follower,
-)
 from tokenpod.service.pod.startup import GroupStartup
-from tokenpod.service.pod.state import Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
-from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.pod_state import Listener, PodState, Public, Renewal
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.certificates import credentials, expiry
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
@@ -69,9 +63,15 @@ from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.serving.overview import overview, summary
 from tokenpod.service.serving.serving import check_limits, request_limits
 from tokenpod.service.serving.shard import ShardService
+from tokenpod.service.shutdown import (
+    drain,
+    drain_for_follower,
+    end_stalled,
+    send_away,
+    stop_follower,
+)
 from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry

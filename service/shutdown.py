@@ -7,11 +7,11 @@ import logging
 import time
 from typing import Any
 
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.front_ends import FrontEnds
 from tokenpod.service.pod.ranks import Ranks
-from tokenpod.service.pod.state import PodState
+from tokenpod.service.pod_state import PodState
 from tokenpod.service.rpc.closing import AGAIN_SECONDS
 from tokenpod.service.rpc.health import HealthBoard
 

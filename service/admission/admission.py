@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from msgspec.structs import replace
 
 from tokenpod.core.outputs import Load
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
-from tokenpod.service.rpc.late_messages import LateMessages
-from tokenpod.service.rpc.memory_budget import MemoryBudget
-from tokenpod.service.rpc.turnover import Turnover
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.admission.late_messages import LateMessages
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.admission.turnover import Turnover
+from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
+from tokenpod.service.config.sources import ServerSettings
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0

@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from tokenpod.service.pod.call_names import CallNames
+from tokenpod.service.admission.call_names import CallNames
 
 _REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING, _IGNORED = range(8)
 _KEPT_BYTES = 8

@@ -12,8 +12,8 @@ its own bounds allow (a prompt's tokens, a reader that lags); the next call is r
 
 from __future__ import annotations
 
-from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.rpc.errors import ResourceExhausted
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.calls.errors import ResourceExhausted
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0

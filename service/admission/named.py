@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tokenpod.service.pod.call_names import CallNames
+from tokenpod.service.admission.call_names import CallNames
 
 log = logging.getLogger("tokenpod.generate")
 

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.pod.counters import PodCounters
 
 #: Calls that must have ended before anything is estimated, and the least weight of the newest one.
 _ENOUGH = 16

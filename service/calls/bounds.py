@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
 
 
 def between(field: str, value: float, low: float, high: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tokenpod.core.requests import BeamParams
-from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.calls.chats import ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)

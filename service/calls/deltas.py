@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tokenpod.core.outputs import Top
-from tokenpod.service.text.parsers.parts import Kind, Part
+from tokenpod.service.calls.parts import Kind, Part
 
 #: What plain text is a piece of.
 _TEXT = Part(Kind.TEXT, "")

@@ -14,14 +14,14 @@ from typing import Protocol
 
 from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
 from tokenpod.core.requests import Request
-from tokenpod.service.rpc.errors import (
+from tokenpod.service.calls.errors import (
     Internal,
     InvalidArgument,
     ResourceExhausted,
     ServiceError,
     engine_failure,
 )
-from tokenpod.service.serving.sample import Ending, Sample
+from tokenpod.service.calls.sample import Ending, Sample
 
 #: Bytes that may wait for a stream's reader. What gRPC holds for it (a message being sent, its
 #: write buffer of 64 kB) comes on top; together it stays under 256 kB.

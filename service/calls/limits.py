@@ -1,9 +1,9 @@
 """Every limit on what clients send, in one place.
 
 Each check names the field, its value and the limit, and raises InvalidArgument. Fields have the
-names that `serving/calls.py` and generate.v3 give them; a dialect with other names passes a map to
+names that `call.py` and generate.v3 give them; a dialect with other names passes a map to
 `field_names` of `fields.py`. Zero is neutral: a proto3 client cannot tell 0 from "not set", so both
-mean the same where a field is not `optional`. TGI's shard protocol has `tgi/checks.py`.
+mean the same where a field is not `optional`. TGI's shard protocol has `serving/shard_checks.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from tokenpod.core.requests import BeamParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
-from tokenpod.service.dialects.bounds import at_most, between, few_entries, refuse
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.bounds import at_most, between, few_entries, refuse
+from tokenpod.service.calls.call import (
     AskedConstraint,
     ConstraintKind,
     GenerateCall,
@@ -23,7 +22,8 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.errors import InvalidArgument
 
 MOST_PRIORITY = 100
 #: Of a beam search, on length.

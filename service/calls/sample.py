@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenpod.core.outputs import FinishCode, Top
-from tokenpod.service.serving.deltas import Delta, Unread
-from tokenpod.service.serving.turns import Turn
+from tokenpod.service.calls.deltas import Delta, Unread
+from tokenpod.service.calls.parts import Kind, Part
 from tokenpod.service.text.decoding import Detokenizer
-from tokenpod.service.text.parsers.parts import Kind, Part
 from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)

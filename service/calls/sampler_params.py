@@ -8,8 +8,8 @@ from typing import Any
 from msgspec import structs
 
 from tokenpod.core.sampling import CUTS, TABLE, SamplingParams
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import GenerateCall, Sampling, ShardRequest, Stopping
+from tokenpod.service.calls.call import GenerateCall, Sampling, ShardRequest, Stopping
+from tokenpod.service.calls.errors import InvalidArgument
 
 #: Divisors of logits stay where float32 can hold the quotient: beyond, nothing changes but NaN.
 _LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6

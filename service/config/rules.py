@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenpod.service.config import ServerSettings
+    from tokenpod.service.config.sources import ServerSettings
 
 #: A unix socket's path has at most 107 bytes on Linux.
 _MOST_SOCKET_BYTES = 107

@@ -20,8 +20,8 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
 
-from tokenpod.service.config_rules import contradictions, flag, named_adapters
-from tokenpod.service.settings import REMOVED, VARIABLE_PREFIX, Settings
+from tokenpod.service.config.rules import contradictions, flag, named_adapters
+from tokenpod.service.config.settings import REMOVED, VARIABLE_PREFIX, Settings
 
 #: Variables of the client commands, which are no settings of the server.
 CLIENT_VARIABLES = frozenset({"TOKENPOD_TOKEN", "TOKENPOD_ADDRESS"})

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tokenpod.core.messages import MTP
-from tokenpod.service.config import ServerSettings, hub_cache
+from tokenpod.service.config.sources import ServerSettings, hub_cache
 
 EMBEDDED = "demo"
 

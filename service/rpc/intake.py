@@ -19,8 +19,10 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
+from tokenpod.service.admission.late_messages import LATE_SECONDS, LateMessages
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import DeadlineExceeded, InvalidArgument
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.interceptors import (
     Context,
     Handler,
@@ -29,8 +31,6 @@ from tokenpod.service.rpc.interceptors import (
     behaviour_of,
     unparsed,
 )
-from tokenpod.service.rpc.late_messages import LATE_SECONDS, LateMessages
-from tokenpod.service.rpc.memory_budget import MemoryBudget
 from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Shape, count, fault_in, shape_of
 from tokenpod.service.rpc.wire_rules import LENIENT, Rules, Strict, rules_of

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from tokenpod.service.rpc.errors import Internal, ServiceError, Unauthenticated
+from tokenpod.service.calls.errors import Internal, ServiceError, Unauthenticated
 from tokenpod.service.rpc.token_file import TokenFile
 
 log = logging.getLogger("tokenpod.rpc")

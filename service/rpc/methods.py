@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class Gate(enum.Enum):
 class MethodLimits:
     """What one message of a method may be.
 
-    The numbers are about what is believable, not about what is allowed: validate.py says that, by
-    names and values. Whatever passes here is parsed and checked in a few milliseconds.
+    The numbers are about what is believable, not about what is allowed: calls/limits.py says
+    that, by names and values. Whatever passes here is parsed and checked in a few milliseconds.
 
     Args:
         bytes: at most; None: what the listener takes.

@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import Unauthenticated
+from tokenpod.service.calls.errors import Unauthenticated
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import (

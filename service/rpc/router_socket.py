@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import grpc
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.config_rules import SOCKET_SUFFIX
+from tokenpod.service.config.rules import SOCKET_SUFFIX
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError, bind
 from tokenpod.service.rpc.methods import add_methods

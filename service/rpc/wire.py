@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire_rules import LENIENT, Lenient
 from tokenpod.service.rpc.wire_types import (
     DELIMITED,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire_types import DELIMITED, FIXED32, FIXED64, VARINT, varint
 
 _F = FieldDescriptor

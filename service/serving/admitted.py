@@ -12,18 +12,26 @@ from msgspec import structs
 
 from tokenpod.core.messages import AdapterFacts
 from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.service.dialects import validate
-from tokenpod.service.rpc.admission import Admission, Place
-from tokenpod.service.rpc.errors import AlreadyExists, Unimplemented
-from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.admission.admission import Admission, Place
+from tokenpod.service.admission.memory_budget import Lease
+from tokenpod.service.admission.named import NamedCalls
+from tokenpod.service.calls.call import ID_BYTES, GenerateCall, prompt_bytes
+from tokenpod.service.calls.errors import AlreadyExists, Unimplemented
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.limits import (
+    NeverFits,
+    RequestLimits,
+    beam_tops,
+    check_generate,
+    check_group,
+    check_prompt_tops,
+    max_new_tokens,
+)
+from tokenpod.service.calls.sampler_params import check_allowed, sampling_params
 from tokenpod.service.serving.adapters import with_adapter
-from tokenpod.service.serving.bad_words import token_runs
-from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.named import NamedCalls
-from tokenpod.service.serving.samples import samples_of
-from tokenpod.service.serving.sampling import check_allowed, sampling_params
 from tokenpod.service.serving.serving import Serving
+from tokenpod.service.text.bad_words import token_runs
+from tokenpod.service.text.samples import samples_of
 from tokenpod.service.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -88,11 +96,11 @@ class AdmittedCall:
             raise AlreadyExists("call", request_id, problem)
 
     @property
-    def limits(self) -> validate.RequestLimits:
+    def limits(self) -> RequestLimits:
         """What a request may ask for."""
         return self._serving.limits
 
-    def check(self, call: GenerateCall, limits: validate.RequestLimits | None = None) -> None:
+    def check(self, call: GenerateCall, limits: RequestLimits | None = None) -> None:
         """Check what can be said before tokenising, and count the prompt's memory.
 
         `limits`: a protocol's own, where it promises other ones.
@@ -100,7 +108,7 @@ class AdmittedCall:
         Raises InvalidArgument, NotFound or ResourceExhausted.
         """
         self._serving.adapters.find(call.adapter)
-        validate.check_generate(call, limits or self._serving.limits)
+        check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
         self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
 
@@ -130,7 +138,7 @@ class AdmittedCall:
         prompt = tokenised.ids
         before = serving.adapters.find(call.adapter)
         new_tokens = self._new_tokens(call, tokenised.count, len(prompt), before)
-        validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
+        check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
         constraint = await serving.conforming(call, tokenised)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
@@ -178,15 +186,15 @@ class AdmittedCall:
         limits, stopping = self._serving.limits, call.stopping
         virtual = 0 if adapter is None else adapter.virtual_tokens
         try:
-            new_tokens = validate.max_new_tokens(
+            new_tokens = max_new_tokens(
                 min(asked, call.truncate or asked),
                 stopping.max_new_tokens,
                 limits,
                 shorten=stopping.shorten,
                 virtual_tokens=virtual,
             )
-            validate.check_group(virtual + kept, new_tokens, call, limits)
-        except validate.NeverFits:
+            check_group(virtual + kept, new_tokens, call, limits)
+        except NeverFits:
             self._admission.counters.add(ignored=1)
             raise
         return new_tokens
@@ -249,7 +257,7 @@ class AdmittedCall:
         ends = frozenset(stopping.stop_token_ids)
         top_n_tokens = call.output.top_n_tokens
         if call.beam is not None:
-            top_n_tokens = validate.beam_tops(call.beam, len(eos | ends), serving.limits)
+            top_n_tokens = beam_tops(call.beam, len(eos | ends), serving.limits)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(call.sequences),
             prompt=prompt,

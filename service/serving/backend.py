@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import FailedPrecondition, Unavailable
-from tokenpod.service.rpc.memory_budget import MemoryBudget
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import FailedPrecondition, Unavailable
 from tokenpod.service.rpc.methods import Gate, MethodTable
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.shard import ShardService

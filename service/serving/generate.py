@@ -16,21 +16,26 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects import validate
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.named import NamedCalls
+from tokenpod.service.calls.call import ID_BYTES, TokensCall, prompt_bytes
+from tokenpod.service.calls.errors import NotFound
+from tokenpod.service.calls.limits import (
+    MOST_RETURNED_IDS,
+    check_detokenize,
+    check_returned_ids,
+    check_tokens,
+)
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import NotFound
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.admitted import AdmittedCall
 from tokenpod.service.serving.cache_feed import CacheFeed
-from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
-from tokenpod.service.serving.named import NamedCalls
 from tokenpod.service.serving.serving import Serving, request_limits
-from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.turn import formats_of
+from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 
 #: Tokens that are decoded before others get their turn: a few milliseconds of the slowest decoder.
 _SLICE_TOKENS = 128
@@ -120,18 +125,16 @@ class GenerateService:
         """
         with self._admission.enter():
             serving = self._ready()
-            validate.check_tokens(call, serving.limits)
+            check_tokens(call, serving.limits)
             with self._admission.memory.reserve(prompt_bytes(call.prompt)) as lease:
                 tokenised = await serving.encoder.encode(
                     call.prompt,
-                    keep=validate.MOST_RETURNED_IDS
-                    if call.return_ids or call.return_offsets
-                    else 0,
+                    keep=MOST_RETURNED_IDS if call.return_ids or call.return_offsets else 0,
                     special=call.add_special_tokens,
                     offsets=call.return_offsets,
                 )
                 if call.return_ids or call.return_offsets:
-                    validate.check_returned_ids(tokenised.count)
+                    check_returned_ids(tokenised.count)
                 lease.resize(lease.size + ID_BYTES * (len(tokenised.ids) + len(tokenised.offsets)))
                 return tokenised
 
@@ -142,7 +145,7 @@ class GenerateService:
         """
         with self._admission.enter():
             serving = self._ready()
-            validate.check_detokenize(ids, serving.limits)
+            check_detokenize(ids, serving.limits)
             with self._admission.memory.reserve(ID_BYTES * len(ids)):
                 detokenizer = serving.tokenizer.detokenizer((), skip_special=skip_special)
                 parts: list[str] = []

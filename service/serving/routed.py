@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
 from tokenpod.core.requests import Request
-from tokenpod.service.rpc.errors import Internal, ServiceError, engine_failure
-from tokenpod.service.serving.calls import ShardGeneration, ShardRequest, ShardText, TokenList
+from tokenpod.service.calls.call import ShardGeneration, ShardRequest, ShardText, TokenList
+from tokenpod.service.calls.errors import Internal, ServiceError, engine_failure
 from tokenpod.service.text.stops import TailStops
 from tokenpod.service.text.tokenizer import Tokenizer
 

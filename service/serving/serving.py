@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 
 from tokenpod.core.constraints import Constraint, Grammar, Reasoned
 from tokenpod.core.messages import Ready
-from tokenpod.service.config import ServerSettings, SettingsError
+from tokenpod.service.calls.call import AskedConstraint, GenerateCall
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.calls.limits import RequestLimits
+from tokenpod.service.config.sources import ServerSettings, SettingsError
 from tokenpod.service.constraints.asked import constraint_of
-from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
-from tokenpod.service.serving.calls import AskedConstraint, GenerateCall
-from tokenpod.service.serving.chats import ChatPrompt
-from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats
 from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Serving:
 
     client: EngineClient
     encoder: Encoder
-    limits: validate.RequestLimits
+    limits: RequestLimits
     settings: ServerSettings
     ready: Ready
     #: What changes in the prefix cache; the first front end alone hears of it.
@@ -132,11 +132,11 @@ def check_limits(settings: ServerSettings, ready: Ready) -> None:
         )
 
 
-def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
+def request_limits(settings: ServerSettings, ready: Ready) -> RequestLimits:
     """What one request may ask for, by the operator's settings and the model's."""
     total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
     most_in = settings.max_input_tokens or settings.most_whole_prompt or total - 1
-    return validate.RequestLimits(
+    return RequestLimits(
         vocab_size=ready.vocab_size,
         max_input_tokens=min(most_in, total - 1),
         max_total_tokens=total,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tokenpod.core.outputs import Load
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 
 if TYPE_CHECKING:
     # Not imported while telemetry is off.

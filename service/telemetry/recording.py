@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 
 from tokenpod.core.outputs import Load
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry

@@ -28,6 +28,7 @@ from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServe
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from tokenpod.core.outputs import FinishCode
+from tokenpod.service.calls.generation import Generation
 from tokenpod.service.rpc.interceptors import (
     Context,
     Continuation,
@@ -35,7 +36,6 @@ from tokenpod.service.rpc.interceptors import (
     behaviour_of,
     with_behaviour,
 )
-from tokenpod.service.serving.generation import Generation
 from tokenpod.service.telemetry.instruments import Instruments, generation_phases
 
 #: On a server only these are errors: the others are the client's doing (RPC conventions).

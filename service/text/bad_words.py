@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tokenpod.service.dialects.validate import RequestLimits
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import Sampling
+from tokenpod.service.calls.call import Sampling
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.limits import RequestLimits
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.text_messages import Text
 

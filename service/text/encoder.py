@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenpod.core.constraints import Tagged
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import Prompt
-from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.calls.call import Prompt
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.text.generation_defaults import read_defaults
 from tokenpod.service.text.inline_cost import is_bounded
 from tokenpod.service.text.parsers.calls import CallFormat

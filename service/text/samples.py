@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenpod.core.requests import Request
-from tokenpod.service.serving.calls import GenerateCall
-from tokenpod.service.serving.chats import ChatPrompt
-from tokenpod.service.serving.sample import Sample
+from tokenpod.service.calls.call import GenerateCall
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.sample import Sample
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.serving.turns import Turn
 from tokenpod.service.text.parsers.turn import Formats, TurnParser
 from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.turns import Turn
 
 
 def samples_of(

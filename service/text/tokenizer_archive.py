@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from typing import Any
 
-from tokenpod.service.rpc.memory_budget import MemoryBudget
+from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.text.encoder import Encoder
 
 #: Beside the tokenizer itself: what says which tokens are special, and what the model is.

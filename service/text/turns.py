@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenpod.service.serving.chats import ToolCall
-from tokenpod.service.text.parsers.parts import Kind, Part
+from tokenpod.service.calls.chats import ToolCall
+from tokenpod.service.calls.parts import Kind, Part
 from tokenpod.service.text.parsers.turn import TurnParser
 
 

@@ -11,13 +11,13 @@ import pytest
 from tokenpod.core.outputs import FinishCode, StepOutputs, Top
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.service.calls.call import GenerateCall, Output, Sampling, Stopping
+from tokenpod.service.calls.errors import Internal
+from tokenpod.service.calls.generation import UNREAD_BYTES, Generation
+from tokenpod.service.calls.sample import Sample
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.pod.client import NO_LOAD
 from tokenpod.service.pod.sinks import Sinks
-from tokenpod.service.rpc.errors import Internal
-from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
-from tokenpod.service.serving.generation import UNREAD_BYTES, Generation
-from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb

@@ -11,14 +11,14 @@ import grpc
 import pytest
 from rpcs import Running, Scripted, serving
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.late_messages import LateMessages
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.intake import Check, Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.late_messages import LateMessages
-from tokenpod.service.rpc.memory_budget import MemoryBudget
 from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import Size
 from tokenpod.service.serving.backend import Backend

@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from rpcs import Running, serving
 from smg_grpc_proto import vllm_engine_pb2
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import FailedPrecondition, Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.errors import FailedPrecondition, Unavailable
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.methods import Access, Gate, Method, add_methods

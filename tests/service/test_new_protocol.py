@@ -14,9 +14,9 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import public_server
 from tokenpod.service.rpc.methods import SMALL, Gate, MethodTable, method_of

@@ -12,10 +12,10 @@ import grpc
 import pytest
 from rpcs import outlast
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.errors import Unavailable
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.methods import SMALL, Method, MethodTable

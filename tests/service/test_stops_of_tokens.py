@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as Backend
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.service.serving.calls import ShardRequest
+from tokenpod.service.calls.call import ShardRequest
+from tokenpod.service.calls.sample import Sample
 from tokenpod.service.serving.routed import RoutedSequence
-from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
 

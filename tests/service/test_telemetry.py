@@ -26,19 +26,19 @@ from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, outlast,
 from tokenpod.core.outputs import Ended, FinishCode, Load, MaskCounts, Started
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.errors import (
+from tokenpod.service.calls.errors import (
     DataLoss,
     InvalidArgument,
     ResourceExhausted,
     Unavailable,
 )
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.sample import Ending, Sample
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.sample import Ending, Sample
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
@@ -84,7 +84,7 @@ async def call_info(telemetry: Telemetry, act: Any = nothing, **call: Any) -> No
 def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
     code = (
         "import sys\n"
-        "from tokenpod.service.config import ServerSettings\n"
+        "from tokenpod.service.config.sources import ServerSettings\n"
         "from tokenpod.service.telemetry.recorder import Telemetry\n"
         "telemetry = Telemetry.start(ServerSettings())\n"
         "assert telemetry.interceptors() == [] and telemetry.current_call() is None\n"
@@ -202,7 +202,7 @@ async def abort(context: Any) -> None:
     [
         (invalid, "INVALID_ARGUMENT", 3, False, []),
         (abort, "NOT_FOUND", 5, False, []),
-        (nan, "DATA_LOSS", 15, True, ["tokenpod.service.rpc.errors.DataLoss"]),
+        (nan, "DATA_LOSS", 15, True, ["tokenpod.service.calls.errors.DataLoss"]),
         (bug, "INTERNAL", 13, True, ["ZeroDivisionError"]),
     ],
 )

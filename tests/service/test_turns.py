@@ -17,15 +17,15 @@ from tokenizers import Tokenizer as Backend
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument
+from tokenpod.service.calls.generation import Generation
 from tokenpod.service.dialects.tokenpod_v1.chats import MOST_CALLS, MOST_TOOLS, MOST_VALUES
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
-from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.samples import samples_of
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import ChatTemplateError
 from tokenpod.service.text.parsers.turn import formats_of
+from tokenpod.service.text.samples import samples_of
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

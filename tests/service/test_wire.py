@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire import (
     MESSAGE_FIELDS,
     SEARCH_SLICE,

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     AskedConstraint,
     CachedBatch,
     ConstraintKind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenpod.core.requests import BeamParams, EarlyStop
-from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
+from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 
 _EARLY_STOP = {

@@ -10,12 +10,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenpod.service.dialects.fields import copied, given, unless_unset
-from tokenpod.service.dialects.tokenpod_v1.beams import beam_of
-from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
-from tokenpod.service.dialects.tokenpod_v1.features import check_built
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     AskedConstraint,
     ConstraintKind,
     GenerateCall,
@@ -25,6 +20,11 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.dialects.fields import copied, given, unless_unset
+from tokenpod.service.dialects.tokenpod_v1.beams import beam_of
+from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
+from tokenpod.service.dialects.tokenpod_v1.features import check_built
 from tokenpod.service.text.generation_defaults import with_defaults
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb

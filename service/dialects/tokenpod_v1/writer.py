@@ -7,13 +7,13 @@ import asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from tokenpod.core.outputs import FinishCode
+from tokenpod.service.calls.call import GenerateCall
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.deltas import Delta
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.parts import Kind
+from tokenpod.service.calls.sample import Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.serving.calls import GenerateCall
-from tokenpod.service.serving.chats import ChatPrompt
-from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.sample import Sample
-from tokenpod.service.text.parsers.parts import Kind
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service_pb

@@ -31,8 +31,8 @@ from tokenpod.service.rpc.listen import StartError, bind_all, public_server
 from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.logs import configure_logging
-from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import TokenizerError
 
@@ -44,7 +44,7 @@ _TELL_SECONDS = 0.25
 async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
     """Serve until the first front end hangs up; the exit status. Raises StartError."""
     hung_up = asyncio.create_task(_end_of_input())
-    telemetry = Telemetry.start(settings)
+    telemetry = telemetry_of(settings)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(telemetry.shutdown)
         stack.callback(telemetry.watch_loop())

@@ -72,6 +72,7 @@ from tokenpod.service.shutdown import (
     send_away,
     stop_follower,
 )
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
@@ -123,7 +124,7 @@ class Server:
 
     async def _pod_state(self, stack: contextlib.AsyncExitStack) -> PodState:
         settings = self.settings
-        telemetry = Telemetry.start(settings)
+        telemetry = telemetry_of(settings)
         stack.callback(telemetry.shutdown)
         # Front ends that admit calls at the same instant may let one too many in, each.
         names = settings.resolved_concurrent_requests + settings.resolved_front_ends

@@ -20,9 +20,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from tokenpod.core.outputs import Load
 from tokenpod.service.admission.counters import PodCounters
-from tokenpod.service.pod.client import EngineClient
 
 #: Calls that must have ended before anything is estimated, and the least weight of the newest one.
 _ENOUGH = 16
@@ -33,6 +34,14 @@ _USABLE = 0.9
 #: A call that waits for less than this part of its time is never refused: it may be a short one
 #: among long ones.
 _HARMLESS = 0.25
+
+
+class Paced(Protocol):
+    """An engine, as far as its pace goes."""
+
+    load: Load
+    #: Seconds that a step usually takes; 0: there was none yet.
+    usual_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Turnover:
     def __init__(self, counters: PodCounters, now: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
         self._now = now
-        self._engine: EngineClient | None = None
+        self._engine: Paced | None = None
         self._rows = 0
         self._ended = 0
         #: Steps of a call from its first to its last: their mean and mean deviation.
@@ -66,7 +75,7 @@ class Turnover:
         #: Calls that this process has refused and expects again, at a moment.
         self._refused = self._refused_at = 0.0
 
-    def watch(self, engine: EngineClient, rows: int) -> None:
+    def watch(self, engine: Paced, rows: int) -> None:
         """The engine is ready; it runs at most `rows` sequences."""
         self._engine, self._rows = engine, rows
 

@@ -9,7 +9,7 @@ that lags behind by more than `UNREAD_BYTES` loses its stream, so that others ke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
@@ -30,11 +30,21 @@ UNREAD_BYTES = 128 * 1024
 _COUNT_EVERY = 32
 
 
-class Abort(Protocol):
-    """Ends sequences in the engine; `stopped`: their outputs are complete."""
+class Carrier(Protocol):
+    """Has handed a generation's request to the engine, and counts what it holds."""
 
-    def __call__(self, sequence_ids: list[int], *, stopped: bool = False) -> None:
-        """End these; unknown ids are ignored."""
+    @property
+    def step_at(self) -> int:
+        """CLOCK_MONOTONIC nanoseconds at which the step being handed over settled."""
+
+    def abort(self, sequence_ids: list[int], *, stopped: bool = False) -> None:
+        """End these in the engine; `stopped`: their outputs are complete. Unknown ids: nothing."""
+
+    def begun(self) -> None:
+        """The prompt has been computed; told once."""
+
+    def keeps(self, size: int) -> None:
+        """Of the answer so many bytes are kept; told now and then."""
 
 
 class Generation:
@@ -43,12 +53,9 @@ class Generation:
     Args:
         request: what the engine was asked, without the constraint.
         samples: one per sequence id of the request, in order.
+        carrier: who has handed the request to the engine.
         streamed: the reader is to keep up, or loses its stream.
         failures_last: a sample that fails ends the call after the other samples.
-        step_at: CLOCK_MONOTONIC nanoseconds at which the step being handed over settled.
-        abort: stops sequences in the engine.
-        on_begin: called once, when the prompt has been computed.
-        on_size: called now and then with the bytes of the answer that are kept.
         constraint_field: where the client put the constraint, for what the engine says of it; "":
             there is none.
     """
@@ -57,13 +64,10 @@ class Generation:
         self,
         request: Request,
         samples: Sequence[Sample],
+        carrier: Carrier,
         *,
         streamed: bool,
         failures_last: bool = False,
-        step_at: Callable[[], int],
-        abort: Abort,
-        on_begin: Callable[[], None],
-        on_size: Callable[[int], None] = lambda size: None,
         constraint_field: str = "",
     ) -> None:
         self.request = request
@@ -74,10 +78,7 @@ class Generation:
         self.late_failure: ServiceError | None = None
         self._failures_last = failures_last
         self._streamed = streamed
-        self._step_at = step_at
-        self._abort = abort
-        self._on_begin = on_begin
-        self._on_size = on_size
+        self._carrier = carrier
         self._constraint_field = constraint_field
         self._wakes = 0
         #: Something has come since `news` has returned; and the reader that waits for more.
@@ -154,7 +155,7 @@ class Generation:
         """Stop what still runs."""
         running = [s.sequence_id for s in self.samples if s.ending is None and not s.failed]
         if running:
-            self._abort(running)
+            self._carrier.abort(running)
 
     def end(self) -> None:
         """End what still runs; what has come so far is the answer."""
@@ -170,7 +171,7 @@ class Generation:
         """The first sample to start stands for the prompt."""
         if self.started is None:
             self.started = started
-            self._on_begin()
+            self._carrier.begun()
 
     def on_drafted(self, drafted: Drafted) -> None:
         """A sample had drafts in the step whose tokens come next."""
@@ -185,10 +186,10 @@ class Generation:
         sample = self._by_id[sequence_id]
         if sample.ending is not None:
             return
-        sample.push(token_id, logprob, finish, top, self._step_at())
+        sample.push(token_id, logprob, finish, top, self._carrier.step_at)
         if sample.ending is not None and not finish:
             # A stop sequence: the engine does not know yet.
-            self._abort([sequence_id], stopped=True)
+            self._carrier.abort([sequence_id], stopped=True)
 
     def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
         """Whether a sequence that ends conforms to its constraint."""
@@ -224,7 +225,7 @@ class Generation:
             self._give_up_reader()
         self._wakes += 1
         if self._fresh or self._wakes % _COUNT_EVERY == 0:
-            self._on_size(sum(sample.kept_bytes for sample in self.samples))
+            self._carrier.keeps(sum(sample.kept_bytes for sample in self.samples))
         self._notify()
 
     def _notify(self) -> None:

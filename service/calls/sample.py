@@ -1,16 +1,15 @@
-"""One sample of a request: its tokens, its text, and what of them was not sent yet."""
+"""One sample of a request: its tokens, what they say, and what of both was not sent yet."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tokenpod.core.outputs import FinishCode, Top
+from tokenpod.service.calls.chats import ToolCall
 from tokenpod.service.calls.deltas import Delta, Unread
 from tokenpod.service.calls.parts import Kind, Part
-from tokenpod.service.text.decoding import Detokenizer
-from tokenpod.service.text.stops import StopMatcher
-from tokenpod.service.text.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +21,44 @@ class Ending:
     stop_token_id: int | None = None
 
 
+class Reader(Protocol):
+    """Makes text of one sample's tokens."""
+
+    #: Whether it tells reasoning and calls from text.
+    tells: bool
+    #: Code points that the tokens so far stand for, whether they can be sent already or not.
+    written: int
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop sequence that has ended the text; None: none has."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether what comes now is reasoning."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the model may write no more."""
+
+    def push(self, token_id: int, *, active: bool) -> Sequence[Part]:
+        """What a token brings. `active`: a stop sequence may end here."""
+
+    def finish(self, *, whole: bool) -> Sequence[Part]:
+        """What is still held back; `whole`: the text has not been cut. The last call."""
+
+
 class Sample:
     """One sequence's text and tokens.
 
     Args:
         index: which sample of the request.
         sequence_id: its name in the engine.
-        detokenizer: fresh, with the prompt's end as context; None: nobody reads the text.
-        stops: fresh, with the request's stop sequences.
+        reader: fresh; None: nobody reads the text.
         min_new_tokens: stop sequences count from this many tokens on.
         streamed: hand out what comes in pages; else the whole output as one.
         offsets: note where each token's text begins.
-        keep_text: the whole text is wanted at the end.
-        turn: tells reasoning and calls from the text; None: all of it is text.
+        keep_text: the whole answer is wanted at the end: text, reasoning and calls.
     """
 
     def __init__(
@@ -42,15 +66,12 @@ class Sample:
         *,
         index: int,
         sequence_id: int,
-        detokenizer: Detokenizer | None,
-        stops: StopMatcher,
-        min_new_tokens: int,
+        reader: Reader | None,
         streamed: bool,
+        min_new_tokens: int = 0,
         offsets: bool = False,
         keep_text: bool = True,
-        turn: Turn | None = None,
     ) -> None:
-        self.turn = turn
         #: Tokens of reasoning, its marks included.
         self.reasoning_tokens = 0
         self.index = index
@@ -68,19 +89,30 @@ class Sample:
         self.satisfied: bool | None = None
         self.first_token_at = 0
         self.last_token_at = 0
-        self._detokenizer = detokenizer
-        self._stops = stops
+        #: Calls of tools that have begun.
+        self.calls_begun = 0
+        self._reader = reader
         self._min_new_tokens = min_new_tokens
-        #: Code points that the detokenizer has brought; None: nobody asks for them.
-        self._written = 0 if offsets else None
+        self._offsets = offsets
         self._keep_text = keep_text
-        self._text = bytearray()
+        self._text, self._reasoning = bytearray(), bytearray()
+        self._calls: list[tuple[Part, bytearray]] = []
         self._unread = Unread(paged=streamed)
 
     @property
     def text(self) -> str:
         """All text that is safe to send; empty if it is not kept."""
         return self._text.decode()
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far; empty if it is not kept."""
+        return self._reasoning.decode()
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """All calls of tools so far; empty if they are not kept."""
+        return [ToolCall(p.call_id, p.name, args.decode()) for p, args in self._calls]
 
     @property
     def mean_logprob(self) -> float:
@@ -96,15 +128,21 @@ class Sample:
         self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
     ) -> None:
         """Take one token, or none (-1). Sets `ending` when the sample is over."""
-        if not finish:
+        if token_id >= 0:
             self._note(token_id, logprob, top, at)
-            self._read(token_id)
-            if self._stops.matched is not None:
-                self._end(Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched))
-            elif self.turn is not None and self.turn.over:
-                self._end(Ending(FinishCode.EOS))
+        reader = self._reader
+        if reader is None:
+            if finish:
+                self._end(finish, token_id)
             return
-        self._push_last(token_id, logprob, finish, top, at)
+        if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
+            self._read(reader, token_id)
+        if finish:
+            self._tell(reader.finish(whole=True))
+            self._end(finish, token_id)
+        elif reader.stop_sequence is not None or reader.over:
+            self._tell(reader.finish(whole=False))
+            self._end(FinishCode.EOS, token_id)
 
     def take(self) -> Delta:
         """The oldest page of what has come and was not taken yet."""
@@ -122,47 +160,28 @@ class Sample:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the text so far, which ends the stream, and of what waits to be taken."""
-        kept = self._unread.size + len(self._text)
-        return kept if self.turn is None else kept + self.turn.kept_bytes
+        """Bytes of the answer so far, which ends the stream, and of what waits to be taken."""
+        kept = self._unread.size + len(self._text) + len(self._reasoning)
+        return kept + sum(len(arguments) for _, arguments in self._calls)
 
     def drop(self) -> None:
         """Forget what was not taken."""
         self._unread.clear()
 
-    def _push_last(
-        self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
-    ) -> None:
-        if token_id >= 0:
-            self._note(token_id, logprob, top, at)
-        if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
-            self._read(token_id)
-        if self._stops.matched is None and self._detokenizer is not None:
-            self._emit(self._stops.push(self._detokenizer.finish()))
-        if self._stops.matched is not None:
-            self._end(Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched))
+    def _end(self, finish: FinishCode, token_id: int) -> None:
+        """The text is whole. A stop sequence in it counts more than what the engine says."""
+        stop = None if self._reader is None else self._reader.stop_sequence
+        if stop is not None:
+            self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=stop)
         else:
-            self._emit(self._stops.finish())
             stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
-            self._end(Ending(finish, stop_token_id=stop_token))
+            self.ending = Ending(finish, stop_token_id=stop_token)
 
-    def _end(self, ending: Ending) -> None:
-        """The text is whole."""
-        if self.turn is not None:
-            self._tell(self.turn.finish())
-        self.ending = ending
-
-    def _read(self, token_id: int) -> None:
-        """Emit what a token brings of the text."""
-        if self._detokenizer is None:
-            return
-        text = self._detokenizer.push(token_id)
-        if self._written is not None:
-            self._written += len(text)
-        active = self.generated >= self._min_new_tokens
-        reasoned = self.turn is not None and self.turn.reasons
-        self._emit(self._stops.push(text, active=active))
-        if self.turn is not None and (reasoned or self.turn.reasons):
+    def _read(self, reader: Reader, token_id: int) -> None:
+        """Keep what a token brings of the text."""
+        reasoned = reader.reasons
+        self._tell(reader.push(token_id, active=self.generated >= self._min_new_tokens))
+        if reasoned or reader.reasons:
             self.reasoning_tokens += 1
 
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
@@ -173,19 +192,29 @@ class Sample:
         self.cumulative_logprob += logprob
         self.first_token_at = self.first_token_at or at
         self.last_token_at = at
-        self._unread.add_token(token_id, logprob, top, self._written)
-
-    def _emit(self, text: str) -> None:
-        if self.turn is not None:
-            self._tell(self.turn.push(text))
-        elif text:
-            encoded = text.encode()
-            if self._keep_text:
-                self._text += encoded
-            self._unread.add_text(encoded)
+        offset = None
+        if self._offsets:
+            offset = 0 if self._reader is None else self._reader.written
+        self._unread.add_token(token_id, logprob, top, offset)
 
     def _tell(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            if part.kind is Kind.TEXT and self._keep_text:
-                self._text += part.text.encode()
-            self._unread.add_part(part)
+            encoded = part.text.encode()
+            if part.call_id:
+                self.calls_begun += 1
+            if self._keep_text:
+                self._keep(part, encoded)
+            if self._reader is not None and self._reader.tells:
+                self._unread.add_part(part)
+            else:
+                self._unread.add_text(encoded)
+
+    def _keep(self, part: Part, encoded: bytes) -> None:
+        if part.kind is Kind.TEXT:
+            self._text += encoded
+        elif part.kind is Kind.REASONING:
+            self._reasoning += encoded
+        elif part.call_id:
+            self._calls.append((part, bytearray(encoded)))
+        else:
+            self._calls[-1][1].extend(encoded)

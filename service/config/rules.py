@@ -7,15 +7,11 @@ import os
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.config.resolved import ResolvedSettings, named_adapters
 
 #: A unix socket's path has at most 107 bytes on Linux.
 _MOST_SOCKET_BYTES = 107
-#: Of an adapter's name, in UTF-8.
-MOST_ADAPTER_NAME_BYTES = 256
 #: What it ends in until the model is ready.
 SOCKET_SUFFIX = ".new"
 
@@ -50,30 +46,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def named_adapters(text: str | None) -> list[tuple[str, str]]:
-    """Names and places of `NAME=PATH,PATH`; a place alone is its own name.
-
-    Raises ValueError for what is no such list.
-    """
-    found: dict[str, str] = {}
-    for part in (text or "").split(","):
-        if not (part := part.strip()):
-            continue
-        name, equals, place = part.partition("=")
-        name, place = (name.strip(), place.strip()) if equals else (part, part)
-        if not name or not place:
-            raise ValueError(f"{part!r} is not NAME=PATH")
-        if len(name.encode()) > MOST_ADAPTER_NAME_BYTES or not name.isprintable():
-            raise ValueError(
-                f"{name[:80]!r} is no name of 1 to {MOST_ADAPTER_NAME_BYTES} printable bytes"
-            )
-        if name in found:
-            raise ValueError(f"{name} is named twice")
-        found[name] = place
-    return list(found.items())
-
-
-def contradictions(settings: ServerSettings) -> Iterator[str]:
+def contradictions(settings: ResolvedSettings) -> Iterator[str]:
     """What is wrong with settings that are right one by one."""
     yield from _model_faults(settings)
     yield from _order_faults(settings)
@@ -88,7 +61,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _security_faults(settings)
 
 
-def _model_faults(s: ServerSettings) -> Iterator[str]:
+def _model_faults(s: ResolvedSettings) -> Iterator[str]:
     if s.quantize_head and s.quantize == "none":
         yield "--quantize-head needs --quantize: it says what the head is made into"
     if s.config_override is None:
@@ -102,7 +75,7 @@ def _model_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--config-override is {s.config_override[:80]}: it must be a JSON object"
 
 
-def _order_faults(s: ServerSettings) -> Iterator[str]:
+def _order_faults(s: ResolvedSettings) -> Iterator[str]:
     for small, large, may_equal in _ORDERED:
         low, high = getattr(s, small), getattr(s, large)
         if low is None or high is None or low < high or (may_equal and low == high):
@@ -111,7 +84,7 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
         yield f"{flag(small)} is {low}: it must be {limit} {flag(large)}, which is {high}"
 
 
-def _memory_faults(s: ServerSettings) -> Iterator[str]:
+def _memory_faults(s: ResolvedSettings) -> Iterator[str]:
     if s.kv_cache_dtype == "fp8_e4m3" and s.resolved_device == "cpu":
         yield (
             "--kv-cache-dtype is fp8_e4m3: it needs a GPU, and the model runs on a CPU, which takes"
@@ -124,7 +97,7 @@ def _memory_faults(s: ServerSettings) -> Iterator[str]:
         )
 
 
-def _preemption_faults(s: ServerSettings) -> Iterator[str]:
+def _preemption_faults(s: ResolvedSettings) -> Iterator[str]:
     if s.preemption == "auto":
         return
     if s.admission not in _PREEMPTING:
@@ -134,7 +107,7 @@ def _preemption_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--preemption is {s.preemption}: it needs --host-kv-bytes"
 
 
-def _adapter_faults(s: ServerSettings) -> Iterator[str]:
+def _adapter_faults(s: ResolvedSettings) -> Iterator[str]:
     try:
         named = named_adapters(s.lora_adapters)
     except ValueError as error:
@@ -164,7 +137,7 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--adapter-token-file is {s.adapter_token_file}: --max-adapters is needed with it"
 
 
-def _batching_faults(s: ServerSettings) -> Iterator[str]:
+def _batching_faults(s: ResolvedSettings) -> Iterator[str]:
     whole = s.most_whole_prompt
     if whole is None:
         for name in ("waiting_served_ratio", "max_waiting_tokens"):
@@ -177,12 +150,12 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
         )
 
 
-def _draft_faults(s: ServerSettings) -> Iterator[str]:
+def _draft_faults(s: ResolvedSettings) -> Iterator[str]:
     if s.draft_model is not None and not s.speculate:
         yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
 
 
-def _network_faults(s: ServerSettings) -> Iterator[str]:
+def _network_faults(s: ResolvedSettings) -> Iterator[str]:
     for one, other in combinations(("port", "health_port", "tgis_port", "metrics_port"), 2):
         if getattr(s, one) == getattr(s, other) != 0:
             yield f"{flag(one)} and {flag(other)} are both {getattr(s, one)}: they must differ"
@@ -199,14 +172,14 @@ def _network_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--uds-group is {s.uds_group}: --uds-path is needed with it"
 
 
-def _telemetry_faults(s: ServerSettings) -> Iterator[str]:
+def _telemetry_faults(s: ResolvedSettings) -> Iterator[str]:
     if unknown := sorted(s.resolved_metrics_names - {"vllm", "tgi"}):
         yield f"--metrics-names has {', '.join(map(repr, unknown))}: there are vllm and tgi"
     if s.metrics_names and not s.metrics_port:
         yield f"--metrics-names is {s.metrics_names}: --metrics-port is needed with it"
 
 
-def _shard_faults(s: ServerSettings) -> Iterator[str]:
+def _shard_faults(s: ResolvedSettings) -> Iterator[str]:
     if s.node_rank >= s.num_nodes:
         yield (
             f"--node-rank is {s.node_rank}: it must be less than --num-nodes, which is"
@@ -228,7 +201,7 @@ def _shard_faults(s: ServerSettings) -> Iterator[str]:
         yield f"{flag(given[0])} is {getattr(s, given[0])}: {lacking} is needed with it"
 
 
-def _security_faults(s: ServerSettings) -> Iterator[str]:
+def _security_faults(s: ResolvedSettings) -> Iterator[str]:
     if (s.tls_cert is None) != (s.tls_key is None):
         given, lacking = ("tls_cert", "tls_key") if s.tls_cert else ("tls_key", "tls_cert")
         yield f"{flag(given)} is {getattr(s, given)}: {flag(lacking)} is needed with it"

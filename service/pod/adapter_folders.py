@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenpod.core.adapter_files import CONFIG
-from tokenpod.service.config.rules import named_adapters
+from tokenpod.service.config.resolved import named_adapters
 from tokenpod.service.pod.model_store import ModelNotFound, snapshot_of
 
 

@@ -34,7 +34,8 @@ def model_folder(settings: ServerSettings) -> Path:
     # Only now: a server that does not download does without its libraries.
     from tokenpod.service.download.download import download
     from tokenpod.service.download.progress import DownloadBar
-    from tokenpod.service.download.store import DownloadError, store_of
+    from tokenpod.service.download.store import DownloadError
+    from tokenpod.service.download.stores import store_of
 
     bar = DownloadBar(settings.model_id)
     try:

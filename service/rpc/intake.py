@@ -32,10 +32,10 @@ from tokenpod.service.rpc.interceptors import (
     unparsed,
 )
 from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits
+from tokenpod.service.rpc.services import Services
 from tokenpod.service.rpc.wire import WHOLE, Shape, count, fault_in, shape_of
 from tokenpod.service.rpc.wire_rules import LENIENT, Rules, Strict, rules_of
 from tokenpod.service.rpc.wire_types import Malformed
-from tokenpod.service.serving.backend import Backend
 
 #: Seconds that a message may take to arrive, and bytes of it that count as one second more: the
 #: longest message of a method sets its time, since what has arrived of a message can't be seen. A
@@ -57,18 +57,18 @@ def open_to_all(method: str, seconds: float | None) -> MemoryBudget | None:
     return None
 
 
-def intake_of(settings: ServerSettings, backend: Backend, *, trusted: bool = False) -> Intake:
+def intake_of(settings: ServerSettings, services: Services, *, trusted: bool = False) -> Intake:
     """A listener's, by the operator's settings. `trusted`: routers alone can reach it."""
-    limits = backend.table.limits(
+    limits = services.table.limits(
         max_logit_bias=settings.max_logit_bias,
         max_stop_sequences=settings.max_stop_sequences,
         trusted=trusted,
         strict=settings.unknown_fields == "refuse",
     )
     if trusted:
-        return Intake(limits, backend.check, longest=settings.max_router_message_bytes)
-    late, longest = backend.admission.late, settings.max_message_bytes
-    return Intake(limits, backend.check, late, longest=longest)
+        return Intake(limits, services.check, longest=settings.max_router_message_bytes)
+    late, longest = services.admission.late, settings.max_message_bytes
+    return Intake(limits, services.check, late, longest=longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tokenpod.service.calls.errors import (
     ServiceError,
     Unavailable,
 )
-from tokenpod.service.config.rules import MOST_ADAPTER_NAME_BYTES
+from tokenpod.service.config.resolved import MOST_ADAPTER_NAME_BYTES
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.serving import Serving
 

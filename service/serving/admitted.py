@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -31,7 +31,6 @@ from tokenpod.service.calls.sampler_params import check_allowed, sampling_params
 from tokenpod.service.serving.adapters import with_adapter
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.bad_words import token_runs
-from tokenpod.service.text.samples import samples_of
 from tokenpod.service.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ class AdmittedCall:
         self._arrived_at = arrived_at
         self._recorded = recorded
         self._lease: Lease | None = None
+        #: Bytes of what the client asks for, as text and as tokens.
+        self._asked_bytes = 0
         self._generation: Generation | None = None
         self._name: int | None = None
         #: Its end was asked for, by its name.
@@ -141,7 +142,8 @@ class AdmittedCall:
         check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
         constraint = await serving.conforming(call, tokenised)
-        lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
+        self._asked_bytes = lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words)))
+        lease.resize(self._asked_bytes)
         self._place.queue(len(prompt))
         # Found again at the last moment: what has been replaced meanwhile is not asked for.
         adapter = serving.adapters.find(call.adapter)
@@ -157,13 +159,10 @@ class AdmittedCall:
             constrained = call.constraint.field if call.constraint else "constraint"
         generation = Generation(
             request,
-            samples_of(serving, call, request, tokenised.rendered_end),
+            serving.samples_of(call, request, tokenised.rendered_end),
+            self,
             streamed=call.output.stream,
             failures_last=call.failures_last,
-            step_at=lambda: serving.client.step_at,
-            abort=serving.client.abort,
-            on_begin=self._place.leave_queue,
-            on_size=_counted(lease),
             constraint_field=constrained,
         )
         # The engine alone keeps the constraint, which may be megabytes of patterns.
@@ -212,6 +211,28 @@ class AdmittedCall:
             if (seconds := self._generation.ran_seconds) is not None:
                 self._admission.turnover.note(seconds)
             self._report(self._generation)
+
+    # -- Carrier -------------------------------------------------------------------------------
+
+    @property
+    def step_at(self) -> int:
+        """CLOCK_MONOTONIC nanoseconds at which the step being handed over settled."""
+        return self._serving.client.step_at
+
+    def abort(self, sequence_ids: list[int], *, stopped: bool = False) -> None:
+        """End these in the engine; `stopped`: their outputs are complete."""
+        self._serving.client.abort(sequence_ids, stopped=stopped)
+
+    def begun(self) -> None:
+        """The prompt has been computed: it waits no longer."""
+        self._place.leave_queue()
+
+    def keeps(self, size: int) -> None:
+        """Count the answer, as far as it is kept, besides what the client asks for."""
+        if self._lease is not None:
+            self._lease.resize(self._asked_bytes + size)
+
+    # -- details -------------------------------------------------------------------------------
 
     def _stop(self) -> None:
         """End the call; what has come so far is its answer."""
@@ -293,9 +314,3 @@ class AdmittedCall:
         left = (deadline_at - time.monotonic_ns()) / 1e9
         within = self._admission.turnover.begin_within(left, new_tokens)
         return deadline_at - int((left - within) * 1e9)
-
-
-def _counted(lease: Lease) -> Callable[[int], None]:
-    """Counts a call's answer, as far as it is kept, besides its prompt."""
-    prompt = lease.size
-    return lambda answer: lease.resize(prompt + answer)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from tokenpod.core.constraints import Constraint, Grammar, Reasoned
 from tokenpod.core.messages import Ready
+from tokenpod.core.requests import Request
 from tokenpod.service.calls.call import AskedConstraint, GenerateCall
 from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from tokenpod.service.calls.limits import RequestLimits
+from tokenpod.service.calls.sample import Sample
 from tokenpod.service.config.sources import ServerSettings, SettingsError
 from tokenpod.service.constraints.asked import constraint_of
 from tokenpod.service.pod.client import EngineClient
@@ -18,7 +20,9 @@ from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.calls import CallFormat
-from tokenpod.service.text.parsers.turn import Formats
+from tokenpod.service.text.parsers.turn import Formats, TurnParser
+from tokenpod.service.text.reader import TextReader
+from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 
@@ -52,6 +56,49 @@ class Serving:
         if call.output.raw_text or not isinstance(chat, ChatPrompt):
             return Formats()
         return self.formats if chat.tools else replace(self.formats, calls=None)
+
+    def samples_of(self, call: GenerateCall, request: Request, prompt_end: str) -> list[Sample]:
+        """The samples of a call, fresh: how each becomes text, where it stops, what is told apart.
+
+        Args:
+            call: what the client asks for.
+            request: what the engine is asked.
+            prompt_end: what the text of a chat ends with.
+        """
+        output, formats = call.output, self.formats_for(call)
+        return [
+            Sample(
+                index=index,
+                sequence_id=sequence_id,
+                reader=self._reader(call, request, formats, prompt_end),
+                min_new_tokens=call.stopping.min_new_tokens,
+                streamed=output.stream,
+                offsets=output.text_offsets,
+                keep_text=output.text and output.final_text,
+            )
+            for index, sequence_id in enumerate(request.reported)
+        ]
+
+    def _reader(
+        self, call: GenerateCall, request: Request, formats: Formats, prompt_end: str
+    ) -> TextReader | None:
+        output, stopping, chat = call.output, call.stopping, call.prompt
+        if not output.text and not stopping.stop_sequences:
+            return None
+        parser = None
+        if formats != Formats() and isinstance(chat, ChatPrompt):
+            tools = frozenset(tool.name for tool in chat.tools)
+            parser = TurnParser(
+                formats, prompt_end=prompt_end, tools=tools, several=chat.several_calls
+            )
+        detokenizer = self.tokenizer.detokenizer(
+            request.prompt,
+            skip_special=output.skip_special_tokens,
+            shown=formats.shown,
+            spaced=bool(output.spaces_between_special_tokens),
+        )
+        stops = StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence)
+        return TextReader(detokenizer, stops, parser)
 
     async def constraint_of(self, asked: AskedConstraint | None) -> Constraint | None:
         """What the engine is told of a constraint. Raises InvalidArgument or Unimplemented."""

@@ -1,6 +1,6 @@
 """Telemetry that is on: providers, where they send or show what is recorded, and their end.
 
-Imported by recorder.py only if an endpoint or a metrics port is set.
+Imported only if an endpoint or a metrics port is set.
 """
 
 from __future__ import annotations

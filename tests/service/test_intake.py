@@ -23,7 +23,7 @@ from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import Size
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 INFO = "/generate.v3.TextGenerationService/Info"
@@ -126,7 +126,7 @@ def admitting(messages: int) -> Admission:
 
 def backend(admission: Admission) -> Backend:
     """One whose model is not ready."""
-    generate = GenerateService(admission, Telemetry.start(ServerSettings()))
+    generate = GenerateService(admission, telemetry_of(ServerSettings()))
     return Backend(TABLE, admission, generate, healthy=lambda: True)
 
 

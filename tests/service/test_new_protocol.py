@@ -22,6 +22,7 @@ from tokenpod.service.rpc.listen import public_server
 from tokenpod.service.rpc.methods import SMALL, Gate, MethodTable, method_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.recorder import Telemetry
 
 SERVICE = "acme.v1.EchoService"
@@ -98,7 +99,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def telemetry(collector: Collector) -> Telemetry:
-    return Telemetry.start(
+    return telemetry_of(
         ServerSettings(otlp_endpoint=collector.endpoint, otlp_service_name="tokenpod-test")
     )
 

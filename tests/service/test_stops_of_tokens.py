@@ -13,6 +13,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.calls.call import ShardRequest
 from tokenpod.service.calls.sample import Sample
 from tokenpod.service.serving.routed import RoutedSequence
+from tokenpod.service.text.reader import TextReader
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
 
@@ -29,8 +30,7 @@ def streamed(
     sample = Sample(
         index=0,
         sequence_id=1,
-        detokenizer=tokenizer.detokenizer([]),
-        stops=StopMatcher(stops, include=True),
+        reader=TextReader(tokenizer.detokenizer([]), StopMatcher(stops, include=True)),
         min_new_tokens=min_new_tokens,
         streamed=True,
     )

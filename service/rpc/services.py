@@ -74,7 +74,7 @@ class Services:
 
 def add_methods(services: Services, server: grpc.aio.Server) -> None:
     """Serve every rpc of the table that is not grpcio's own."""
-    services: dict[str, dict[str, Any]] = {}
+    methods: dict[str, dict[str, Any]] = {}
     for row in services.table:
         if row.serve is None:
             continue
@@ -83,10 +83,10 @@ def add_methods(services: Services, server: grpc.aio.Server) -> None:
             if row.streams
             else grpc.unary_unary_rpc_method_handler
         )
-        services.setdefault(row.service, {})[row.name.rpartition("/")[2]] = make(
+        methods.setdefault(row.service, {})[row.name.rpartition("/")[2]] = make(
             functools.partial(row.serve, services),
             request_deserializer=row.request.FromString,
             response_serializer=row.response.SerializeToString,
         )
-    handlers = [grpc.method_handlers_generic_handler(*each) for each in services.items()]
+    handlers = [grpc.method_handlers_generic_handler(*each) for each in methods.items()]
     server.add_generic_rpc_handlers(tuple(handlers))

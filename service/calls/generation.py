@@ -226,7 +226,9 @@ class Generation:
         self._wakes += 1
         if self._fresh or self._wakes % _COUNT_EVERY == 0:
             self._carrier.keeps(sum(sample.kept_bytes for sample in self.samples))
-        self._notify()
+        # Who wants the answer as a whole has nothing to do before its end.
+        if self._streamed or self._wakes == 1 or self.failure is not None or self.finished:
+            self._notify()
 
     def _notify(self) -> None:
         self._fresh = True

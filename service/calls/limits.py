@@ -8,12 +8,13 @@ mean the same where a field is not `optional`. TGI's shard protocol has `serving
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from tokenpod.core.requests import BeamParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
-from tokenpod.service.calls.bounds import at_most, between, few_entries, refuse
 from tokenpod.service.calls.call import (
     AskedConstraint,
     ConstraintKind,
@@ -330,6 +331,33 @@ def _check_texts(field: str, texts: Sequence[str], limits: RequestLimits) -> Non
 
 
 # -- shared ------------------------------------------------------------------------------------
+
+
+def between(field: str, value: float, low: float, high: float) -> None:
+    """A finite number from `low` to `high`, both included."""
+    if not (math.isfinite(value) and low <= value <= high):
+        bounds = f"from {low} to {high}" if math.isfinite(high) else f"finite and at least {low}"
+        refuse(field, value, f"must be {bounds}")
+
+
+def at_most(field: str, value: int, most: int, flag: str | None) -> None:
+    """At most so much. `flag`: where an operator allows more."""
+    if value > most:
+        source = f" ({flag})" if flag else ""
+        raise InvalidArgument(field, f"is {value}; this server allows at most {most}{source}")
+
+
+def few_entries(field: str, count: int, most: int, flag: str | None = None) -> None:
+    """At most so many. `flag`: where an operator allows more."""
+    if count > most:
+        source = f" ({flag})" if flag else ""
+        raise InvalidArgument(field, f"has {count} entries; this server allows {most}{source}")
+
+
+def refuse(field: str, value: object, problem: str) -> NoReturn:
+    """Raise InvalidArgument: what a field is, and what is wrong with it."""
+    shown = f"{value:g}" if isinstance(value, float) else value
+    raise InvalidArgument(field, f"is {shown}; {problem}")
 
 
 def beside(virtual_tokens: int) -> str:

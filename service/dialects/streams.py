@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tokenpod.service.calls.call import GenerateCall
-from tokenpod.service.calls.deltas import Delta
 from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.limits import check_request_id
-from tokenpod.service.calls.sample import Sample
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.text.tokenizer import Tokenizer
 
 #: Metadata of a call, and of its answer: the request's name.

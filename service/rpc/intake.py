@@ -33,9 +33,18 @@ from tokenpod.service.rpc.interceptors import (
 )
 from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits
 from tokenpod.service.rpc.services import Services
-from tokenpod.service.rpc.wire import WHOLE, Shape, count, fault_in, shape_of
-from tokenpod.service.rpc.wire_rules import LENIENT, Rules, Strict, rules_of
-from tokenpod.service.rpc.wire_types import Malformed
+from tokenpod.service.rpc.wire import (
+    LENIENT,
+    WHOLE,
+    Malformed,
+    Rules,
+    Shape,
+    Strict,
+    count,
+    fault_in,
+    rules_of,
+    shape_of,
+)
 
 #: Seconds that a message may take to arrive, and bytes of it that count as one second more: the
 #: longest message of a method sets its time, since what has arrived of a message can't be seen. A

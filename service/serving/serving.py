@@ -26,6 +26,9 @@ from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 
+#: Of answers that are all text.
+_NOT_TOLD = Formats()
+
 
 @dataclass(frozen=True, slots=True)
 class Serving:
@@ -42,19 +45,16 @@ class Serving:
     formats: Formats
     archive: TokenizerArchive
     adapters: Adapters = field(default_factory=lambda: Adapters(0))
+    #: The model's name for clients.
+    model_id: str = ""
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)
-
-    @property
-    def model_id(self) -> str:
-        """The model's name for clients."""
-        return self.settings.served_name
 
     def formats_for(self, call: GenerateCall) -> Formats:
         """What is to be told from the text that answers a call."""
         chat = call.prompt
         if call.output.raw_text or not isinstance(chat, ChatPrompt):
-            return Formats()
+            return _NOT_TOLD
         return self.formats if chat.tools else replace(self.formats, calls=None)
 
     def samples_of(self, call: GenerateCall, request: Request, prompt_end: str) -> list[Sample]:
@@ -86,7 +86,9 @@ class Serving:
         if not output.text and not stopping.stop_sequences:
             return None
         parser = None
-        if formats != Formats() and isinstance(chat, ChatPrompt):
+        shown = frozenset[str]()
+        if formats != _NOT_TOLD and isinstance(chat, ChatPrompt):
+            shown = formats.shown
             tools = frozenset(tool.name for tool in chat.tools)
             parser = TurnParser(
                 formats, prompt_end=prompt_end, tools=tools, several=chat.several_calls
@@ -94,10 +96,12 @@ class Serving:
         detokenizer = self.tokenizer.detokenizer(
             request.prompt,
             skip_special=output.skip_special_tokens,
-            shown=formats.shown,
+            shown=shown,
             spaced=bool(output.spaces_between_special_tokens),
         )
-        stops = StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence)
+        stops = None
+        if stopping.stop_sequences:
+            stops = StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence)
         return TextReader(detokenizer, stops, parser)
 
     async def constraint_of(self, asked: AskedConstraint | None) -> Constraint | None:

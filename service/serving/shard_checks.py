@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.service.calls.bounds import at_most, between, few_entries, refuse
 from tokenpod.service.calls.call import ShardBatch, ShardRequest
 from tokenpod.service.calls.errors import InvalidArgument
-from tokenpod.service.calls.limits import RequestLimits, and_virtual, check_constraint
+from tokenpod.service.calls.limits import (
+    RequestLimits,
+    and_virtual,
+    at_most,
+    between,
+    check_constraint,
+    few_entries,
+    refuse,
+)
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 STOP_SEQUENCES = 256

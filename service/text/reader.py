@@ -15,12 +15,15 @@ class TextReader:
 
     Args:
         detokenizer: fresh, with the prompt's end as context.
-        stops: fresh, with the request's stop sequences.
+        stops: fresh, with the request's stop sequences; None: it has none.
         parser: fresh; tells reasoning and calls from the text. None: all of it is text.
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: StopMatcher, parser: TurnParser | None = None
+        self,
+        detokenizer: Detokenizer,
+        stops: StopMatcher | None = None,
+        parser: TurnParser | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
@@ -31,7 +34,7 @@ class TextReader:
     @property
     def stop_sequence(self) -> str | None:
         """The stop sequence that has ended the text; None: none has."""
-        return self._stops.matched
+        return None if self._stops is None else self._stops.matched
 
     @property
     def reasons(self) -> bool:
@@ -47,18 +50,23 @@ class TextReader:
         """What a token brings. `active`: a stop sequence may end here."""
         text = self._detokenizer.push(token_id)
         self.written += len(text)
-        return self._parts(self._stops.push(text, active=active))
+        return self._parts(text if self._stops is None else self._stops.push(text, active=active))
 
     def finish(self, *, whole: bool) -> Sequence[Part]:
         """What is still held back; `whole`: the text has not been cut. The last call."""
         parts = list[Part]()
-        if whole and self._stops.matched is None:
-            parts += self._parts(self._stops.push(self._detokenizer.finish()))
-            if self._stops.matched is None:
-                parts += self._parts(self._stops.finish())
+        if whole and self.stop_sequence is None:
+            parts += self._parts(self._last_text())
         if self._parser is not None:
             parts += self._parser.finish()
         return parts
+
+    def _last_text(self) -> str:
+        text, stops = self._detokenizer.finish(), self._stops
+        if stops is None:
+            return text
+        text = stops.push(text)
+        return text if stops.matched is not None else text + stops.finish()
 
     def _parts(self, text: str) -> Sequence[Part]:
         if not text:

@@ -16,12 +16,12 @@ from tokenpod.service.rpc.wire import (
     SEARCH_SLICE,
     SLICE,
     WHOLE,
+    Malformed,
     Size,
     count,
     fault_in,
     shape_of,
 )
-from tokenpod.service.rpc.wire_types import Malformed
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 BAD = b"ab\xff"

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.service.calls.call import GenerateCall
-from tokenpod.service.calls.deltas import Delta
 from tokenpod.service.calls.generation import Generation
-from tokenpod.service.calls.sample import Sample
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from google.protobuf.struct_pb2 import Struct, Value
 
-from tokenpod.service.calls.bounds import few_entries
 from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool, ToolCall
 from tokenpod.service.calls.errors import InvalidArgument
-from tokenpod.service.calls.limits import check_chat_length
+from tokenpod.service.calls.limits import check_chat_length, few_entries
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2 as pb
 
 #: Messages or tools that are converted before others get their turn.

@@ -9,10 +9,9 @@ from google.protobuf.duration_pb2 import Duration
 from tokenpod.core.outputs import FinishCode
 from tokenpod.service.calls.call import GenerateCall
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.calls.deltas import Delta
 from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.parts import Kind
-from tokenpod.service.calls.sample import Sample
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

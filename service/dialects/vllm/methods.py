@@ -16,8 +16,7 @@ from tokenpod.service.dialects.vllm.cache import flush_cache, subscribe
 from tokenpod.service.dialects.vllm.codec import FIELDS, MOST_TOP_TOKENS, generate_call
 from tokenpod.service.dialects.vllm.model import loads, model_info, server_info
 from tokenpod.service.dialects.vllm.writer import EngineWriter
-from tokenpod.service.rpc.caller import caller_of
-from tokenpod.service.rpc.interceptors import Context
+from tokenpod.service.rpc.interceptors import Context, caller_of
 from tokenpod.service.rpc.methods import (
     NAMES,
     PROMPT,

@@ -7,8 +7,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tokenpod.core.outputs import FinishCode
-from tokenpod.service.calls.deltas import Delta
-from tokenpod.service.calls.sample import Sample
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
 
 _FINISH = {

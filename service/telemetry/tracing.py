@@ -24,7 +24,15 @@ from urllib.parse import unquote
 import grpc
 from opentelemetry import context as otel_context
 from opentelemetry.propagate import extract
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    set_span_in_context,
+)
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.service.calls.generation import Generation
@@ -74,10 +82,16 @@ class ServerCall:
         span: its server span, begun.
         method: `pkg.Service/Method`.
         context: tells the deadline now and the code in the end.
+        tracer: makes the spans of phases; None: there are none.
     """
 
     def __init__(
-        self, span: Span, method: str, context: Context, tracer: Tracer, instruments: Instruments
+        self,
+        span: Span,
+        method: str,
+        context: Context,
+        tracer: Tracer | None,
+        instruments: Instruments,
     ) -> None:
         self._span = span
         self._method = method
@@ -171,7 +185,7 @@ class ServerCall:
         error = None if code is grpc.StatusCode.OK else code.name
         attributes = {**_GEN_AI, "gen_ai.request.model": self._model_id, **self._named}
         self._instruments.record_generation(generation, seconds, attributes, error)
-        if not self._span.is_recording():
+        if not self._span.is_recording() or self._tracer is None:
             return
         self._span.set_attributes(attributes)
         self._span.set_attribute("gen_ai.response.id", self._request_id)
@@ -188,13 +202,13 @@ class TracingInterceptor(Interceptor):
     """Makes a span of each rpc, and times it.
 
     Args:
-        tracer: makes the spans.
+        tracer: makes the spans; None: nobody wants any, and rpcs are only counted and timed.
         instruments: hear how long each rpc took.
         untraced: full names of the methods that pass: spans of probes would bury the others.
     """
 
     def __init__(
-        self, tracer: Tracer, instruments: Instruments, untraced: Collection[str] = ()
+        self, tracer: Tracer | None, instruments: Instruments, untraced: Collection[str] = ()
     ) -> None:
         self._tracer = tracer
         self._instruments = instruments
@@ -223,16 +237,21 @@ class TracingInterceptor(Interceptor):
         return with_behaviour(handler, record)
 
     def _begin(self, method: str, context: Context) -> ServerCall:
-        metadata = dict(context.invocation_metadata() or ())
-        parent = extract(metadata)
-        span = self._tracer.start_span(method, context=parent, kind=SpanKind.SERVER)
-        if span.is_recording():
-            span.set_attributes(dict(_first_attributes(method, metadata, context.peer())))
-        # Each rpc has a task of its own, whose context ends with it: nothing to detach.
-        otel_context.attach(set_span_in_context(span))
+        span = INVALID_SPAN if self._tracer is None else _begun(self._tracer, method, context)
         call = ServerCall(span, method, context, self._tracer, self._instruments)
         _current.set(call)
         return call
+
+
+def _begun(tracer: Tracer, method: str, context: Context) -> Span:
+    """The server span of a call, which is the current one of this task from now on."""
+    metadata = dict(context.invocation_metadata() or ())
+    span = tracer.start_span(method, context=extract(metadata), kind=SpanKind.SERVER)
+    if span.is_recording():
+        span.set_attributes(dict(_first_attributes(method, metadata, context.peer())))
+    # Each rpc has a task of its own, whose context ends with it: nothing to detach.
+    otel_context.attach(set_span_in_context(span))
+    return span
 
 
 def _first_attributes(

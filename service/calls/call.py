@@ -225,14 +225,14 @@ class CachedBatch:
     current_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenList:
     """Parallel: tokens with their texts."""
 
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    texts: Sequence[str]
-    special: Sequence[bool]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    special: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,15 +246,18 @@ class ShardText:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardGeneration:
-    """One request's part of a router's step: one token, or several where some were drafted."""
+    """One request's part of a router's step: one token, or several where some were drafted.
+
+    It grows while the step's tokens come.
+    """
 
     request_id: int
-    tokens: TokenList
+    tokens: TokenList = field(default_factory=TokenList)
     prefill: TokenList | None = None
     #: One for each token, where asked for.
-    tops: Sequence[TokenList] = ()
+    tops: list[TokenList] = field(default_factory=list)
     text: ShardText | None = None
 
 

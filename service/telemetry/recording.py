@@ -128,10 +128,11 @@ class RecordingTelemetry(Telemetry):
         The SDK's own shutdowns wait for retries, up to half a minute each. They run on daemon
         threads, side by side, and are left behind when time is up.
         """
-        providers = filter(None, (self._spans, self._metrics))
+        ends: list[Callable[[], object]] = [self._metrics.shutdown]
+        if self._spans is not None:
+            ends.append(self._spans.shutdown)
         enders = [
-            threading.Thread(target=each.shutdown, name="telemetry-shutdown", daemon=True)
-            for each in providers
+            threading.Thread(target=end, name="telemetry-shutdown", daemon=True) for end in ends
         ]
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for thread in enders:

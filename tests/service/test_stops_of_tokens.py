@@ -55,7 +55,8 @@ def routed(tokenizer: Tokenizer, ids: list[int], *stops: str) -> tuple[int, str,
     request = Request([7], [5, 6], SamplingParams(), StoppingParams(500))
     sequence, texts = RoutedSequence(asked, request, tokenizer), list[str]()
     for at, token_id in enumerate(ids):
-        said = sequence.push(token_id, 0.0, FinishCode.RUNNING, None, None)
+        said = sequence.begun(None)
+        sequence.push(token_id, 0.0, FinishCode.RUNNING, None, said)
         texts += said.tokens.texts
         if said.text is not None:
             return at + 1, said.text.text, texts

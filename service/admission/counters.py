@@ -24,6 +24,15 @@ _KEPT_BYTES = 8
 _COLUMNS = 9
 _CLOSED, _STALLED = range(2)
 _HEAD = 2
+#: What `PodCounters.add` changes.
+_CHANGED = {
+    "requests": _REQUESTS,
+    "waiting": _WAITING,
+    "waiting_tokens": _WAITING_TOKENS,
+    "ignored": _IGNORED,
+    "call_bytes": _CALL_BYTES,
+    "kept_bytes": _KEPT_BYTES,
+}
 _NUMBER = 8  # bytes
 #: Calls that one process may have under way, where nobody says.
 _NAMES = 256
@@ -109,24 +118,11 @@ class PodCounters:
         """For the first process, which watches the engine."""
         self._numbers[_STALLED] = stalled
 
-    def add(
-        self,
-        *,
-        requests: int = 0,
-        waiting: int = 0,
-        waiting_tokens: int = 0,
-        call_bytes: int = 0,
-        ignored: int = 0,
-        kept_bytes: int = 0,
-    ) -> None:
-        """Change the counts of this process by these amounts."""
+    def add(self, **changes: int) -> None:
+        """Change counts of this process by these amounts: totals of this class, by their names."""
         row = self._row(self.index)
-        self._numbers[row + _REQUESTS] += requests
-        self._numbers[row + _WAITING] += waiting
-        self._numbers[row + _WAITING_TOKENS] += waiting_tokens
-        self._numbers[row + _CALL_BYTES] += call_bytes
-        self._numbers[row + _IGNORED] += ignored
-        self._numbers[row + _KEPT_BYTES] += kept_bytes
+        for name, change in changes.items():
+            self._numbers[row + _CHANGED[name]] += change
 
     def set_serving(self) -> None:
         """This process listens, and its model is there."""
@@ -161,7 +157,7 @@ class PodCounters:
 
     def sum(self, column: int) -> int:
         """The sum of a column over all processes."""
-        return sum(self._numbers[self._row(index) + column] for index in range(self.count))
+        return sum(self._numbers[_HEAD + column :: _COLUMNS])
 
 
 def _size(count: int, names: int) -> int:

@@ -40,24 +40,24 @@ class Reader(Protocol):
     tells: bool
     #: Code points that the tokens so far stand for, whether they can be sent already or not.
     written: int
+    #: The stop sequence that has ended the text; None: none has.
+    stop_sequence: str | None
+    #: Whether what comes now is reasoning.
+    reasons: bool
+    #: Whether the model may write no more.
+    over: bool
 
-    @property
-    def stop_sequence(self) -> str | None:
-        """The stop sequence that has ended the text; None: none has."""
+    def push(self, token_id: int, *, active: bool) -> str:
+        """The text that a token makes safe to send. `active`: a stop sequence may end here."""
 
-    @property
-    def reasons(self) -> bool:
-        """Whether what comes now is reasoning."""
+    def finish(self) -> str:
+        """The text that is still held back, at its end; none behind a stop sequence."""
 
-    @property
-    def over(self) -> bool:
-        """Whether the model may write no more."""
+    def told(self, text: str) -> Sequence[Part]:
+        """What more text is; where it `tells`."""
 
-    def push(self, token_id: int, *, active: bool) -> Sequence[Part]:
-        """What a token brings. `active`: a stop sequence may end here."""
-
-    def finish(self, *, whole: bool) -> Sequence[Part]:
-        """What is still held back; `whole`: the text has not been cut. The last call."""
+    def told_last(self) -> Sequence[Part]:
+        """What has yet to be told, behind all text; where it `tells`."""
 
 
 class Sample:
@@ -150,10 +150,9 @@ class Sample:
         if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
             self._read(reader, token_id)
         if finish:
-            self._tell(reader.finish(whole=True))
+            self._add(reader, reader.finish())
             self._end(finish, token_id)
         elif reader.stop_sequence is not None or reader.over:
-            self._tell(reader.finish(whole=False))
             self._end(FinishCode.EOS, token_id)
 
     def take(self) -> Delta:
@@ -182,9 +181,11 @@ class Sample:
 
     def _end(self, finish: FinishCode, token_id: int) -> None:
         """The text is whole. A stop sequence in it counts more than what the engine says."""
-        stop = None if self._reader is None else self._reader.stop_sequence
-        if stop is not None:
-            self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=stop)
+        reader = self._reader
+        if reader is not None and reader.tells:
+            self._tell(reader.told_last())
+        if reader is not None and reader.stop_sequence is not None:
+            self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=reader.stop_sequence)
         else:
             stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
             self.ending = Ending(finish, stop_token_id=stop_token)
@@ -192,7 +193,7 @@ class Sample:
     def _read(self, reader: Reader, token_id: int) -> None:
         """Keep what a token brings of the text."""
         reasoned = reader.reasons
-        self._tell(reader.push(token_id, active=self.generated >= self._min_new_tokens))
+        self._add(reader, reader.push(token_id, active=self.generated >= self._min_new_tokens))
         if reasoned or reader.reasons:
             self.reasoning_tokens += 1
 
@@ -206,22 +207,30 @@ class Sample:
         self.last_token_at = at
         offset = None
         if self._offsets:
-            offset = 0 if self._reader is None else self._reader.written
+            offset = self._reader.written if self._reader is not None else 0
         self._unread.add_token(token_id, logprob, top, offset)
+
+    def _add(self, reader: Reader, text: str) -> None:
+        if not text:
+            return
+        if reader.tells:
+            self._tell(reader.told(text))
+            return
+        encoded = text.encode()
+        if self._keep_text:
+            self._text += encoded
+        self._unread.add_text(encoded)
 
     def _tell(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            encoded = part.text.encode()
+            self._unread.add_part(part)
             if part.call_id:
                 self.calls_begun += 1
             if self._keep_text:
-                self._keep(part, encoded)
-            if self._reader is not None and self._reader.tells:
-                self._unread.add_part(part)
-            else:
-                self._unread.add_text(encoded)
+                self._keep(part)
 
-    def _keep(self, part: Part, encoded: bytes) -> None:
+    def _keep(self, part: Part) -> None:
+        encoded = part.text.encode()
         if part.kind is Kind.TEXT:
             self._text += encoded
         elif part.kind is Kind.REASONING:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenpod.service.calls.parts import Kind, Part
+from tokenpod.service.calls.parts import Part
 from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.parsers.turn import TurnParser
 from tokenpod.service.text.stops import StopMatcher
 
 
 class TextReader:
-    """Makes the parts of an answer from its tokens.
+    """Makes an answer of its tokens.
 
     Args:
         detokenizer: fresh, with the prompt's end as context.
@@ -30,45 +30,40 @@ class TextReader:
         self._parser = parser
         self.tells = parser is not None
         self.written = 0
+        self.reasons = parser is not None and parser.reasons
+        self.over = False
+        self.stop_sequence: str | None = None
 
-    @property
-    def stop_sequence(self) -> str | None:
-        """The stop sequence that has ended the text; None: none has."""
-        return None if self._stops is None else self._stops.matched
-
-    @property
-    def reasons(self) -> bool:
-        """Whether what comes now is reasoning."""
-        return self._parser is not None and self._parser.reasons
-
-    @property
-    def over(self) -> bool:
-        """Whether the model may write no more."""
-        return self._parser is not None and self._parser.over
-
-    def push(self, token_id: int, *, active: bool) -> Sequence[Part]:
-        """What a token brings. `active`: a stop sequence may end here."""
+    def push(self, token_id: int, *, active: bool) -> str:
+        """The text that a token makes safe to send. `active`: a stop sequence may end here."""
         text = self._detokenizer.push(token_id)
         self.written += len(text)
-        return self._parts(text if self._stops is None else self._stops.push(text, active=active))
+        return text if self._stops is None else self._without_stop(text, active=active)
 
-    def finish(self, *, whole: bool) -> Sequence[Part]:
-        """What is still held back; `whole`: the text has not been cut. The last call."""
-        parts = list[Part]()
-        if whole and self.stop_sequence is None:
-            parts += self._parts(self._last_text())
-        if self._parser is not None:
-            parts += self._parser.finish()
+    def finish(self) -> str:
+        """The text that is still held back, at its end; none behind a stop sequence."""
+        if self.stop_sequence is not None:
+            return ""
+        text = self._detokenizer.finish()
+        if self._stops is None:
+            return text
+        text = self._without_stop(text, active=True)
+        return text if self.stop_sequence is not None else text + self._stops.finish()
+
+    def told(self, text: str) -> Sequence[Part]:
+        """What more text is; where it `tells`."""
+        assert self._parser is not None
+        parts = self._parser.push(text)
+        self.reasons, self.over = self._parser.reasons, self._parser.over
         return parts
 
-    def _last_text(self) -> str:
-        text, stops = self._detokenizer.finish(), self._stops
-        if stops is None:
-            return text
-        text = stops.push(text)
-        return text if stops.matched is not None else text + stops.finish()
+    def told_last(self) -> Sequence[Part]:
+        """What has yet to be told, behind all text; where it `tells`."""
+        assert self._parser is not None
+        return self._parser.finish()
 
-    def _parts(self, text: str) -> Sequence[Part]:
-        if not text:
-            return ()
-        return (Part(Kind.TEXT, text),) if self._parser is None else self._parser.push(text)
+    def _without_stop(self, text: str, *, active: bool) -> str:
+        assert self._stops is not None
+        text = self._stops.push(text, active=active)
+        self.stop_sequence = self._stops.matched
+        return text

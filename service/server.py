@@ -326,7 +326,7 @@ class Server:
     async def _serve(
         self, state: PodState, ranks: Ranks, drains: DrainRequests, others: FrontEnds
     ) -> int | None:
-        """Until a signal, or until an engine or a front end is lost; see `_live`."""
+        """Until a signal, or until an engine or a front end is lost; the exit status, or None."""
         futures: set[asyncio.Future[Any]] = {state.stopping.task(), ranks.lost, others.lost}
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
         if ranks.lost.done():

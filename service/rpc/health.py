@@ -175,7 +175,7 @@ class HealthBoard:
         stall_timeout: seconds without a sign of the engine after which it never moves again.
         counters: say whether other front ends wait for the engine, and hear whether all wait in
             vain; None: this process is alone.
-        most_watchers: `Watch` streams of each server at once; see `HealthServicer`.
+        most_watchers: `Watch` streams of each server at once.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class ShardService:
     # -- the end -------------------------------------------------------------------------------
 
     def awaited(self, since: float) -> bool:
-        """Whether a router's call runs or is to be expected; see `Batches.awaited`."""
+        """Whether a router's call runs, or is to be expected by a pod that waits since then."""
         return self.batches.awaited(since)
 
     async def end(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> int:

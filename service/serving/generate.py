@@ -23,6 +23,7 @@ from msgspec import structs
 from tokenpod.core.messages import AdapterFacts, Ready
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.service.admission.admission import Admission, Place
+from tokenpod.service.admission.aside import Aside
 from tokenpod.service.admission.call_names import NamedCalls
 from tokenpod.service.admission.memory_budget import Lease
 from tokenpod.service.calls.call import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
@@ -74,6 +75,8 @@ class GenerateService:
         self._admission = admission
         self._telemetry = telemetry
         self._serving: Serving | None = None
+        #: Where calls have done what would hold up the event loop.
+        self.aside = Aside()
         #: Calls that can be ended by their names.
         self.named = NamedCalls(admission.counters.names)
 
@@ -101,7 +104,7 @@ class GenerateService:
             ready,
             CacheFeed(client),
             formats,
-            TokenizerArchive(encoder, self._admission.memory),
+            TokenizerArchive(encoder, self._admission.memory, self.aside),
             adapters,
             settings.served_name,
         )

@@ -95,7 +95,7 @@ class GenerateService:
         told = ready.adapters if client.adapters is None else client.adapters
         changing = settings.adapter_token_file is not None
         adapters = Adapters(settings.resolved_adapters, told, changing=changing)
-        client.on_adapters = lambda told: adapters.take(told.loaded)
+        client.on_adapters = adapters.hear
         self._serving = Serving(
             client,
             encoder,

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tokenpod.service.calls.errors import ResourceExhausted
+from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted
 
-#: Seconds after which a refused client should try again.
-RETRY_SECONDS = 1.0
 #: Pieces of work that may wait or run: a second's, or a few.
 _MOST = 512
 _THREADS = 2

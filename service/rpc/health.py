@@ -32,9 +32,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.core.silence import Listening
-from tokenpod.service.admission.admission import RETRY_SECONDS
 from tokenpod.service.admission.counters import PodCounters
-from tokenpod.service.calls.errors import ResourceExhausted
+from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.intake import Intake
 from tokenpod.service.rpc.interceptors import ErrorInterceptor

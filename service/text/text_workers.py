@@ -21,7 +21,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenpod.service.calls.errors import Internal, InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.calls.errors import (
+    RETRY_SECONDS,
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+)
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.text.text_messages import (
     EncodeChat,
@@ -261,7 +267,7 @@ class TextWorkers:
         if status in _FAULTS:
             return InvalidArgument(field, f"makes {_work(job)} fail")
         log.error("a text worker has ended", extra={"status": status})
-        return _WorkerLost("the process that tokenises was lost; retry", retry_after=1.0)
+        return _WorkerLost("the process that tokenises was lost; retry", retry_after=RETRY_SECONDS)
 
     def _refusal(self, job: Job, field: str, refused: Refused) -> ServiceError:
         if refused.reason is Refusal.MEMORY:
@@ -285,7 +291,7 @@ class TextWorkers:
 
 
 def _stopping() -> Unavailable:
-    return Unavailable("the server is stopping or starting anew", retry_after=1.0)
+    return Unavailable("the server is stopping or starting anew", retry_after=RETRY_SECONDS)
 
 
 def _work(job: Job) -> str:

@@ -67,9 +67,9 @@ from tokenpod.service.shutdown import (
 from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.readings import PodReadings
-from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.encoder import Encoder
-from tokenpod.service.text.tokenizer import TokenizerError
+from tokenpod.service.text.tokenizers.draft_vocabulary import check_draft
+from tokenpod.service.text.tokenizers.tokenizer import TokenizerError
 
 log = logging.getLogger("tokenpod")
 

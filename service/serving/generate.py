@@ -52,8 +52,8 @@ from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.bad_words import token_runs
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.turn import formats_of
-from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokenpod.service.telemetry.tracing import ServerCall

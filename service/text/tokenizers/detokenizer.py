@@ -24,7 +24,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.service.text.decoding import Decoding, Detokenizer, Pieces
+from tokenpod.service.text.tokenizers.decoding import Decoding, Detokenizer, Pieces
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")

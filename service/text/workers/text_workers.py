@@ -29,17 +29,16 @@ from tokenpod.service.calls.errors import (
     Unavailable,
 )
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.text.text_messages import (
+from tokenpod.service.text.tokenizers.tokenizer import TextModel, TokenizerError
+from tokenpod.service.text.workers.text_messages import (
     EncodeChat,
     Encoded,
     Job,
     Refusal,
     Refused,
-    TextModel,
     WorkerOptions,
 )
-from tokenpod.service.text.text_process import TextProcess, WorkerEnded
-from tokenpod.service.text.tokenizer import TokenizerError
+from tokenpod.service.text.workers.text_process import TextProcess, WorkerEnded
 
 log = logging.getLogger("tokenpod.text")
 

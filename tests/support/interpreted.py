@@ -52,7 +52,7 @@ def _patch_once() -> None:
     @functools.cache
     def patch_once():
         patch(language)
-        tl.sort = _sort
+        tl.sort, tl.topk = _sort, _topk
 
     def patched(fn):
         del fn
@@ -67,8 +67,18 @@ def _sort(x, dim=None, descending=False):
     """As `tl.sort`, by NumPy: Triton's takes 50 operations for each pair of steps."""
     assert dim is None or dim == len(x.shape) - 1
     numbers = np.sort(x.handle.data, axis=-1)
-    numbers = np.flip(numbers, axis=-1) if descending else numbers
-    return tl.tensor(interpreter.TensorHandle(numbers, x.dtype), x.type)
+    return _tensor(np.flip(numbers, axis=-1) if descending else numbers, x.dtype)
+
+
+def _topk(x, k, dim=None):
+    """As `tl.topk`."""
+    ordered = _sort(x, dim, descending=True)
+    return _tensor(ordered.handle.data[..., : getattr(k, "value", k)], x.dtype)
+
+
+def _tensor(numbers, dtype):
+    block = tl.block_type(dtype, list(numbers.shape))
+    return tl.tensor(interpreter.TensorHandle(numbers, dtype), block)
 
 
 def _leave_out_what_is_dropped() -> None:
@@ -111,13 +121,13 @@ def _know_shapes() -> None:
         else:
             vars(self).update(known)
 
-    def init_tensor(self, handle, type):
-        known = tensors.get(type.name)
+    def init_tensor(self, handle, kind):
+        known = tensors.get(kind.name)
         if known is None:
-            make_tensor(self, handle, type)
-            tensors[type.name] = self.shape, self.numel
+            make_tensor(self, handle, kind)
+            tensors[kind.name] = self.shape, self.numel
         else:
-            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
             self.shape, self.numel = known
 
     tl.block_type.__init__ = init_block
@@ -136,21 +146,61 @@ def _compare_types_by_name() -> None:
     tl.dtype.__eq__ = equal
 
 
-def _leave_equal_operands() -> None:
-    """Operands of one type need neither a cast nor a broadcast, which takes long to find out."""
+def _prepare_operands_quickly() -> None:
+    """What an operation makes of its operands takes longer to find out than the operation itself.
+
+    Operands of one scalar type need no cast; a number beside a tensor is the same constant again.
+    """
     semantic = type(interpreter.interpreter_semantic)
-    make_alike = semantic.binary_op_type_checking_impl
+    prepare, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    # In which products and quotients are of another type.
     halves = (tl.float16, tl.bfloat16)
 
-    def operands(self, lhs, rhs, *more, **named):
-        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
-            # Halves are divided in float32, and pointers may be forbidden.
-            same = lhs.type.name == rhs.type.name
-            if same and not lhs.dtype.is_ptr() and lhs.dtype not in halves:
-                return lhs, rhs
-        return make_alike(self, lhs, rhs, *more, **named)
+    @functools.lru_cache(4096)
+    def constant(number, kind, block, scalar, more):
+        """The second operand beside any tensor of this type; None: the tensor is cast as well."""
+        del kind  # True, 1 and 1.0 are equal
+        of = tl.block_type(scalar, block) if block else scalar
+        handle = interpreter.TensorHandle(np.zeros(block or 1, look_up(scalar)), scalar)
+        tensor = tl.tensor(handle, of)
+        left, right = prepare(interpreter.interpreter_semantic, tensor, number, *more)
+        return right if left is tensor else None
 
-    semantic.binary_op_type_checking_impl = operands
+    look_up = interpreter._get_np_dtype
+
+    def prepare_quickly(self, lhs, rhs, *more, **named):
+        if not isinstance(lhs, tl.tensor) or lhs.dtype.is_ptr() or lhs.dtype in halves or named:
+            return prepare(self, lhs, rhs, *more, **named)
+        if isinstance(rhs, tl.tensor):
+            if lhs.dtype.name == rhs.dtype.name:
+                return broadcast_quickly(self, lhs, rhs)
+        elif isinstance(rhs, (int, float)):
+            block = tuple(lhs.type.shape.values) if lhs.type.is_block() else ()
+            right = constant(rhs, type(rhs), block, lhs.dtype, more)
+            if right is not None:
+                return lhs, right
+        return prepare(self, lhs, rhs, *more, **named)
+
+    def broadcast_quickly(self, lhs, rhs):
+        if lhs.type.is_block() and rhs.type.is_block():
+            left, right = lhs.type.shape.values, rhs.type.shape.values
+            if left == right:
+                return lhs, rhs
+            pairs = [*zip(left, right, strict=False)]
+            if len(left) == len(right) and all(1 in pair or pair[0] == pair[1] for pair in pairs):
+                shape = [*map(max, pairs)]
+                return grown(lhs, left, shape), grown(rhs, right, shape)
+        return broadcast(self, lhs, rhs)
+
+    def grown(tensor, shape, wanted):
+        if shape == wanted:
+            return tensor
+        # A comparison's handle has the type of what was compared.
+        handle = interpreter.interpreter_builder.create_broadcast(tensor.handle, wanted)
+        return tl.tensor(handle, tl.block_type(tensor.dtype, wanted))
+
+    semantic.binary_op_type_checking_impl = prepare_quickly
+    semantic.broadcast_impl_value = broadcast_quickly
 
 
 def _copy_no_arguments() -> None:
@@ -192,6 +242,6 @@ _leave_out_what_is_dropped()
 _look_types_up_once()
 _know_shapes()
 _compare_types_by_name()
-_leave_equal_operands()
+_prepare_operands_quickly()
 if INTERPRETED:
     _copy_no_arguments()

@@ -33,7 +33,7 @@ def flooded() -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize(
-    ("connections", "calls"), [pytest.param(1, 1500, marks=pytest.mark.slow), (8, 250)]
+    ("connections", "calls"), [pytest.param(1, 1500, marks=pytest.mark.slow), (8, 100)]
 )
 def test_a_burst_is_served_or_refused_with_a_hint_and_never_reset(
     flooded: ServerProcess, connections: int, calls: int

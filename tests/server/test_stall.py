@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from harness import generate, serve, text_request
+from harness import serve
+from public_api import generate, text_request
 
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: Room for one request of two samples with 1900 tokens each and a few short ones, not for two.
 SLOTS = 6000
@@ -28,9 +29,9 @@ def test_a_stalled_reader_loses_its_stream_and_slows_nobody() -> None:
                 "import os\n",
                 stopping=LONG,
                 sampling={"n": 2, "temperature": 1.0, "seed": 3},
-                output={"stream": True, "top_n_tokens": 20, "logprobs": True},
+                output={"top_n_tokens": 20, "return_logprobs": True},
             )
-            stalled = rpc.TextGenerationServiceStub(channel).Generate(greedy, timeout=120)
+            stalled = GenerationServiceStub(channel).Generate(greedy, timeout=120)
             assert next(stalled).WhichOneof("event") == "started"
 
             stub = server.stub()

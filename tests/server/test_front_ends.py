@@ -222,7 +222,7 @@ def test_the_model_is_named_and_health_told_on_every_front_end(clients: list[Cli
         assert answer.device_type == "cpu"
         assert dict(call.initial_metadata())["tokenpod-model-id"] == SERVED
         first = generate(client.stub, text_request(PROMPT, stopping=SHORT)).started
-        assert first.model_id == SERVED
+        assert first.model == SERVED
         api = GenerationServiceStub(client.channel)
         assert api.GetModel(service.GetModelRequest(), timeout=10).model.name == SERVED
         request = public.GenerateRequest(text=PROMPT, model="demo")

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from public_api import generate, text_request
 
 from deploy.helm import CHART, Helm
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 FOLDER = CHART.parents[1] / "observability"

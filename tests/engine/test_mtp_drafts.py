@@ -45,6 +45,7 @@ def loaded(folder, device=CPU):
     return served, load_draft(options_of(folder), served, 64, device)
 
 
+@pytest.mark.compute
 def test_what_an_engine_drafts_is_what_the_definition_says(predicting):
     """In pieces of prompts, behind a prefix of the cache, and behind wrong drafts."""
     served, head = loaded(predicting.folder)

@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 FOLDER = Path(__file__).parent
 #: Folders and fixtures whose tests start processes, servers mostly.
 POD_FOLDERS = ("chaos/", "deploy/", "examples/", "server/", "tools/")
-POD_FIXTURES = frozenset({"server", "stub"})
+POD_FIXTURES = frozenset({"server", "shard", "stub"})
 #: Folders whose tests compute for seconds: their kernels are interpreted.
 COMPUTE_FOLDERS = ("kernels/triton/",)
 #: Audit events of a process that starts another; the last one is our own (prefork.py).
@@ -190,5 +190,11 @@ def _idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stub(server: ServerProcess) -> object:
-    """A `generate.v3` stub."""
+    """Of the public API."""
     return server.stub()
+
+
+@pytest.fixture(scope="session")
+def shard(server: ServerProcess) -> object:
+    """A `generate.v3` stub."""
+    return server.shard()

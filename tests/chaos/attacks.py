@@ -27,11 +27,11 @@ import constraint_fuzz
 import floods
 import grpc
 import wirefuzz
-from harness import SERVING, text_request
+from harness import SERVING
+from public_api import text_request
 
 from chaos.scene import OPTIONS, Pod, answer, gone
 from chaos.waiting import wait_for
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (
@@ -108,13 +108,13 @@ def stalled(pod: Pod, draw: random.Random, amount: int) -> str:
         "import os\n",
         stopping={"max_new_tokens": 1900, "ignore_eos": True},
         sampling={"temperature": 1.0, "seed": draw.randrange(1 << 30)},
-        output={"stream": True, "top_n_tokens": 5, "logprobs": True},
+        output={"top_n_tokens": 5, "return_logprobs": True},
     )
 
     async def strike() -> str:
         channels = [grpc.aio.insecure_channel(pod.address, options) for _ in range(amount)]
         try:
-            stubs = [rpc.TextGenerationServiceStub(channel) for channel in channels]
+            stubs = [GenerationServiceStub(channel) for channel in channels]
             calls = [stub.Generate(request, timeout=_CALL_SECONDS) for stub in stubs]
             events = await asyncio.gather(*(call.read() for call in calls))
             assert all(event.WhichOneof("event") == "started" for event in events)
@@ -384,7 +384,7 @@ def _many(
     act: Callable[[Any], Awaitable[str]],
     allowed: Iterable[str],
     at_once: int = 32,
-    service: Any = rpc.TextGenerationServiceStub,
+    service: Any = GenerationServiceStub,
 ) -> str:
     """So many calls over a few connections; the codes that they ended with."""
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess, children_of, free_port, serve, text_request
+from harness import SERVING, ServerProcess, children_of, free_port, serve
+from public_api import text_request
 
 from chaos.waiting import PATIENCE_SECONDS, wait_for
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: What innocent clients ask.
 INNOCENT = text_request("def fibonacci(n):\n", stopping={"max_new_tokens": 24, "ignore_eos": True})
@@ -190,7 +191,7 @@ class Bystanders:
 
     def _call(self, draw: random.Random) -> None:
         with grpc.insecure_channel(self._pod.address, options=OPTIONS) as channel:
-            stub = rpc.TextGenerationServiceStub(channel)
+            stub = GenerationServiceStub(channel)
             while not self._over.is_set():
                 self._one(stub)
                 self._over.wait(draw.uniform(0.0, 0.1))
@@ -241,7 +242,7 @@ class Bystanders:
 def answer(address: str) -> str:
     """What the pod says to the innocent, on a new connection. Raises grpc.RpcError."""
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        stub = rpc.TextGenerationServiceStub(channel)
+        stub = GenerationServiceStub(channel)
         return text_of(stub.Generate(INNOCENT, timeout=CALL_SECONDS))
 
 
@@ -252,7 +253,7 @@ def text_of(events: Iterator[Any]) -> str:
         if event.WhichOneof("event") == "tokens":
             parts.append(event.tokens.text)
         elif event.WhichOneof("event") == "finished":
-            parts.append(f" [{event.finished.reason}]")
+            parts.append(f" [{event.finished.finish_reason}]")
     return "".join(parts)
 
 

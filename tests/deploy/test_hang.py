@@ -13,8 +13,8 @@ import pytest
 from deploy.emulator import Namespace
 from deploy.helm import Helm
 from deploy.rollout import until, values
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
 def engines(of: int) -> list[int]:
@@ -36,7 +36,7 @@ async def test_a_pod_whose_engine_hangs_is_restarted_without_a_drain(
         async with grpc.aio.insecure_channel(address) as channel:
             stopping = pb.StoppingOptions(max_new_tokens=1500, ignore_eos=True)
             request = pb.GenerateRequest(text="import os\n", stopping=stopping)
-            call = rpc.TextGenerationServiceStub(channel).Generate(request, timeout=120)
+            call = GenerationServiceStub(channel).Generate(request, timeout=120)
             await call.read()
             (engine,) = engines(pod.process_id)
             os.kill(engine, signal.SIGSTOP)

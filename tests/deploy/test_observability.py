@@ -19,12 +19,13 @@ import grpc
 import pytest
 import yaml
 from certificates import make_authority, make_certificate
-from harness import ServerProcess, free_port, generate, serve, text_request, wait_for
+from harness import ServerProcess, free_port, serve, wait_for
 from prometheus_client.parser import text_string_to_metric_families
+from public_api import generate, text_request
 
 from deploy.helm import CHART, Helm
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 FOLDER = CHART.parents[1] / "observability"
 OPERATIONS = (CHART.parents[2] / "docs" / "operations.md").read_text()
@@ -73,7 +74,7 @@ class Pod:
         """Calls that end well, one that is cancelled and one that is refused."""
         trusted = grpc.ssl_channel_credentials(self.authority.read_bytes())
         with grpc.secure_channel(self.server.address, trusted) as channel:
-            stub: Any = rpc.TextGenerationServiceStub(channel)
+            stub: Any = GenerationServiceStub(channel)
             for _ in range(calls):
                 generate(stub, text_request("import os\n", stopping={"max_new_tokens": 20}))
             call = stub.Generate(text_request("x", stopping={"max_new_tokens": 500}), timeout=60)

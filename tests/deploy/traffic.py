@@ -13,8 +13,8 @@ import grpc
 
 from deploy.helm import Object
 from deploy.kubelet import Pod
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
 class ClusterIp:
@@ -132,7 +132,7 @@ class Traffic:
             ("grpc.max_reconnect_backoff_ms", 200),
         ]
         async with self._channel(options) as channel:
-            stub: Any = rpc.TextGenerationServiceStub(channel)
+            stub: Any = GenerationServiceStub(channel)
             while True:
                 began = time.monotonic()
                 while not await self._tried(stub, request, tokens):  # noqa: ASYNC110 (tries again)
@@ -153,7 +153,7 @@ class Traffic:
             async for event in call:
                 accepted = True
                 if event.WhichOneof("event") == "finished":
-                    count = event.finished.usage.generated_tokens
+                    count = event.finished.generated_token_count
         except grpc.aio.AioRpcError as error:
             self._note(error, accepted)
             return False

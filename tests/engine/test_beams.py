@@ -162,6 +162,7 @@ def check(golden, link, requests):
             assert total / len(ours) ** penalty == pytest.approx(score, abs=1e-4)
 
 
+@pytest.mark.compute
 @pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("early", EarlyStop)
 @pytest.mark.parametrize("penalty", [0.4, 1.0, 2.0])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from engine_link import Client
 from guessing import drafting
 from interpreted import DEVICE
 from planner_probe import preempt_sequence
 
 from tokenpod.core.messages import PROBE_TOKENS
-from tokenpod.core.outputs import FailureCode, StepOutputs
+from tokenpod.core.outputs import FailureCode
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -79,39 +79,6 @@ if DEVICE.type == "cpu":
     )
 
 
-class Recorder:
-    """The other end of an engine's link."""
-
-    def __init__(self) -> None:
-        self.inbox: list[object] = []
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.logprobs: dict[int, list[float]] = defaultdict(list)
-        self.tops: dict[int, list[list[int]]] = defaultdict(list)
-        self.scored: dict[int, list[float]] = {}
-        self.finished: set[int] = set()
-        self.failures: dict[int, FailureCode] = {}
-
-    def receive(self, seconds: float | None) -> list[object]:
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message: object) -> None:
-        assert isinstance(message, StepOutputs)
-        self.failures |= {failure.sequence_id: failure.code for failure in message.failures}
-        for i, sequence in enumerate(message.sequence_ids):
-            self.tokens[sequence].append(message.token_ids[i])
-            if message.logprobs:
-                self.logprobs[sequence].append(message.logprobs[i])
-            if message.finishes[i]:
-                self.finished.add(sequence)
-        for top in message.tops:
-            self.tops[message.sequence_ids[top.at]].append(top.token_ids)
-        for started in message.started:
-            if started.prompt_logprobs:
-                self.scored[started.sequence_id] = started.prompt_logprobs
-
-
 def model(ops, device, poison=None):
     generator = torch.Generator().manual_seed(4)
     weights = {}
@@ -143,7 +110,7 @@ def engine(executor, overlap, drafting=None, host_slots=0):
         host_block=4,
     )
     swap = PREEMPTIONS["swap"](1)
-    link, scheduler = Recorder(), Scheduler(limits, drafting=drafting, preemption=swap)
+    link, scheduler = Client(), Scheduler(limits, drafting=drafting, preemption=swap)
     return EngineLoop(link, scheduler, executor, overlap=overlap), link
 
 
@@ -218,7 +185,7 @@ def run(loop, link, preempted=None, drafts=0, each_turn=lambda: None):
         for sequence in (preempted or {}).get(turn, ()):
             assert preempt_sequence(loop.scheduler, sequence)
         if turn > 8 and len(link.finished) == 6:
-            assert not link.failures
+            assert not link.codes
             return link
         each_turn()
         loop.turn()

@@ -170,7 +170,7 @@ def test_keys_and_values_of_a_draft_model_are_those_of_a_prompt_found_in_the_cac
     link.requests[2] = None
     guesses = partial(Drafting, ModelDrafts(), MOST)
     serve(exact, link, rows=2, prefill=64, overlap=False, slots=128, drafting=guesses, draft=exact)
-    assert link.cached > 30
+    assert link.load.cached_tokens > 30
     tried, accepted = link.drafted
     assert tried == accepted > 10
 

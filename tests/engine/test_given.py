@@ -9,6 +9,7 @@ import pytest
 import ranks
 import step_scenes
 import torch
+from engine_link import Client
 from harness import free_port
 from ranks import CPU, Job
 from stepping import SAMPLED, VOCABULARY
@@ -58,33 +59,12 @@ def request(number: int, *given: GivenVectors) -> Request:
     return Request([number], prompt, SAMPLED, stopping, given=list(given))
 
 
-class Link:
-    """The other end of an engine's link."""
-
-    def __init__(self) -> None:
-        self.inbox: list[Request] = []
-        self.tokens: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-
-    def receive(self, seconds: float | None) -> list[Request]:
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message) -> None:
-        assert not message.failures
-        for sequence, token in zip(message.sequence_ids, message.token_ids, strict=True):
-            self.tokens.setdefault(sequence, []).append(token)
-        for started in message.started:
-            self.cached[started.sequence_id] = started.cached_tokens
-
-
 @pytest.fixture
 def answer(folder):
     """(request) -> tokens, and how many tokens of the prompt were cached."""
     executor = step_scenes.make("cpu", folder, CPU)
     limits = Limits(slots=64, max_rows=3, max_positions=16, prefill_tokens=PREFILL)
-    link = Link()
+    link = Client()
     loop = EngineLoop(link, Scheduler(limits), executor)
 
     def run(asked: Request) -> tuple[list[int], int]:

@@ -99,7 +99,7 @@ def check(client, plain):
     assert client.failures == plain.failures
     assert client.tokens == plain.tokens
     assert client.logprobs == plain.logprobs
-    assert client.tops == plain.tops
+    assert client.tops_at == plain.tops_at
     assert client.finishes == plain.finishes
     assert client.satisfied == plain.satisfied
     assert client.load.ended == plain.load.ended

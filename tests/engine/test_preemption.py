@@ -71,8 +71,8 @@ def test_tokens_are_the_same_bit_by_bit_if_what_is_preempted_is_swapped(
     link, shape = Recorder(requests(), routed()), {"rows": 9, "prefill": 8, "host_slots": 1200}
     got, preempted = serve(exact, link, overlap=overlap, preempt=0.3, **shape)
     assert preempted > 30
-    assert got.swapped > 200
-    assert got.fetched > 200
+    assert got.load.swapped_tokens > 200
+    assert got.load.fetched_tokens > 200
     assert got.tokens == undisturbed.tokens
     assert got.logprobs == undisturbed.logprobs
     assert got.tops == undisturbed.tops
@@ -91,7 +91,7 @@ def test_tokens_are_the_same_where_memory_runs_out(exact, undisturbed, admission
 
     link = Recorder(requests(), routed())
     got, _ = serve(exact, link, rows=17, prefill=8, overlap=True, slots=116, admission=short)
-    assert got.preemptions >= 3
+    assert got.load.preemptions >= 3
     assert got.tokens == undisturbed.tokens
     assert got.logprobs == undisturbed.logprobs
     assert got.tops == undisturbed.tops

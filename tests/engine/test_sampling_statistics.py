@@ -49,6 +49,7 @@ def excess(observed: np.ndarray, probabilities: np.ndarray) -> float:
     return float((chi_square - freedom) / np.sqrt(2 * freedom))
 
 
+@pytest.mark.compute
 @pytest.mark.parametrize(
     "params",
     [

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import partial
 
 import pytest
 import torch
+from engine_link import Client
 from guessing import Guessing
 from interpreted import DEVICE
 
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.messages import PROBE_TOKENS, Advance
-from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
@@ -181,38 +180,29 @@ STREAMS = [1, 2, 3, 4]
 NEW = 40
 
 
-class Client:
+class Routers(Client):
     """Two routers with a batch of 30 rows each, whose calls always come together; and streams."""
 
     def __init__(self):
-        self.tokens, self.finished = defaultdict(list), set()
+        super().__init__(ask(i) for i in STREAMS)
         self.op, self.open = 2, {1, 2}
-        self.inbox = [
-            *(
-                Advance(op, [ask(i) for i in ids], [0] * 30, [], False)
-                for op, ids in enumerate(BATCHES, 1)
-            ),
-            *(ask(i) for i in STREAMS),
+        self.inbox[:0] = [
+            Advance(op, [ask(i) for i in ids], [0] * 30, [], False)
+            for op, ids in enumerate(BATCHES, 1)
         ]
 
     def receive(self, seconds):
-        del seconds
         if not self.open:
-            batches = [[i for i in ids if i not in self.finished] for ids in BATCHES]
+            batches = [[i for i in ids if i not in self.finishes] for ids in BATCHES]
             for batch in filter(None, batches):
                 self.op += 1
                 self.open.add(self.op)
                 self.inbox.append(Advance(self.op, [], [], batch, False))
-        messages, self.inbox = self.inbox, []
-        return messages
+        return super().receive(seconds)
 
     def send(self, message):
-        assert isinstance(message, StepOutputs)
-        assert not message.failures
-        tokens = zip(message.sequence_ids, message.token_ids, message.finishes, strict=True)
-        for sequence, token, finish in tokens:
-            self.tokens[sequence].append(token)
-            self.finished |= {sequence} if finish else set()
+        super().send(message)
+        assert not self.failures
         self.open -= {advanced.op for advanced in message.advanced}
 
 
@@ -230,7 +220,7 @@ def serve(executor, overlap, expected=None):
     drafting = None
     if expected is not None:
         drafting = partial(Drafting, Guessing(expected, 0.9, VOCABULARY), SPECULATE)
-    client, most = Client(), 0
+    client, most = Routers(), 0
     launch = executor.launch
 
     def watched(plan):

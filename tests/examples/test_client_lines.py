@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from certificates import make_authority, make_certificate
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from harness import ServerProcess, generate, serve, text_request
+from harness import ServerProcess, serve
+from public_api import generate, text_request
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clients.md").read_text()
@@ -58,7 +59,7 @@ def expected(stub) -> str:
     """What an example prints: the greedy text, and how it ended."""
     stream = generate(stub, text_request(PROMPT, stopping={"max_new_tokens": 32}))
     finished = stream.samples[0].finished
-    return f"{finished.text}\n[{finished.usage.generated_tokens} tokens; FINISH_REASON_LENGTH]\n"
+    return f"{finished.text}\n[{finished.generated_token_count} tokens; FINISH_REASON_LENGTH]\n"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import generate, text_request
+from public_api import generate, text_request
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "class Stack:\n    def "
@@ -21,7 +21,7 @@ def expected(stub) -> str:
     stream = generate(stub, text_request(PROMPT, stopping={"max_new_tokens": 32}))
     finished = stream.samples[0].finished
     assert finished.text
-    return f"{finished.text}\n[{finished.usage.generated_tokens} tokens; FINISH_REASON_LENGTH]\n"
+    return f"{finished.text}\n[{finished.generated_token_count} tokens; FINISH_REASON_LENGTH]\n"
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -60,6 +60,7 @@ def test_a_prompts_logprobs(name, golden, load_on_device, text):
 ON_GPUS = ["olmo2-varied", "nemotron-varied", "granite-varied", "cohere-varied", "gemma3-varied"]
 
 
+@pytest.mark.compute
 @pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize(
     "name",

@@ -68,6 +68,7 @@ OF_PEFT = {
 }
 
 
+@pytest.mark.compute
 @pytest.mark.parametrize("family", OF_PEFT)
 def test_it_is_what_peft_computes(family, golden, schedule, text, tmp_path):
     peft = pytest.importorskip("peft")

@@ -99,6 +99,7 @@ def test_tensors_that_are_not_the_configs_are_refused(golden: Callable, tmp_path
         footprint_of(tmp_path)
 
 
+@pytest.mark.compute
 @pytest.mark.parametrize(
     "name",
     [

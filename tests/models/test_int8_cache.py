@@ -41,6 +41,7 @@ def requests() -> list[Request]:
 
 
 # Heads in groups; a window, softcaps; ALiBi; sinks.
+@pytest.mark.compute
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt-oss"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.sampled(5, "slow")

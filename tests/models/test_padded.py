@@ -8,9 +8,10 @@ import json
 import msgspec
 import pytest
 import torch
+from engine_link import Client
 from golden_kinds import PADDED_KINDS, VOCABULARY
 from interpreted import DEVICE
-from small_engines import POSITIONS, PREFILL, ROWS, Client, Engine, load, requests_of
+from small_engines import POSITIONS, PREFILL, ROWS, Engine, load, requests_of
 from transformers.models.mamba2 import modeling_mamba2
 
 from tokenpod.core.capacity import capacity

@@ -281,6 +281,7 @@ def life(seed, admission, turned, preemption):
     return driver
 
 
+@pytest.mark.compute
 @pytest.mark.parametrize("preemption", PREEMPTIONS)
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_nothing_is_lost_or_mixed_up(admission, preemption):

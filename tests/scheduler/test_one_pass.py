@@ -106,6 +106,7 @@ def reference_count(driver):
     return fits
 
 
+@pytest.mark.compute
 @pytest.mark.parametrize("seed", range(4))
 def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
     chance, ids = random.Random(seed), count(1)

@@ -157,6 +157,7 @@ class Batch:
             self.ends.append(how)
 
 
+@pytest.mark.compute
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_router_never_names_a_sequence_that_is_gone(*, overlap: bool) -> None:
     """Whoever ends first or last, beside whomever: no step of the batch is refused."""

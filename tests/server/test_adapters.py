@@ -361,7 +361,7 @@ def test_clients_of_tgis_name_adapters(pod: ServerProcess, api: Any, field: str)
 
 
 def test_routers_name_adapters_and_other_models_are_the_base(pod: ServerProcess) -> None:
-    stub = pod.stub()
+    stub = pod.shard()
 
     def first(batch: int, name: str | None) -> int:
         asked = v3.Request(

@@ -10,10 +10,12 @@ from typing import Any
 import grpc
 import pytest
 import wirefuzz
-from harness import ServerProcess, generate, violations
+from harness import ServerProcess
+from public_api import generate, violations
 from wirefuzz import F, Rpc
 
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 
 ALL = wirefuzz.rpcs()
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -42,7 +44,7 @@ def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
     channel = server.channel()
     yield channel
     wirefuzz.clear(channel)
-    request = Rpc("v3", _method("Generate")).plain()
+    request = Rpc(wirefuzz.TOKENPOD, _method("Generate")).plain()
     assert len(generate(server.stub(), request).samples[0].token_ids) == 2
     log = server.log.read_text()
     assert "internal error" not in log
@@ -50,7 +52,7 @@ def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
 
 
 def _method(name: str) -> Any:
-    return pb.DESCRIPTOR.services_by_name["TextGenerationService"].methods_by_name[name]
+    return service.DESCRIPTOR.services_by_name["GenerationService"].methods_by_name[name]
 
 
 def _refusal(channel: grpc.Channel, rpc: Rpc, data: bytes) -> grpc.RpcError | None:
@@ -196,7 +198,10 @@ def test_a_bad_request_id_in_the_metadata_is_refused(stub: Any) -> None:
 
 def test_a_deadline_in_sixty_years_is_none(stub: Any) -> None:
     request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 2})
-    assert generate(stub, request, timeout=2e9).samples[0].finished.reason == pb.FINISH_LENGTH
+    assert (
+        generate(stub, request, timeout=2e9).samples[0].finished.finish_reason
+        == pb.FINISH_REASON_LENGTH
+    )
 
 
 @pytest.mark.parametrize("value", [1e-45, 1e-30, 1e-6])

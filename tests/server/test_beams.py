@@ -9,8 +9,8 @@ import grpc
 import pytest
 import torch
 import transformers
-from harness import ServerProcess, violations
-from public_api import SHORT, ask, finished_of, once, refused, stream, tokens_of
+from harness import ServerProcess
+from public_api import SHORT, ask, finished_of, once, refused, stream, tokens_of, violations
 
 import tokenpod.models.demo
 from tokenpod.core.requests import EarlyStop

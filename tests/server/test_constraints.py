@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import jsonschema
 import pytest
-from harness import ServerProcess, violations
-from public_api import ask, finished_of, once, refused, stream
+from harness import ServerProcess
+from public_api import ask, finished_of, once, refused, stream, violations
 
 from router.client import ShardClient
 from router.conformance.fixtures import ask as shard_ask

@@ -126,7 +126,7 @@ def test_more_drafts_than_the_server_makes_are_refused(api: Any) -> None:
 
 
 def test_info_says_how_many_tokens_are_drafted(drafting: ServerProcess) -> None:
-    assert drafting.stub().Info(v3.InfoRequest(), timeout=30).speculate == MOST
+    assert drafting.shard().Info(v3.InfoRequest(), timeout=30).speculate == MOST
 
 
 async def story(server: ServerProcess, wire: Wire, **wanted: Any) -> Story:
@@ -211,7 +211,7 @@ def test_a_draft_model_finds_what_a_text_has_not_repeated(modelled: ServerProces
     api = GenerationServiceStub(modelled.channel())
     model = api.GetModel(service.GetModelRequest(), timeout=30).model
     assert (model.limits.max_draft_tokens, model.draft_method) == (MOST, "draft_model")
-    assert modelled.stub().Info(v3.InfoRequest(), timeout=30).speculate == MOST
+    assert modelled.shard().Info(v3.InfoRequest(), timeout=30).speculate == MOST
     drawn = {"temperature": 0.8, "seed": 3}
     drafted, _ = both(api, text="def read(path):", sampling=drawn)
     usage = drafted[-1].completed.usage

@@ -10,13 +10,13 @@ from typing import Any
 import faulty_pod
 import grpc
 import pytest
-from harness import SERVING, ServerProcess, generate, serve, text_request
+from harness import SERVING, ServerProcess, serve
 from hostile import with_template
+from public_api import collect, generate, text_request
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SECONDS = 120.0
 INNOCENT = text_request("def f(", stopping={"max_new_tokens": 200, "ignore_eos": True})
@@ -51,9 +51,9 @@ def error_id(server: ServerProcess, error: grpc.RpcError) -> str:
 
 
 def test_a_parser_that_raises_ends_its_own_calls(server: ServerProcess) -> None:
-    stub, api = server.stub(), GenerationServiceStub(server.channel())
-    alone = generate(stub, INNOCENT).samples[0].text
-    neighbour = stub.Generate(INNOCENT, timeout=SECONDS)
+    api = server.stub()
+    alone = generate(api, INNOCENT).samples[0].text
+    neighbour = api.Generate(INNOCENT, timeout=SECONDS)
     events = [next(neighbour) for _ in range(3)]
     ids = set()
     for _ in range(5):
@@ -65,7 +65,7 @@ def test_a_parser_that_raises_ends_its_own_calls(server: ServerProcess) -> None:
         ids.add(error_id(server, once.value))
     assert len(ids) == 10
     events += neighbour
-    assert events[-1].finished.text == alone
+    assert collect(events, 1).samples[0].text == alone
     assert server.health() == SERVING
     # Nothing of them is left in the engine: all of its rows are free.
     load = api.GetLoad(service.GetLoadRequest(), timeout=SECONDS)
@@ -82,7 +82,7 @@ def routed(number: int, *stops: str) -> Any:
 
 
 def test_in_a_routers_batch_that_request_alone_ends(server: ServerProcess) -> None:
-    stub = server.stub()
+    stub = server.shard()
     batch = {"id": 1, "requests": [routed(1), routed(2, faulty_pod.RAISES), routed(3)], "size": 3}
     step = stub.Prefill(pb.PrefillRequest(batch=batch), timeout=SECONDS)
     assert [len(g.tokens.ids) for g in step.generations] == [1, 1, 1]

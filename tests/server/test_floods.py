@@ -15,8 +15,9 @@ import pytest
 from costs import forget_peak, peak_bytes
 from harness import SERVING, ServerProcess, serve
 
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetModelRequest
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 MEGABYTE = 1024 * 1024
 
@@ -33,7 +34,7 @@ def flooded() -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize(
-    ("connections", "calls"), [pytest.param(1, 1500, marks=pytest.mark.slow), (8, 250)]
+    ("connections", "calls"), [pytest.param(1, 1500, marks=pytest.mark.slow), (8, 100)]
 )
 def test_a_burst_is_served_or_refused_with_a_hint_and_never_reset(
     flooded: ServerProcess, connections: int, calls: int
@@ -59,9 +60,9 @@ def test_a_connection_that_floods_costs_others_no_call(flooded: ServerProcess, k
     flooding.start()
     try:
         with grpc.insecure_channel(flooded.address) as channel:
-            stub = rpc.TextGenerationServiceStub(channel)
+            stub = GenerationServiceStub(channel)
             for _ in range(100):
-                assert stub.Info(pb.InfoRequest(), timeout=30).dtype
+                assert stub.GetModel(GetModelRequest(), timeout=30).model.name
                 assert flooded.health() == SERVING
     finally:
         over.set()
@@ -79,7 +80,7 @@ def test_calls_that_send_no_message_cost_others_no_call(
         silent = [stack.enter_context(floods.opened(flooded.port)) for _ in range(connections)]
         for connection in silent:
             connection.sendall(next(floods.silent_calls(256)))
-        generate = rpc.TextGenerationServiceStub(channel).Generate
+        generate = GenerationServiceStub(channel).Generate
         for _ in range(100):
             assert list(generate(request, timeout=30))
             assert flooded.health() == SERVING
@@ -125,8 +126,8 @@ def test_a_connection_too_many_is_closed_and_others_go_on() -> None:
         assert floods.closed_within(stack.enter_context(floods.opened(server.port)), 20)
         kept.pop().close()
         with grpc.insecure_channel(server.address) as channel:
-            stub = rpc.TextGenerationServiceStub(channel)
-            assert stub.Info(pb.InfoRequest(), timeout=30, wait_for_ready=True).dtype
+            stub = GenerationServiceStub(channel)
+            assert stub.GetModel(GetModelRequest(), timeout=30, wait_for_ready=True).model.name
 
 
 def test_a_connection_that_says_nothing_is_closed(flooded: ServerProcess) -> None:

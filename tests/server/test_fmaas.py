@@ -16,12 +16,13 @@ import pytest
 import tgis_client
 from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess, generate, violations
-from public_api import PROMPT, refused
+from harness import SERVING, ServerProcess
+from public_api import PROMPT, generate, refused, violations
 
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub
-from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = {"timeout": 120}
@@ -46,8 +47,8 @@ def whole(api: Any, *texts: str, **params: Any) -> list[Any]:
 
 
 def reference(stub: Any, text: str = PROMPT, **fields: Any) -> Any:
-    """What `generate.v3` makes of the same request."""
-    return generate(stub, v3.GenerateRequest(text=text, **fields)).samples[0]
+    """What `tokenpod.v1` makes of the same request."""
+    return generate(stub, public.GenerateRequest(text=text, **fields)).samples[0]
 
 
 # -- the stream --------------------------------------------------------------------------------
@@ -64,7 +65,8 @@ def test_a_stream_tells_of_the_prompt_and_then_of_each_token(api: Any, stub: Any
     assert rest[-1].stop_reason == pb.MAX_TOKENS
     expected = reference(stub, stopping={"max_new_tokens": 10})
     assert "".join(event.text for event in rest) == expected.text
-    assert first.input_token_count == expected.finished.usage.prompt_tokens
+    asked = service.TokenizeRequest(text=PROMPT)
+    assert first.input_token_count == stub.Tokenize(asked, **CALL).token_count
     assert not any(event.tokens or event.input_tokens or event.seed for event in events)
 
 
@@ -83,7 +85,9 @@ def test_details_of_tokens_are_told_where_asked_for(api: Any, stub: Any) -> None
     (answer,) = whole(api, PROMPT, stopping=stopping, response=options)
     events = stream(api, single(stopping=stopping, response=options))
     assert [event.tokens[0] for event in events[1:]] == list(answer.tokens)
-    expected = reference(stub, stopping=stopping, output={"logprobs": True, "top_n_tokens": 3})
+    expected = reference(
+        stub, stopping=stopping, output={"return_logprobs": True, "top_n_tokens": 3}
+    )
     told = [token.logprob for token in answer.tokens]
     assert told == pytest.approx(expected.logprobs, abs=1e-4)
     names = "".join(token.text for token in answer.tokens)

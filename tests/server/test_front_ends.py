@@ -13,19 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from harness import (
-    NOT_SERVING,
-    SERVING,
-    ServerProcess,
-    children_of,
-    collect,
-    free_port,
-    generate,
-    serve,
-    text_request,
-    until_refused,
-    wait_for,
-)
+from harness import NOT_SERVING, SERVING, ServerProcess, children_of, free_port, serve, wait_for
+from public_api import collect, generate, text_request, until_refused
 from smg_grpc_proto import vllm_engine_pb2 as engine
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -85,7 +74,8 @@ class Client:
         self.channel = grpc.insecure_channel(server.address, options=options)
         server.channels.append(self.channel)
         grpc.channel_ready_future(self.channel).result(20)
-        self.stub: Any = rpc.TextGenerationServiceStub(self.channel)
+        self.stub: Any = GenerationServiceStub(self.channel)
+        self.shard: Any = rpc.TextGenerationServiceStub(self.channel)
         self.front_end = self._found(server, before)
 
     def _found(self, server: ServerProcess, before: dict[int, set[int]]) -> int:
@@ -192,15 +182,15 @@ def batch(batch_id: int, request_id: int) -> pb.Batch:
 def test_a_routers_batch_is_the_pods_whichever_front_end_its_next_call_reaches(
     clients: list[Client],
 ) -> None:
-    prefilled = clients[1].stub.Prefill(pb.PrefillRequest(batch=batch(1, 11)))
+    prefilled = clients[1].shard.Prefill(pb.PrefillRequest(batch=batch(1, 11)))
     assert prefilled.batch.request_ids == [11]
     for client in (clients[2], clients[0], clients[1]):
-        decoded = client.stub.Decode(pb.DecodeRequest(batches=[prefilled.batch]))
+        decoded = client.shard.Decode(pb.DecodeRequest(batches=[prefilled.batch]))
         assert [made.request_id for made in decoded.generations] == [11]
-    clients[2].stub.ClearCache(pb.ClearCacheRequest())
+    clients[2].shard.ClearCache(pb.ClearCacheRequest())
     for client in clients:
         with pytest.raises(grpc.RpcError) as unknown:
-            client.stub.Decode(pb.DecodeRequest(batches=[prefilled.batch]))
+            client.shard.Decode(pb.DecodeRequest(batches=[prefilled.batch]))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -208,7 +198,7 @@ def test_a_relayed_error_has_all_of_its_details(clients: list[Client]) -> None:
     errors = []
     for client in clients:
         with pytest.raises(grpc.RpcError) as unknown:
-            client.stub.Decode(pb.DecodeRequest(batches=[pb.CachedBatch(id=404)]))
+            client.shard.Decode(pb.DecodeRequest(batches=[pb.CachedBatch(id=404)]))
         status = rpc_status.from_call(unknown.value)
         assert status is not None
         errors.append((unknown.value.code(), status.message, str(status.details)))
@@ -228,11 +218,11 @@ def test_an_undecodable_call_is_the_clients_fault_on_every_front_end(clients: li
 
 def test_the_model_is_named_and_health_told_on_every_front_end(clients: list[Client]) -> None:
     for client in clients:
-        answer, call = client.stub.Info.with_call(pb.InfoRequest(), timeout=10)
+        answer, call = client.shard.Info.with_call(pb.InfoRequest(), timeout=10)
         assert answer.device_type == "cpu"
         assert dict(call.initial_metadata())["tokenpod-model-id"] == SERVED
         first = generate(client.stub, text_request(PROMPT, stopping=SHORT)).started
-        assert first.model_id == SERVED
+        assert first.model == SERVED
         api = GenerationServiceStub(client.channel)
         assert api.GetModel(service.GetModelRequest(), timeout=10).model.name == SERVED
         request = public.GenerateRequest(text=PROMPT, model="demo")
@@ -423,12 +413,12 @@ def test_nobody_outlives_a_killed_first_front_end(pod: ServerProcess) -> None:
 
 def test_every_front_end_wants_the_token_also_for_what_it_hands_on(guarded: ServerProcess) -> None:
     for client in one_each(guarded):
-        assert client.stub.Info(pb.InfoRequest(), metadata=KNOWN).device_type == "cpu"
+        assert client.shard.Info(pb.InfoRequest(), metadata=KNOWN).device_type == "cpu"
         request = text_request(PROMPT, stopping=SHORT)
         assert generate(client.stub, request, metadata=KNOWN).samples
-        for call in (client.stub.Info, client.stub.Tokens):
+        for call in (client.shard.Info, client.shard.Tokens):
             with pytest.raises(grpc.RpcError) as refused:
-                call(pb.InfoRequest() if call is client.stub.Info else pb.TokensRequest())
+                call(pb.InfoRequest() if call is client.shard.Info else pb.TokensRequest())
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         health = health_pb2_grpc.HealthStub(client.channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == SERVING
@@ -439,7 +429,7 @@ def test_a_drain_finishes_streams_and_routers_batches_of_all_and_leaves_nobody(
 ) -> None:
     clients, children = one_each(guarded), guarded.children()
     streams = [Stream(client, max_new_tokens=500) for client in clients]
-    held = clients[1].stub.Prefill(pb.PrefillRequest(batch=batch(1, 11)), metadata=KNOWN).batch
+    held = clients[1].shard.Prefill(pb.PrefillRequest(batch=batch(1, 11)), metadata=KNOWN).batch
     guarded.process.send_signal(signal.SIGTERM)
     for pid in further(guarded):
         # As an init process or a terminal might: stopping is the first one's business.
@@ -450,12 +440,12 @@ def test_a_drain_finishes_streams_and_routers_batches_of_all_and_leaves_nobody(
         refused = until_refused(client.stub, request, metadata=KNOWN)
         assert refused.code() is grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.RpcError) as full:
-        clients[2].stub.Prefill(pb.PrefillRequest(batch=batch(2, 12)), metadata=KNOWN)
+        clients[2].shard.Prefill(pb.PrefillRequest(batch=batch(2, 12)), metadata=KNOWN)
     assert full.value.code() is grpc.StatusCode.UNAVAILABLE
     for at in range(8):
         assert held.request_ids == [11]
-        stub = clients[at % FRONT_ENDS].stub
-        decoded = stub.Decode(pb.DecodeRequest(batches=[held]), metadata=KNOWN)
+        shard = clients[at % FRONT_ENDS].shard
+        decoded = shard.Decode(pb.DecodeRequest(batches=[held]), metadata=KNOWN)
         held = decoded.batch
     assert decoded.generations[0].generated_text.generated_tokens == 9
     assert not decoded.HasField("batch")

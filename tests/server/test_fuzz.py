@@ -16,9 +16,10 @@ from typing import Any
 import grpc
 import pytest
 import wirefuzz
-from harness import SERVING, ServerProcess, generate, serve
+from harness import SERVING, ServerProcess, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shard_generate import generate
 from wirefuzz import F, Rpc
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
@@ -155,7 +156,7 @@ def _leave(call: Call, started: Any) -> None:
 
 
 def test_nothing_that_a_client_sends_breaks_the_server(house: ServerProcess) -> None:
-    stub, channel, engine = house.stub(), house.channel(), house.engine_pid()
+    stub, channel, engine = house.shard(), house.channel(), house.engine_pid()
     expected = generate(stub, REFERENCE).samples[0].token_ids
 
     @settings(

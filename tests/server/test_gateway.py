@@ -22,10 +22,11 @@ import fixed_text
 import gateway_client
 import pytest
 from chat_templates import QWEN
-from harness import ServerProcess, free_port, generate, serve, wait_for
-from public_api import PROMPT
+from harness import ServerProcess, free_port, serve, wait_for
+from public_api import PROMPT, generate, said
 
-from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 
 VENV = Path(os.environ.get("SMG_VENV", "/nowhere"))
 pytestmark = pytest.mark.skipif(
@@ -105,12 +106,15 @@ def test_openais_client_gets_what_our_own_gets(gateway: Gateway) -> None:
     told = by_openais_client(gateway.port, "texts")
     stub = gateway.pods[0].stub()
     stopping = {"max_new_tokens": 12}
-    tokens = stub.Tokens(v3.TokensRequest(text=PROMPT, add_special_tokens=False, return_ids=True))
-    plain = v3.GenerateRequest(token_ids={"ids": tokens.ids}, stopping=stopping)
+    asked = service.TokenizeRequest(text=PROMPT, add_special_tokens=False, return_token_ids=True)
+    tokens = stub.Tokenize(asked)
+    plain = pb.GenerateRequest(token_ids={"ids": tokens.token_ids}, stopping=stopping)
     assert told["text"] == told["streamed"] == generate(stub, plain).samples[0].text
-    assert told["usage"] == [tokens.ntokens, 12]
-    chat = v3.GenerateRequest(
-        chat={"messages": gateway_client.CHAT}, stopping=stopping, output={"logprobs": True}
+    assert told["usage"] == [tokens.token_count, 12]
+    chat = pb.GenerateRequest(
+        chat=said(*((turn["role"], turn["content"]) for turn in gateway_client.CHAT)),
+        stopping=stopping,
+        output={"return_logprobs": True},
     )
     expected = generate(stub, chat).samples[0]
     assert told["said"] == told["said_streamed"] == expected.text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collector import collecting
-from harness import serve, text_request
+from harness import serve
+from public_api import text_request
 
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
 

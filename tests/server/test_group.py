@@ -11,7 +11,8 @@ import grpc
 import pytest
 from faults import Call
 from groups import ENV, FLAGS, Group, pods, wait_for
-from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
+from harness import NOT_SERVING, SERVING, ServerProcess, serve
+from public_api import generate, text_request
 
 from router.double import Router
 from router.startup import RouterSettings
@@ -77,17 +78,17 @@ def test_two_pods_generate_what_one_does(two_pods: Group, server: ServerProcess)
 
 
 def test_a_follower_names_the_leader(two_pods: Group) -> None:
-    stub = two_pods.pods[1].stub()
+    follower = two_pods.pods[1]
     with pytest.raises(grpc.RpcError) as refused:
-        list(stub.Generate(text_request(PROMPT, stopping=STOPPING), timeout=30))
+        list(follower.stub().Generate(text_request(PROMPT, stopping=STOPPING), timeout=30))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert two_pods.leader.address in refused.value.details()
-    found = stub.ServiceDiscovery(pb.ServiceDiscoveryRequest(), timeout=30)
+    found = follower.shard().ServiceDiscovery(pb.ServiceDiscoveryRequest(), timeout=30)
     assert list(found.urls) == [two_pods.leader.address]
 
 
 def test_a_follower_answers_what_needs_no_step(two_pods: Group) -> None:
-    leader, follower = (pod.stub() for pod in two_pods.pods)
+    leader, follower = (pod.shard() for pod in two_pods.pods)
     for ask, request in [
         ("Info", pb.InfoRequest()),
         ("Health", pb.HealthRequest()),
@@ -117,7 +118,7 @@ def test_a_follower_refuses_what_the_leader_alone_answers_and_names_it(
     two_pods: Group, rpc: str, request_: Any
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        getattr(two_pods.pods[1].stub(), rpc)(request_, timeout=30)
+        getattr(two_pods.pods[1].shard(), rpc)(request_, timeout=30)
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert two_pods.leader.address in refused.value.details()
 

@@ -11,7 +11,8 @@ import grpc
 import pytest
 from faults import PROMPT, Call, stop
 from groups import ENV, FLAGS, wait_for
-from harness import SERVING, ServerProcess, generate, serve, text_request
+from harness import SERVING, ServerProcess, serve
+from public_api import generate, text_request
 
 #: Seconds without a sign of the engine after which a pod gives up.
 STALL = 7

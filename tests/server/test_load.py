@@ -15,10 +15,12 @@ from typing import Any
 import grpc
 import pytest
 from groups import wait_for
-from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
+from harness import NOT_SERVING, SERVING, ServerProcess, serve
+from public_api import generate, text_request
 
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SLOTS = 1200
 #: Holds more than half of the slots for as long as it runs.
@@ -52,7 +54,7 @@ def test_all_calls_are_taken_that_four_full_batches_hold() -> None:
         request = text_request("import os\n", stopping=SHORT)
         calls = [stub.Generate(request, timeout=60) for _ in range(240)]
         for call in calls:
-            assert [event.WhichOneof("event") for event in call][-1] == "finished"
+            assert [event.WhichOneof("event") for event in call][-1] == "completed"
         assert server.stop() == 0
 
 
@@ -116,7 +118,7 @@ def test_a_request_too_many_is_refused_at_once_while_probes_are_answered(
 def test_a_prompt_that_overflows_the_queue_is_refused(tight: ServerProcess) -> None:
     stub = tight.stub()
     holder = hold(stub)
-    ids = pb.TokenIds(ids=[5] * 150)
+    ids = {"ids": [5] * 150}
     waiting = stub.Generate(pb.GenerateRequest(token_ids=ids, stopping=NEXT), timeout=120)
     waiting.initial_metadata()
     time.sleep(0.1)
@@ -146,8 +148,8 @@ def test_a_deadline_in_the_stream_frees_slots_and_place(tight: ServerProcess) ->
 
 _CLIENT = """
 import sys, time, grpc
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb, generate_pb2_grpc as rpc
-stub = rpc.TextGenerationServiceStub(grpc.insecure_channel(sys.argv[1]))
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb, generation_service_pb2_grpc
+stub = generation_service_pb2_grpc.GenerationServiceStub(grpc.insecure_channel(sys.argv[1]))
 stopping = pb.StoppingOptions(max_new_tokens=1000, ignore_eos=True)
 next(stub.Generate(pb.GenerateRequest(text="import os", stopping=stopping)))
 print("started", flush=True)
@@ -178,10 +180,10 @@ def test_a_deadline_that_passes_in_the_queue_costs_no_token(tight: ServerProcess
 def test_a_time_limit_that_passes_in_the_queue_ends_without_tokens(tight: ServerProcess) -> None:
     stub = tight.stub()
     holder = hold(stub)
-    request = text_request("import os\n", stopping={**NEXT, "time_limit_ms": 100})
+    request = text_request("import os\n", stopping={**NEXT, "time_limit": {"nanos": 100_000_000}})
     (sample,) = generate(stub, request).samples
     assert sample.token_ids == []
-    assert sample.finished.reason == pb.FINISH_TIME_LIMIT
+    assert sample.finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
     holder.cancel()
     assert_free(stub)
 
@@ -219,14 +221,14 @@ def test_who_waits_goes_by_priority_and_then_in_order(
 
 
 def test_waiting_for_a_router_to_let_go_is_no_reason_for_a_restart(tight: ServerProcess) -> None:
-    stub = tight.stub()
-    held = pb.Request(id=1, inputs="import os\n", stopping_parameters={"max_new_tokens": 1000})
-    stub.Prefill(pb.PrefillRequest(batch=pb.Batch(id=5, requests=[held], size=1)), timeout=60)
+    stub, shard = tight.stub(), tight.shard()
+    held = v3.Request(id=1, inputs="import os\n", stopping_parameters={"max_new_tokens": 1000})
+    shard.Prefill(v3.PrefillRequest(batch=v3.Batch(id=5, requests=[held], size=1)), timeout=60)
     waiting = stub.Generate(text_request("import sys\n", stopping=NEXT), timeout=120)
     # Readiness goes: nobody gets anything here meanwhile.
     wait_for(lambda: tight.health("readiness") == NOT_SERVING)
     assert tight.health("liveness") == SERVING
-    stub.ClearCache(pb.ClearCacheRequest(), timeout=60)
+    shard.ClearCache(v3.ClearCacheRequest(), timeout=60)
     assert next(waiting).WhichOneof("event") == "started"
     waiting.cancel()
     wait_for(lambda: tight.health("readiness") == SERVING)
@@ -255,7 +257,7 @@ def rushed() -> Iterator[ServerProcess]:
 def of_ids(new_tokens: int) -> pb.GenerateRequest:
     """A request without a text to tokenise."""
     stopping = {"max_new_tokens": new_tokens, "ignore_eos": True}
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[544, 606, 17]), stopping=stopping)
+    return pb.GenerateRequest(token_ids={"ids": [544, 606, 17]}, stopping=stopping)
 
 
 def run_seconds(stub: Any) -> float:
@@ -285,7 +287,7 @@ async def rush(address: str, deadline: float) -> tuple[dict[str, int], list[grpc
     """
     ends = {"OK": 0, "late": 0, "refused": 0}
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = rpc.TextGenerationServiceStub(channel)
+        stub = GenerationServiceStub(channel)
         left = iter(range(BURST))
 
         async def caller() -> None:
@@ -329,7 +331,7 @@ def test_who_is_refused_for_a_deadline_costs_no_message(rushed: ServerProcess) -
     seconds = run_seconds(stub)
     holders = [stub.Generate(of_ids(1000), timeout=120) for _ in range(8 * ROWS)]
     next(holders[0])
-    refused = rushed.channel().stream_stream("/generate.v3.TextGenerationService/Generate")(
+    refused = rushed.channel().stream_stream("/tokenpod.v1.GenerationService/Generate")(
         iter(()), timeout=seconds
     )
     # It has no message, and is not told so.

@@ -14,9 +14,10 @@ import pytest
 from faults import engines, kill
 from groups import ENV, FLAGS, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
+from harness import NOT_SERVING, SERVING, ServerProcess, serve
+from public_api import generate, text_request
 
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SHORT = text_request("import os\n", stopping={"max_new_tokens": 2, "ignore_eos": True})
 #: Connections of their own, which look again soon.
@@ -63,7 +64,7 @@ class Client(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        stub = rpc.TextGenerationServiceStub(self._channel)
+        stub = GenerationServiceStub(self._channel)
         while not self._over.wait(self._pause):
             try:
                 generate(stub, SHORT, timeout=60)
@@ -142,7 +143,7 @@ def stopped_while_connections_are_closed(server: ServerProcess) -> None:
 def test_a_client_that_retries_as_it_is_told_loses_no_call(server: ServerProcess) -> None:
     options = [*OWN, ("grpc.service_config", json.dumps(RETRYING))]
     with grpc.insecure_channel(server.address, options=options) as channel:
-        stub = rpc.TextGenerationServiceStub(channel)
+        stub = GenerationServiceStub(channel)
         generate(stub, SHORT)
         kill(engines(server)[0])
         wait_for(lambda: server.health("") != SERVING)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from groups import wait_for
-from harness import generate, serve, text_request
+from harness import serve
+from public_api import generate, text_request
 
 MIB = 1 << 20
 #: Below what a pool for the default limits would take, above what the processes do.

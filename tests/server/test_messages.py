@@ -14,7 +14,9 @@ import pytest
 import wirefuzz
 from costs import cpu_seconds, forget_peak, peak_bytes
 from google.protobuf.message import DecodeError
-from harness import SERVING, ServerProcess, generate, serve, violations
+from harness import SERVING, ServerProcess, serve
+from public_api import violations
+from shard_generate import generate
 from wirefuzz import Rpc
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
@@ -119,12 +121,12 @@ def test_what_is_too_large_for_its_method_is_refused_by_its_size(plain: ServerPr
 def test_lists_are_refused_by_their_name(plain: ServerProcess) -> None:
     request = pb.GenerateRequest(token_ids={"ids": [1] * 300_000})
     with pytest.raises(grpc.RpcError) as caught:
-        list(plain.stub().Generate(request, timeout=30))
+        list(plain.shard().Generate(request, timeout=30))
     assert "at most 262144 numbers" in violations(caught.value)["token_ids.ids"]
 
 
 def test_large_messages_that_are_legal_are_served(plain: ServerProcess) -> None:
-    stub = plain.stub()
+    stub = plain.shard()
     ids = pb.GenerateRequest(
         token_ids={"ids": [300] * 200_000}, truncate=8, stopping={"max_new_tokens": 2}
     )

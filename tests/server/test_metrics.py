@@ -13,12 +13,13 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import ServerProcess, free_port, generate, serve, text_request, wait_for
+from harness import ServerProcess, free_port, serve, wait_for
 from prometheus_client.parser import text_string_to_metric_families
+from public_api import generate, text_request
 
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-METHOD = "generate.v3.TextGenerationService/Generate"
+METHOD = "tokenpod.v1.GenerationService/Generate"
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
 MOST_REQUESTS = 5
@@ -63,7 +64,7 @@ def connection(pod: Pod) -> Iterator[Any]:
     """Of its own: the kernel gives it to one of the front ends."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(pod.server.address, options=options) as channel:
-        yield rpc.TextGenerationServiceStub(channel)
+        yield GenerationServiceStub(channel)
 
 
 class Clients:
@@ -78,7 +79,7 @@ class Clients:
         with connection(self._pod) as stub:
             stream = generate(stub, text_request("import os\n", stopping=SHORT))
         self.codes["OK"] += 1
-        self.tokens += stream.samples[0].finished.usage.generated_tokens
+        self.tokens += stream.samples[0].finished.generated_token_count
 
     def cancel(self, _: int) -> None:
         with connection(self._pod) as stub:

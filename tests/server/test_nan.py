@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from harness import ServerProcess, generate, serve
+from harness import ServerProcess, serve
+from public_api import generate
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -47,13 +48,13 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
         assert running.stop() == 0
 
 
-def ask(ids: list[int], **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=ids), **{"stopping": LENGTH, "sampling": {}} | fields
+def ask(ids: list[int], **fields: Any) -> public.GenerateRequest:
+    return public.GenerateRequest(
+        token_ids=public.TokenIds(ids=ids), **{"stopping": LENGTH, "sampling": {}} | fields
     )
 
 
-def lost(stub: Any, request: pb.GenerateRequest) -> None:
+def lost(stub: Any, request: public.GenerateRequest) -> None:
     with pytest.raises(grpc.RpcError) as ended:
         generate(stub, request)
     assert ended.value.code() is grpc.StatusCode.DATA_LOSS
@@ -88,9 +89,9 @@ def test_nothing_that_followed_the_bad_token_is_cached(poisoned: ServerProcess) 
         lost(stub, ask([*prefix, POISON, 600, 601]))
     once = generate(stub, ask([*prefix, POISON + 1, 600]))
     # The failed prompts left nothing: not even what came before the bad token.
-    assert once.started.cached_tokens == 0
+    assert once.started.cached_token_count == 0
     again = generate(stub, ask([*prefix, POISON + 1, 600]))
-    assert again.started.cached_tokens == len(prefix) + 1
+    assert again.started.cached_token_count == len(prefix) + 1
     assert again.samples[0].token_ids == once.samples[0].token_ids
 
 
@@ -106,7 +107,7 @@ def test_a_bad_token_that_was_sampled_ends_its_stream_and_leaves_a_sound_prompt(
     # The token itself was sound; what the model made of it was not.
     assert [list(event.tokens.token_ids) for event in events[1:]] == [[POISON]]
     follow_up = generate(stub, ask(GOOD[::-1]))
-    assert follow_up.started.cached_tokens == len(GOOD) - 1
+    assert follow_up.started.cached_token_count == len(GOOD) - 1
     # What was computed of the bad token is not there to be found.
     lost(stub, ask([*GOOD[::-1], POISON, 3]))
     assert len(follow_up.samples[0].token_ids) == LENGTH["max_new_tokens"]

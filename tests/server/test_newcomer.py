@@ -10,7 +10,8 @@ import grpc
 import pytest
 import tei_pod
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import ServerProcess, serve, violations
+from harness import ServerProcess, serve
+from public_api import violations
 from tei.messages import message
 
 from tokenpod_client import Client

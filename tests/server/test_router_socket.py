@@ -14,7 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
+from harness import NOT_SERVING, SERVING, ServerProcess, serve
+from public_api import generate, text_request
 
 from router.client import ShardClient, ShardError
 from router.double import Router

@@ -11,9 +11,10 @@ import grpc
 import pytest
 from certificates import make_authority, make_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess, generate, serve, text_request
+from harness import SERVING, ServerProcess, serve
+from public_api import generate, text_request
 
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 REQUEST = text_request("import os\n", stopping={"max_new_tokens": 3, "ignore_eos": True})
 
@@ -57,7 +58,7 @@ def ask(opened: grpc.Channel, token: str | None = "first-token") -> Any:
     """A generation; closes the channel."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with opened:
-        return generate(rpc.TextGenerationServiceStub(opened), REQUEST, metadata=metadata)
+        return generate(GenerationServiceStub(opened), REQUEST, metadata=metadata)
 
 
 def code(opened: grpc.Channel, token: str | None = "first-token") -> grpc.StatusCode:
@@ -121,7 +122,7 @@ def test_a_forged_request_id_stays_one_word_of_the_log(guarded: ServerProcess, p
     with channel(guarded, pems, "client") as opened:
         request = text_request("x", stopping={"max_new_tokens": 1}, request_id=forged)
         metadata = (("authorization", "Bearer first-token"),)
-        generate(rpc.TextGenerationServiceStub(opened), request, metadata=metadata)
+        generate(GenerationServiceStub(opened), request, metadata=metadata)
     (logged,) = [text for text in guarded.log.read_text().splitlines() if forged in text]
     assert f'request_id="{forged}"' in logged
 
@@ -141,7 +142,7 @@ def test_replaced_certificates_are_served_to_new_connections(tmp_path: Path) -> 
         assert first.strip() == cert.read_text().strip()
         trusted = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
         with grpc.secure_channel(server.address, trusted) as old:
-            stub: Any = rpc.TextGenerationServiceStub(old)
+            stub: Any = GenerationServiceStub(old)
             generate(stub, REQUEST)
             # A renewal that is not over: the certificate has no key yet.
             make_certificate(tmp_path, "other", "next")

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from harness import generate, serve, text_request
+from harness import serve
+from public_api import generate, text_request
 
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: Room for one request of two samples with 1900 tokens each and a few short ones, not for two.
 SLOTS = 6000
@@ -28,16 +29,16 @@ def test_a_stalled_reader_loses_its_stream_and_slows_nobody() -> None:
                 "import os\n",
                 stopping=LONG,
                 sampling={"n": 2, "temperature": 1.0, "seed": 3},
-                output={"stream": True, "top_n_tokens": 20, "logprobs": True},
+                output={"top_n_tokens": 20, "return_logprobs": True},
             )
-            stalled = rpc.TextGenerationServiceStub(channel).Generate(greedy, timeout=120)
+            stalled = GenerationServiceStub(channel).Generate(greedy, timeout=120)
             assert next(stalled).WhichOneof("event") == "started"
 
             stub = server.stub()
-            short = text_request("import sys\n", stopping={**LONG, "max_new_tokens": 150})
-            with ThreadPoolExecutor(8) as readers:
-                streams = list(readers.map(lambda _: generate(stub, short), range(8)))
-            assert [len(stream.samples[0].token_ids) for stream in streams] == [150] * 8
+            short = text_request("import sys\n", stopping={**LONG, "max_new_tokens": 60})
+            with ThreadPoolExecutor(4) as readers:
+                streams = list(readers.map(lambda _: generate(stub, short), range(4)))
+            assert [len(stream.samples[0].token_ids) for stream in streams] == [60] * 4
 
             # Fits once the stalled one's slots are free, though nobody has read it meanwhile.
             next_one = stub.Generate(text_request("x = 1\n", stopping=LONG, sampling={"n": 2}))

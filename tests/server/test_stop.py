@@ -16,21 +16,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import (
-    NOT_SERVING,
-    SERVING,
-    ServerProcess,
-    collect,
-    free_port,
-    generate,
-    serve,
-    text_request,
-    until_refused,
-    wait_for,
-)
+from harness import NOT_SERVING, SERVING, ServerProcess, free_port, serve, wait_for
+from public_api import collect, generate, text_request, until_refused
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import TokenizeRequest
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 PROMPT = "import os\n"
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
@@ -80,7 +72,7 @@ def connection(server: ServerProcess) -> Any:
     """A stub with a connection of its own, which may reach any front end."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     server.channels.append(grpc.insecure_channel(server.address, options=options))
-    return rpc.TextGenerationServiceStub(server.channels[-1])
+    return GenerationServiceStub(server.channels[-1])
 
 
 def command_of(pid: int) -> bytes:
@@ -146,10 +138,10 @@ async def test_no_client_that_calls_all_the_time_is_cancelled_by_a_stop() -> Non
     async def client(number: int, address: str) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(address, options) as channel:
-            stub = rpc.TextGenerationServiceStub(channel)
+            stub = GenerationServiceStub(channel)
             try:
                 while True:
-                    await stub.Tokens(pb.TokensRequest(text=PROMPT), timeout=60)
+                    await stub.Tokenize(TokenizeRequest(text=PROMPT), timeout=60)
                     answered[number] += 1
                     await asyncio.sleep(0.05)
             except grpc.aio.AioRpcError as error:
@@ -171,10 +163,10 @@ async def test_nor_by_a_stop_while_a_group_forms() -> None:
     async def client(server: ServerProcess) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(server.address, options) as channel:
-            stub = rpc.TextGenerationServiceStub(channel)
+            stub = GenerationServiceStub(channel)
             while server.process.poll() is None:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await stub.Tokens(pb.TokensRequest(text=PROMPT), timeout=60)
+                    await stub.Tokenize(TokenizeRequest(text=PROMPT), timeout=60)
                 ended[refused.value.code()] += 1
                 await asyncio.sleep(0.01)
 
@@ -223,7 +215,7 @@ def test_a_second_signal_a_second_later_ends_all_at_once_whatever_hangs(front_en
         ]
         engine = server.engine_pid()
         os.kill(engine, signal.SIGSTOP)
-        shard = server.stub().Prefill.future(pb.PrefillRequest(batch=batch()), timeout=60)
+        shard = server.shard().Prefill.future(pb.PrefillRequest(batch=batch()), timeout=60)
         socket_shard = rpc.TextGenerationServiceStub(server.channel(f"unix:{server.uds}"))
         other = socket_shard.Prefill.future(pb.PrefillRequest(batch=batch()), timeout=60)
         server.process.send_signal(signal.SIGTERM)

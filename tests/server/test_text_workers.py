@@ -14,9 +14,11 @@ from typing import Any
 
 import grpc
 import pytest
+import shard_generate
 from costs import cpu_seconds
-from harness import SERVING, ServerProcess, generate, serve, text_request, violations
+from harness import SERVING, ServerProcess, serve
 from hostile import with_template, with_token, with_tokenizer
+from public_api import generate, text_request, violations
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
@@ -35,11 +37,11 @@ ENDLESS = "loop"
 
 
 def chat(content: str) -> Any:
-    return pb.Chat(messages=[pb.ChatMessage(role="user", content=content)])
+    return chat_pb2.Chat(messages=[{"role": "user", "content": [{"text": content}]}])
 
 
 def tokens(content: str) -> Any:
-    return pb.TokensRequest(chat=chat(content))
+    return service.TokenizeRequest(chat=chat(content))
 
 
 def routed(*inputs: str) -> Any:
@@ -108,7 +110,7 @@ def stub(server: ServerProcess) -> Iterator[Any]:
     stub = server.stub()
     yield stub
     wait_for(lambda: at_rest(server))
-    assert stub.Tokens(tokens("hello there"), timeout=SECONDS).ntokens > 1
+    assert stub.Tokenize(tokens("hello there"), timeout=SECONDS).token_count > 1
     assert server.health() == SERVING
 
 
@@ -125,7 +127,7 @@ def test_a_template_that_takes_too_much_is_refused_with_the_limit(
     stub: Any, content: str, limit: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        stub.Tokens(tokens(content), timeout=SECONDS)
+        stub.Tokenize(tokens(content), timeout=SECONDS)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert limit in violations(refused.value)["chat"]
 
@@ -133,14 +135,14 @@ def test_a_template_that_takes_too_much_is_refused_with_the_limit(
 def test_a_rendering_ends_with_its_callers_deadline(server: ServerProcess, stub: Any) -> None:
     workers = set(server.text_worker_pids())
     with pytest.raises(grpc.RpcError) as over:
-        stub.Tokens(tokens(ENDLESS), timeout=2)
+        stub.Tokenize(tokens(ENDLESS), timeout=2)
     assert over.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     wait_for(lambda: len(workers - set(server.text_worker_pids())) == 1)
 
 
 def test_a_rendering_ends_when_its_caller_leaves(server: ServerProcess, stub: Any) -> None:
     workers = set(server.text_worker_pids())
-    stream = stub.Generate(pb.GenerateRequest(chat=chat(ENDLESS)), timeout=SECONDS)
+    stream = stub.Generate(v1.GenerateRequest(chat=chat(ENDLESS)), timeout=SECONDS)
     wait_for(lambda: bool(busy(server)))
     stream.cancel()
     wait_for(lambda: len(workers - set(server.text_worker_pids())) == 1)
@@ -150,7 +152,7 @@ def test_a_call_that_has_lost_two_workers_is_refused_and_they_are_replaced(
     server: ServerProcess, stub: Any
 ) -> None:
     both = {*server.text_worker_pids()}
-    future = stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS)
+    future = stub.Tokenize.future(tokens(ENDLESS), timeout=SECONDS)
     wait_for(lambda: bool(busy(server)))
     (first,) = both.intersection(busy(server))
     os.kill(first, signal.SIGKILL)
@@ -162,7 +164,7 @@ def test_a_call_that_has_lost_two_workers_is_refused_and_they_are_replaced(
 
 
 def test_short_texts_do_not_wait_for_busy_workers(server: ServerProcess, stub: Any) -> None:
-    endless = stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS)
+    endless = stub.Tokenize.future(tokens(ENDLESS), timeout=SECONDS)
     wait_for(lambda: bool(busy(server)))
     assert len(generate(stub, text_request("import os\n", stopping=SHORT)).samples) == 1
     assert not endless.done()
@@ -170,10 +172,10 @@ def test_short_texts_do_not_wait_for_busy_workers(server: ServerProcess, stub: A
 
 
 def test_tokens_takes_a_place_as_every_call_does(server: ServerProcess, stub: Any) -> None:
-    endless = [stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS) for _ in range(2)]
+    endless = [stub.Tokenize.future(tokens(ENDLESS), timeout=SECONDS) for _ in range(2)]
     wait_for(lambda: len(busy(server)) == 2)
     with pytest.raises(grpc.RpcError) as refused:
-        stub.Tokens(pb.TokensRequest(text="short"), timeout=SECONDS)
+        stub.Tokenize(service.TokenizeRequest(text="short"), timeout=SECONDS)
     for call in endless:
         call.cancel()
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -184,31 +186,37 @@ def test_tokens_takes_a_place_as_every_call_does(server: ServerProcess, stub: An
 def test_calls_that_hold_too_much_memory_together_are_refused(
     server: ServerProcess, stub: Any
 ) -> None:
-    first = stub.Tokens.future(tokens(ENDLESS + " " + "x" * 200_000), timeout=SECONDS)
+    first = stub.Tokenize.future(tokens(ENDLESS + " " + "x" * 200_000), timeout=SECONDS)
     wait_for(lambda: bool(busy(server)))
     with pytest.raises(grpc.RpcError) as refused:
-        stub.Tokens(pb.TokensRequest(text="x" * 500_000), timeout=SECONDS)
+        stub.Tokenize(service.TokenizeRequest(text="x" * 500_000), timeout=SECONDS)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "--max-front-end-bytes" in refused.value.details()
     assert "grpc-retry-pushback-ms" in dict(refused.value.trailing_metadata())
     first.cancel()
     wait_for(lambda: at_rest(server))
-    assert stub.Tokens(pb.TokensRequest(text="x" * 500_000), timeout=SECONDS).ntokens > 1
+    assert (
+        stub.Tokenize(service.TokenizeRequest(text="x" * 500_000), timeout=SECONDS).token_count > 1
+    )
 
 
 def test_a_chat_of_too_many_messages_is_refused_by_their_number(stub: Any) -> None:
-    many = pb.Chat(messages=[pb.ChatMessage()] * 4_100)
+    many = chat_pb2.Chat(messages=[chat_pb2.ChatMessage()] * 4_100)
     with pytest.raises(grpc.RpcError) as refused:
-        stub.Tokens(pb.TokensRequest(chat=many), timeout=SECONDS)
+        stub.Tokenize(service.TokenizeRequest(chat=many), timeout=SECONDS)
     assert "4100" in violations(refused.value)["chat.messages"]
 
 
 def test_long_texts_have_the_tokens_that_short_ones_have(stub: Any) -> None:
     word = "word " * 100
-    alone = stub.Tokens(pb.TokensRequest(text=word, return_ids=True), timeout=SECONDS).ids
-    many = stub.Tokens(pb.TokensRequest(text=word * 50, return_ids=True), timeout=SECONDS)
-    assert many.ntokens == len(many.ids)
-    assert many.ids[: len(alone) - 1] == alone[:-1]
+    alone = stub.Tokenize(
+        service.TokenizeRequest(text=word, return_token_ids=True), timeout=SECONDS
+    ).token_ids
+    many = stub.Tokenize(
+        service.TokenizeRequest(text=word * 50, return_token_ids=True), timeout=SECONDS
+    )
+    assert many.token_count == len(many.token_ids)
+    assert many.token_ids[: len(alone) - 1] == alone[:-1]
 
 
 def test_a_prompt_too_long_is_refused_with_its_length(stub: Any) -> None:
@@ -217,7 +225,7 @@ def test_a_prompt_too_long_is_refused_with_its_length(stub: Any) -> None:
         generate(stub, text)
     assert "has 40001 tokens" in violations(refused.value)["prompt"]
     text.truncate = 5
-    assert generate(stub, text).started.prompt_tokens == 5
+    assert generate(stub, text).started.prompt_token_count == 5
 
 
 def test_workers_load_neither_torch_nor_grpc(server: ServerProcess) -> None:
@@ -243,7 +251,7 @@ def test_an_abandoned_rendering_does_not_keep_a_pod_from_stopping(unlimited: lis
     with serve(*unlimited) as server:
         workers = server.text_worker_pids()
         with pytest.raises(grpc.RpcError):
-            server.stub().Tokens(tokens(ENDLESS), timeout=0.5)
+            server.stub().Tokenize(tokens(ENDLESS), timeout=0.5)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
@@ -252,7 +260,7 @@ def test_an_abandoned_rendering_does_not_keep_a_pod_from_stopping(unlimited: lis
 def test_a_rendering_that_outlasts_the_drain_is_refused_and_ended(unlimited: list[str]) -> None:
     with serve(*unlimited, "--graceful-termination-timeout", "0.5") as server:
         workers = server.text_worker_pids()
-        endless = server.stub().Tokens.future(tokens(ENDLESS), timeout=SECONDS)
+        endless = server.stub().Tokenize.future(tokens(ENDLESS), timeout=SECONDS)
         wait_for(lambda: bool(busy(server)))
         server.process.send_signal(signal.SIGTERM)
         assert endless.code() is grpc.StatusCode.UNAVAILABLE
@@ -264,7 +272,7 @@ def test_workers_and_engine_do_not_outlive_a_killed_front_end(unlimited: list[st
     with serve(*unlimited) as server:
         children = server.children()
         threading.Thread(
-            target=lambda: server.stub().Tokens.future(tokens(ENDLESS)).exception(), daemon=True
+            target=lambda: server.stub().Tokenize.future(tokens(ENDLESS)).exception(), daemon=True
         ).start()
         wait_for(lambda: bool(busy(server)))
         server.process.kill()
@@ -404,7 +412,8 @@ def test_the_models_defaults_are_used_where_a_request_leaves_them_open(
     assert ids(answer(seed=7, top_k=1)) == ids(answer(temperature=0)) != ids(open_)
     assert not answer(do_sample=False).started.HasField("seed")
     # Other protocols have rules of their own.
-    theirs = generate(server.stub(), text_request("def f(", stopping=SHORT), timeout=SECONDS)
+    request = pb.GenerateRequest(text="def f(", stopping=SHORT)
+    theirs = shard_generate.generate(server.shard(), request, timeout=SECONDS)
     assert theirs.samples[0].token_ids == ids(answer(temperature=0))[:2]
 
 
@@ -428,16 +437,16 @@ def test_a_replacement_that_fills_memory_ends_with_its_call(tmp_path: Path) -> N
     model = with_tokenizer(tmp_path / "grows", normalizer=grows)
     flags = ["--text-memory-bytes", str(128 * 2**20)]
     with serve("--model-id", str(model), *flags) as server:
-        stub = server.stub()
+        stub, shard = server.stub(), server.shard()
         with pytest.raises(grpc.RpcError) as refused:
-            stub.Tokens(pb.TokensRequest(text="a" * 1_000), timeout=SECONDS)
+            stub.Tokenize(service.TokenizeRequest(text="a" * 1_000), timeout=SECONDS)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "--text-memory-bytes" in violations(refused.value)["text"]
-        assert stub.Tokens(pb.TokensRequest(text="bcd"), timeout=SECONDS).ntokens > 1
+        assert stub.Tokenize(service.TokenizeRequest(text="bcd"), timeout=SECONDS).token_count > 1
         # A router's request that does the same ends alone: the others of its batch go on.
-        answer = stub.Prefill(pb.PrefillRequest(batch=routed("a" * 1_000, "bcd")), timeout=SECONDS)
+        answer = shard.Prefill(pb.PrefillRequest(batch=routed("a" * 1_000, "bcd")), timeout=SECONDS)
         ended = {g.request_id: g.HasField("generated_text") for g in answer.generations}
         assert ended == {0: True, 1: False}
         assert answer.batch.request_ids == [1]
-        stub.ClearCache(pb.ClearCacheRequest(), timeout=SECONDS)
+        shard.ClearCache(pb.ClearCacheRequest(), timeout=SECONDS)
         assert server.stop() == 0

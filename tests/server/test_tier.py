@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from harness import generate, serve
+from harness import serve
+from public_api import generate
 
 from tokenpod.models import demo
 from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
@@ -18,6 +19,7 @@ from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
 from tokenpod_client.protos.generate.v2 import generate_pb2_grpc as rpc_v2
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc_v3
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public
 
 #: Demo's tokenizer has so many.
 VOCABULARY = 4096
@@ -78,16 +80,16 @@ def test_it_streams_what_transformers_generates(
         min_new_tokens=NEW_TOKENS,
         do_sample=False,
     )[0, len(prompt) :].tolist()
-    asked = {"token_ids": pb.TokenIds(ids=prompt)}
+    asked = {"token_ids": {"ids": prompt}}
     stopping = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     with serve("--model-id", str(tmp_path), "--max-total-tokens", "256") as server:
         stub = server.stub()
-        (alone,) = generate(stub, pb.GenerateRequest(**asked, stopping=stopping)).samples
+        (alone,) = generate(stub, public.GenerateRequest(**asked, stopping=stopping)).samples
         assert alone.token_ids == truth
         assert alone.text == tokenizer.decode(truth, skip_special_tokens=True)
         drawn = {"n": 2, "temperature": 0.7, "seed": 5}
-        request = pb.GenerateRequest(**asked, stopping=stopping, sampling=drawn)
+        request = public.GenerateRequest(**asked, stopping=stopping, sampling=drawn)
         first, again = generate(stub, request), generate(stub, request)
         assert first.samples[0].token_ids != first.samples[1].token_ids
         assert [x.token_ids for x in first.samples] == [x.token_ids for x in again.samples]
@@ -96,7 +98,7 @@ def test_it_streams_what_transformers_generates(
         for protocol, service in ((v1, rpc_v1), (v2, rpc_v2), (pb, rpc_v3)):
             router = service.TextGenerationServiceStub(server.channel())
             assert router.Info(protocol.InfoRequest(), timeout=60).requires_padding == pads
-        (whole,) = generate(stub, pb.GenerateRequest(text=TEXT, stopping=stopping)).samples
+        (whole,) = generate(stub, public.GenerateRequest(text=TEXT, stopping=stopping)).samples
         assert routed(router) == list(whole.token_ids)
         assert server.stop() == 0
 

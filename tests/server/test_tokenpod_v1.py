@@ -9,8 +9,20 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from harness import ServerProcess, generate, violations, wait_for
-from public_api import PROMPT, SHORT, ask, finished_of, once, refused, said, stream, tokens_of
+from harness import ServerProcess, wait_for
+from public_api import (
+    PROMPT,
+    SHORT,
+    ask,
+    finished_of,
+    once,
+    refused,
+    said,
+    stream,
+    tokens_of,
+    violations,
+)
+from shard_generate import generate
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
@@ -68,13 +80,13 @@ EQUAL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, kind: str) -> None:
+def test_the_same_request_gives_the_same_in_both_protocols(api: Any, shard: Any, kind: str) -> None:
     fields = {"text": PROMPT, "stopping": SHORT} | EQUAL[kind]
     if "token_ids" in fields:
         del fields["text"]
     ours = stream(api, pb.GenerateRequest(**fields))
     output = {name.removeprefix("return_"): x for name, x in fields.get("output", {}).items()}
-    theirs = generate(stub, v3.GenerateRequest(**fields | {"output": output}))
+    theirs = generate(shard, v3.GenerateRequest(**fields | {"output": output}))
     finished = sorted(finished_of(ours), key=lambda each: each.sample_index)
     assert len(finished) == len(theirs.samples)
     for mine, other in zip(finished, theirs.samples, strict=True):
@@ -127,11 +139,11 @@ def test_the_best_of_several_is_for_a_whole_answer(api: Any) -> None:
 # -- chats -------------------------------------------------------------------------------------
 
 
-def test_a_chat_of_parts_is_the_chat_of_texts(api: Any, stub: Any) -> None:
+def test_a_chat_of_parts_is_the_chat_of_texts(api: Any, shard: Any) -> None:
     parts = {"messages": [{"role": "user", "content": [{"text": "Sum "}, {"text": "a list."}]}]}
     ours = once(api, pb.GenerateRequest(chat=parts, stopping=SHORT))
     plain = {"messages": [{"role": "user", "content": "Sum a list."}]}
-    theirs = generate(stub, v3.GenerateRequest(chat=plain, stopping=SHORT))
+    theirs = generate(shard, v3.GenerateRequest(chat=plain, stopping=SHORT))
     assert ours.results[0].text == theirs.samples[0].text
     assert list(ours.results[0].tokens.token_ids) == theirs.samples[0].token_ids
 

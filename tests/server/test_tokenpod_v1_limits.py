@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.json_format import MessageToDict
-from harness import ServerProcess, violations, wait_for
-from public_api import PROMPT, SHORT, ask, once, refused, said, stream
+from harness import ServerProcess, wait_for
+from public_api import PROMPT, SHORT, ask, once, refused, said, stream, violations
 
 from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from harness import ServerProcess, generate, text_request
+from harness import ServerProcess
+from public_api import generate, text_request
 
 from router.client import ShardClient
 from router.conformance.fixtures import ask, tell
@@ -54,12 +55,12 @@ async def test_five_top_tokens_of_a_request_with_top_k_2_are_two(shard: ShardCli
 
 def test_generate_reports_those_of_the_raw_logits(stub: Any) -> None:
     def first_tops(**sampling: Any) -> Any:
-        output = {"logprobs": True, "top_n_tokens": 5}
+        output = {"return_logprobs": True, "top_n_tokens": 5}
         request = text_request(
             PROMPT, stopping={"max_new_tokens": 1}, output=output, sampling=sampling
         )
         return generate(stub, request).samples[0].tops[0]
 
     plain, tuned = first_tops(), first_tops(temperature=0.3, top_k=2, seed=1)
-    assert list(tuned.ids) == list(plain.ids)
+    assert list(tuned.token_ids) == list(plain.token_ids)
     assert list(tuned.logprobs) == pytest.approx(list(plain.logprobs), abs=1e-5)

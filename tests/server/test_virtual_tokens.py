@@ -164,7 +164,7 @@ def test_clients_of_tgis_name_them(pod: ServerProcess, api: Any, field: str) -> 
 
 
 def test_routers_name_them_and_go_on_with_their_batches(pod: ServerProcess, api: Any) -> None:
-    stub, names = pod.stub(), ("prompt", "prefix", None)
+    stub, names = pod.shard(), ("prompt", "prefix", None)
     asked = [
         v3.Request(
             id=number,

@@ -11,14 +11,14 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import ServerProcess, generate, violations, wait_for
-from public_api import PROMPT, refused
+from harness import ServerProcess, wait_for
+from public_api import PROMPT, generate, refused, violations
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from tokenpod.service.text.tokenizer import Tokenizer
-from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as public
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -59,7 +59,7 @@ def run(engine: Any, request: Any) -> tuple[list[Any], list[Any]]:
 
 
 def reference(stub: Any, ids: list[int], **fields: Any) -> Any:
-    request = v3.GenerateRequest(token_ids={"ids": ids}, **fields)
+    request = generation_pb2.GenerateRequest(token_ids={"ids": ids}, **fields)
     return generate(stub, request).samples[0]
 
 
@@ -123,12 +123,12 @@ def test_log_probabilities_are_told_where_asked_for(
     assert all(each.value < 0 for each in told.token_logprobs[1:])
     assert not any(chunk.HasField("input_logprobs") for chunk in chunks[1:])
     stopping = {"max_new_tokens": 8, "ignore_eos": True}
-    output = {"logprobs": True, "top_n_tokens": 2}
+    output = {"return_logprobs": True, "top_n_tokens": 2}
     expected = reference(stub, prompt, stopping=stopping, output=output)
     logprobs = [x for chunk in chunks for x in chunk.output_logprobs.token_logprobs]
     assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     tops = [list(t.token_ids) for chunk in chunks for t in chunk.output_logprobs.top_logprobs]
-    assert tops == [list(top.ids) for top in expected.tops]
+    assert tops == [list(top.token_ids) for top in expected.tops]
 
 
 def test_a_stop_is_named(engine: Any, server: ServerProcess, prompt: list[int]) -> None:

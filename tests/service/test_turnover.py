@@ -148,6 +148,7 @@ def warm(step_seconds: Callable[[float, int], float], lengths: Lengths) -> tuple
     return pod, pod.good / 10
 
 
+@pytest.mark.compute
 @pytest.mark.parametrize("times", [2, 10])
 @pytest.mark.parametrize(
     ("step_seconds", "lengths", "least"),

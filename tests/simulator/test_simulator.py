@@ -87,8 +87,8 @@ def check(outcome, *, copies=False):
     assert ended.length == sum(each.output_tokens >= each.max_new_tokens for each in arrivals)
 
 
-def walk(admission, turns, requests, seed):
-    arrivals = load(requests, seed)
+def walk(admission, turns, requests, seed, rate=400.0):
+    arrivals = load(requests, seed, rate=rate)
     outcome = simulated(admission, turns, arrivals, overlap=seed % 2 == 1)
     check(outcome)
     # past_future may have drawn well enough.
@@ -113,7 +113,8 @@ def test_what_is_swapped_is_not_computed_again():
 @pytest.mark.parametrize(("admission", "turns"), PAIRS)
 def test_every_request_gets_its_tokens_in_its_turn(admission, turns):
     # The queue must grow until the optimistic policy preempts.
-    walk(admission, turns, 5000 if admission == "optimistic" else 2000, seed=len(admission))
+    requests, rate = (2500, 1600.0) if admission == "optimistic" else (800, 400.0)
+    walk(admission, turns, requests, len(admission), rate)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import engine_link
 import numpy as np
 import torch
 from planner_probe import preempt_sequence
@@ -15,7 +16,6 @@ from tokenizers import Tokenizer as Backend
 import tokenpod.models.demo
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import Advance, Vocabulary
-from tokenpod.core.outputs import FinishCode, StepOutputs
 from tokenpod.core.plan import LAST
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -27,7 +27,7 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 DEMO = Path(tokenpod.models.demo.__file__).parent
@@ -60,46 +60,30 @@ def text_of(tokens):
     return b"".join(TOKENS.tokens[t] for t in tokens if t not in (END, -1)).decode(errors="replace")
 
 
-class Client:
-    """The other end of the link; `routed` are a router's, one step after the other."""
+class Client(engine_link.Client):
+    """Its vocabulary comes first; `routed` are a router's, one step after the other."""
 
     def __init__(self, requests=(), routed=(), vocabulary=TOKENS):
-        self.inbox = [vocabulary, *requests]
-        self.left = {i for request in (*requests, *routed) for i in request.sequence_ids}
+        super().__init__(requests)
+        self.inbox.insert(0, vocabulary)
         self.routed = {request.sequence_ids[0] for request in routed}
+        self.left |= {i for request in routed for i in request.sequence_ids}
         if routed:
             self.inbox.append(Advance(1, list(routed), [0] * len(routed), [], waits=False))
-        self.tokens, self.failures, self.codes = defaultdict(list), {}, {}
-        #: By sequence, for each token: log probability, top tokens and theirs, rank.
-        self.logprobs, self.tops = defaultdict(list), defaultdict(dict)
-        self.steps = 0
-        self.finishes, self.satisfied = {}, {}
-        self.empty_decodes = 0
+        #: By sequence, of its tokens by their number: top tokens, log probabilities, rank.
+        self.tops_at = defaultdict(dict)
+        self.satisfied = {}
+        self.empty_decodes = self.steps = 0
         self.load = None
 
-    def receive(self, seconds):
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
-
     def send(self, message):
-        assert isinstance(message, StepOutputs)
-        self.load, self.steps = message.load, message.step
         for top in message.tops:
             sequence = message.sequence_ids[top.at]
             before = message.sequence_ids[: top.at].count(sequence)
             at = len(self.tokens[sequence]) + before
-            self.tops[sequence][at] = top.token_ids, top.logprobs, top.rank
-        for failure in message.failures:
-            self.failures[failure.sequence_id] = failure.message
-            self.codes[failure.sequence_id] = failure.code
-            self.left.discard(failure.sequence_id)
-        for i, sequence in enumerate(message.sequence_ids):
-            self.tokens[sequence].append(message.token_ids[i])
-            self.logprobs[sequence].append(message.logprobs[i])
-            if message.finishes[i]:
-                self.finishes[sequence] = FinishCode(message.finishes[i])
-                self.left.discard(sequence)
+            self.tops_at[sequence][at] = top.token_ids, top.logprobs, top.rank
+        super().send(message)
+        self.load, self.steps = message.load, message.step
         self.satisfied |= message.satisfied
         for advanced in message.advanced:
             assert advanced.failure is None

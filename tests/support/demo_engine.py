@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_link import Client
 from planner_probe import preempt_sequence
 
 import tokenpod.models.demo
 from tokenpod.core.messages import Advance
 from tokenpod.core.new_row import NewRow
-from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
@@ -59,22 +59,16 @@ def pool(slots):
     return KVPool(slots=slots, layouts=LAYOUTS, dtype=torch.float32, device=CPU)
 
 
-class Recorder:
-    """The other end of an engine's link: a router's step follows the one before."""
+class Recorder(Client):
+    """Beside requests, a router's steps: each follows the one before."""
 
     def __init__(self, requests, routed=()):
+        super().__init__(requests)
         self.requests = {i: request for request in requests for i in request.sequence_ids}
-        self.inbox: list[object] = list(requests)
         self.routed = {request.sequence_ids[0]: request for request in routed}
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.logprobs: dict[int, list[float]] = defaultdict(list)
-        self.tops: dict[int, list[list[int]]] = defaultdict(list)
-        self.scored: dict[int, list[float]] = {}
         self.started: list[int] = []
-        self.finished: set[int] = set()
-        self.preemptions = self.steps = self.cached = self.swapped = self.fetched = 0
-        #: Drafted tokens and accepted ones: of all, and by sequence.
-        self.drafted = (0, 0)
+        self.load, self.steps = None, 0
+        #: Drafted tokens and accepted ones, by sequence.
         self.drafts: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(2, int))
         if routed:
             self.inbox.append(Advance(1, list(routed), [3] * len(routed), [], waits=True))
@@ -83,36 +77,21 @@ class Recorder:
     def done(self) -> bool:
         return self.finished == {*self.requests, *self.routed}
 
-    def receive(self, seconds):
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """Drafted tokens and accepted ones, of all."""
+        return self.load.drafted_tokens, self.load.accepted_tokens
 
     def send(self, message):
-        assert isinstance(message, StepOutputs)
-        assert not message.failures
-        self.preemptions = message.load.preemptions
-        self.swapped, self.fetched = message.load.swapped_tokens, message.load.fetched_tokens
-        self.steps = message.step
-        self.cached = message.load.cached_tokens
-        self.drafted = (message.load.drafted_tokens, message.load.accepted_tokens)
+        super().send(message)
+        assert not self.failures
+        self.load, self.steps = message.load, message.step
         for draft in message.drafted:
             self.drafts[draft.sequence_id] += (draft.drafted, draft.accepted)
-        for i, sequence in enumerate(message.sequence_ids):
-            assert sequence not in self.finished
-            self.tokens[sequence].append(message.token_ids[i])
-            self.logprobs[sequence].append(message.logprobs[i])
-            if message.finishes[i]:
-                self.finished.add(sequence)
-        for top in message.tops:
-            self.tops[message.sequence_ids[top.at]].append(top.token_ids)
-        for started in message.started:
-            self.started.append(started.sequence_id)
-            if started.prompt_logprobs:
-                self.scored[started.sequence_id] = started.prompt_logprobs
+        self.started += [started.sequence_id for started in message.started]
         for advanced in message.advanced:
             assert advanced.failure is None
-            going_on = sorted(self.routed.keys() - self.finished)
+            going_on = sorted(self.routed.keys() - self.finishes.keys())
             if going_on:
                 self.inbox.append(Advance(advanced.op + 1, [], [], going_on, waits=True))
 
@@ -158,7 +137,7 @@ def serve(
             scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()
     assert link.done
-    assert link.preemptions == preempted or admission is not Exact
+    assert link.load.preemptions == preempted or admission is not Exact
     assert not loop._scored
     assert sorted(link.started) == sorted(link.finished)
     scheduler.check()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from engine_link import Client
 from interpreted import DEVICE
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tokenpod.core.messages import EngineOptions
-from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.loop import EngineLoop
@@ -28,31 +27,6 @@ VOCABULARY = 4096
 
 #: Makes transformers' model of a type.
 Peer = Callable[[torch.dtype], nn.Module]
-
-
-class Client:
-    """The other end of an engine's link."""
-
-    def __init__(self, requests):
-        self.inbox = list(requests)
-        self.left = len(self.inbox)
-        self.tokens, self.logprobs = defaultdict(list), defaultdict(list)
-        self.scored = {}
-
-    def receive(self, seconds):
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message):
-        assert isinstance(message, StepOutputs)
-        assert not message.failures
-        for i, sequence in enumerate(message.sequence_ids):
-            self.tokens[sequence].append(message.token_ids[i])
-            self.logprobs[sequence].append(message.logprobs[i])
-            self.left -= message.finishes[i] != 0
-        for started in message.started:
-            self.scored[started.sequence_id] = started.prompt_logprobs or []
 
 
 @dataclass
@@ -108,6 +82,7 @@ def serve(
     loop = EngineLoop(client, Scheduler(limits), made.executor, overlap=made.overlap)
     while client.left:
         loop.turn()
+    assert not client.failures
     return Served(prompts, client, made.slots)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import grpc
 from groups import wait_for
-from harness import SERVING, ServerProcess, generate, text_request
+from harness import SERVING, ServerProcess
+from public_api import generate, text_request
 
 #: Seconds after which clients and probes must know, and in which a group must be back.
 TOLD_SECONDS = 5.0

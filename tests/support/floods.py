@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
-from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 6, 7, 9
@@ -31,7 +31,7 @@ def header(name: str, value: str) -> bytes:
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
-def call_headers(path: str = "/generate.v3.TextGenerationService/Info") -> bytes:
+def call_headers(path: str = "/tokenpod.v1.GenerationService/GetModel") -> bytes:
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "a"}
     fields |= {"content-type": "application/grpc", "te": "trailers"}
     return b"".join(header(name, value) for name, value in fields.items())
@@ -93,7 +93,7 @@ def continuations(payload: bytes) -> Iterator[bytes]:
 
 def silent_calls(calls: int) -> Iterator[bytes]:
     """Calls that send headers and no message; they last for as long as the server lets them."""
-    block = call_headers("/generate.v3.TextGenerationService/Generate")
+    block = call_headers("/tokenpod.v1.GenerationService/Generate")
     yield b"".join(frame(HEADERS, END_HEADERS, 2 * at + 1, block) for at in range(calls))
 
 
@@ -151,7 +151,7 @@ async def burst(address: str, connections: int, calls: int) -> Counter[tuple[str
 
     async def one(channel: grpc.aio.Channel) -> None:
         try:
-            async for _ in rpc.TextGenerationServiceStub(channel).Generate(request, timeout=300):
+            async for _ in GenerationServiceStub(channel).Generate(request, timeout=300):
                 pass
             ends["OK", False] += 1
         except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Real server processes for tests, and small ways to talk to them."""
+"""Real server processes for tests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from typing import Any
 
 import grpc
 import prefork
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 from prefork import PreforkedProcess
 from prefork_server import FORKER
 
 from examples import ALL
-from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadRequest
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -35,6 +32,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 START_SECONDS = 120.0
 #: The command line's program.
 TOKENPOD = (sys.executable, "-P", "-m", "tokenpod")
+#: Flags that say how many prompt tokens a step has, or limit it.
+_PROMPT_STEPS = frozenset(
+    {"--max-batch-prefill-tokens", "--max-batch-total-tokens", "--batching", "--max-total-tokens"}
+)
 #: What GetLoad counts of calls that have not ended.
 _OF_CALLS = (
     "request_count",
@@ -86,6 +87,11 @@ class ServerProcess:
         return channel
 
     def stub(self) -> Any:
+        """Of the public API."""
+        return GenerationServiceStub(self.channel())
+
+    def shard(self) -> Any:
+        """A `generate.v3` stub."""
         return rpc.TextGenerationServiceStub(self.channel())
 
     def health(self, service: str = "readiness") -> int:
@@ -132,7 +138,7 @@ class ServerProcess:
 
     def text_worker_pids(self) -> list[int]:
         """Process ids of the first front end's text workers."""
-        return self._running("tokenpod.service.text.text_worker")
+        return self._running("tokenpod.service.text.workers.text_worker")
 
     def _running(self, module: str) -> list[int]:
         return children_of(self.process.pid, running=module)
@@ -195,9 +201,12 @@ def serve(
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0"]
         # Several threads spin while they wait for each other, on cores that other tests need.
         command += [*(() if "--threads" in flags else ("--threads", "1")), *flags]
+        started = own_imports or ALL or program != TOKENPOD or not prefork.can_fork(env)
+        if not started and not _PROMPT_STEPS.intersection(flags):
+            # What engines find else, by timing steps for as long as the rest of their start takes.
+            command += ["--max-batch-prefill-tokens", "256"]
         process: subprocess.Popen[str] | PreforkedProcess
         with log.open("w") as output:
-            started = own_imports or ALL or program != TOKENPOD or not prefork.can_fork(env)
             if started:
                 process = subprocess.Popen(
                     [*program, *command],
@@ -228,87 +237,9 @@ def serve(
             process.wait()
 
 
-@dataclass
-class Sample:
-    """One sample of a `Generate` stream, put together."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    special: list[bool] = field(default_factory=list)
-    tops: list[Any] = field(default_factory=list)
-    finished: Any = None
-
-
-@dataclass
-class Stream:
-    """A whole `Generate` stream."""
-
-    started: Any
-    samples: list[Sample]
-    events: list[Any]
-
-
-def generate(stub: Any, request: Any, **call: Any) -> Stream:
-    """Run `Generate` to its end and check the order of events that the protocol promises."""
-    call.setdefault("timeout", 120)
-    return collect(list(stub.Generate(request, **call)), request.sampling.n or 1)
-
-
-def until_refused(stub: Any, request: Any, **options: Any) -> grpc.RpcError:
-    """Call `Generate` until the server refuses it, and return how it did."""
-    while True:
-        try:
-            generate(stub, request, **options)
-        except grpc.RpcError as error:
-            return error
-
-
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Look until it is so; fails after that many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
-
-
-def collect(events: Sequence[Any], n: int) -> Stream:
-    samples = [Sample() for _ in range(n)]
-    assert events[0].WhichOneof("event") == "started"
-    for event in events[1:]:
-        kind = event.WhichOneof("event")
-        assert kind in ("tokens", "finished"), kind
-        part = getattr(event, kind)
-        sample = samples[part.index]
-        assert sample.finished is None, "an event after `finished`"
-        if kind == "finished":
-            sample.finished = part
-            continue
-        sample.text += part.text
-        sample.token_ids += part.token_ids
-        sample.logprobs += part.logprobs
-        sample.special += part.special
-        sample.tops += part.top_tokens
-        assert len(part.special) == len(part.token_ids)
-    for sample in samples:
-        assert sample.finished is not None
-        assert sample.text == sample.finished.text
-        assert len(sample.token_ids) == sample.finished.usage.generated_tokens
-    return Stream(events[0].started, samples, list(events))
-
-
-def text_request(text: str, **fields: Any) -> Any:
-    """A request for `text`; fields by their group's name: stopping={...}, sampling={...}."""
-    return pb.GenerateRequest(text=text, **fields)
-
-
-def violations(error: grpc.RpcError) -> dict[str, str]:
-    """field -> description of a status's BadRequest details."""
-    status = rpc_status.from_call(error)
-    assert status is not None, error
-    found: dict[str, str] = {}
-    for detail in status.details:
-        bad = error_details_pb2.BadRequest()
-        if detail.Unpack(bad):
-            found |= {v.field: v.description for v in bad.field_violations}
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,27 +27,58 @@ def _let_scalars_bound_loops() -> None:
     interpreter._patch_lang_tensor = patch_and_convert
 
 
-def _patch_once_a_launch() -> None:
-    """Triton 3.6's interpreter patches its language at each call of a function, at 3 ms a time."""
-    patch = interpreter._patch_lang
+def _patch_once() -> None:
+    """Triton 3.6's interpreter patches its language at each launch and call, at 3 ms a time.
+
+    Nothing here compiles kernels in a process that interprets them, so it may stay patched.
+    """
+    patch, patch_builtin = interpreter._patch_lang, interpreter._patch_attr
     language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    patched: list[object] = []
+    done = SimpleNamespace(restore=lambda: None)
 
-    def patch_once(fn):
-        if patched:
-            return patched[0]
-        scope = patch(language)
-        restore = scope.restore
+    def patch_attribute(obj, name, member, builder, scope):
+        """A builtin without the check that it is given what it is always given here."""
+        called = getattr(member, "__wrapped__", None)
+        if called is None:
+            patch_builtin(obj, name, member, builder, scope)
+            return
 
-        def restore_and_forget():
-            patched.clear()
-            restore()
+        def builtin(*args, _semantic=None, **more):
+            del _semantic
+            return called(*args, **more, _semantic=interpreter.interpreter_semantic)
 
-        scope.restore = restore_and_forget
-        patched.append(scope)
-        return scope
+        scope.set_attr(obj, name, builtin)
 
-    interpreter._patch_lang = patch_once
+    @functools.cache
+    def patch_once():
+        patch(language)
+        tl.sort, tl.topk = _sort, _topk
+
+    def patched(fn):
+        del fn
+        patch_once()
+        return done
+
+    interpreter._patch_attr = patch_attribute
+    interpreter._patch_lang = patched
+
+
+def _sort(x, dim=None, descending=False):
+    """As `tl.sort`, by NumPy: Triton's takes 50 operations for each pair of steps."""
+    assert dim is None or dim == len(x.shape) - 1
+    numbers = np.sort(x.handle.data, axis=-1)
+    return _tensor(np.flip(numbers, axis=-1) if descending else numbers, x.dtype)
+
+
+def _topk(x, k, dim=None):
+    """As `tl.topk`."""
+    ordered = _sort(x, dim, descending=True)
+    return _tensor(ordered.handle.data[..., : getattr(k, "value", k)], x.dtype)
+
+
+def _tensor(numbers, dtype):
+    block = tl.block_type(dtype, list(numbers.shape))
+    return tl.tensor(interpreter.TensorHandle(numbers, dtype), block)
 
 
 def _leave_out_what_is_dropped() -> None:
@@ -71,6 +103,111 @@ def _look_types_up_once() -> None:
         return known[name]
 
     interpreter._get_np_dtype = look_up_once
+
+
+def _know_shapes() -> None:
+    """Triton's types spell out their names, and each tensor makes constants of its shape anew."""
+    make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    blocks: dict[object, dict[str, object]] = {}
+    tensors: dict[object, tuple[object, object]] = {}
+
+    def init_block(self, element_ty, shape):
+        plain = tuple(getattr(n, "value", n) for n in shape)
+        key = element_ty.name, plain
+        known = blocks.get(key)
+        if known is None:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        else:
+            vars(self).update(known)
+
+    def init_tensor(self, handle, kind):
+        known = tensors.get(kind.name)
+        if known is None:
+            make_tensor(self, handle, kind)
+            tensors[kind.name] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            self.shape, self.numel = known
+
+    tl.block_type.__init__ = init_block
+    tl.tensor.__init__ = init_tensor
+
+
+def _compare_types_by_name() -> None:
+    """Names of scalar types are theirs alone."""
+
+    def equal(self, other):
+        if self is other:
+            return True
+        other = getattr(other, "value", other)  # of a constexpr
+        return isinstance(other, tl.dtype) and self.name == other.name
+
+    tl.dtype.__eq__ = equal
+
+
+def _prepare_operands_quickly() -> None:
+    """What an operation makes of its operands takes longer to find out than the operation itself.
+
+    Operands of one scalar type need no cast; a number beside a tensor is the same constant again.
+    """
+    semantic = type(interpreter.interpreter_semantic)
+    prepare, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    # In which products and quotients are of another type.
+    halves = (tl.float16, tl.bfloat16)
+
+    @functools.lru_cache(4096)
+    def constant(number, kind, block, scalar, more):
+        """The second operand beside any tensor of this type; None: the tensor is cast as well."""
+        del kind  # True, 1 and 1.0 are equal
+        of = tl.block_type(scalar, block) if block else scalar
+        handle = interpreter.TensorHandle(np.zeros(block or 1, look_up(scalar)), scalar)
+        tensor = tl.tensor(handle, of)
+        left, right = prepare(interpreter.interpreter_semantic, tensor, number, *more)
+        return right if left is tensor else None
+
+    look_up = interpreter._get_np_dtype
+
+    def prepare_quickly(self, lhs, rhs, *more, **named):
+        if not isinstance(lhs, tl.tensor) or lhs.dtype.is_ptr() or lhs.dtype in halves or named:
+            return prepare(self, lhs, rhs, *more, **named)
+        if isinstance(rhs, tl.tensor):
+            if lhs.dtype.name == rhs.dtype.name:
+                return broadcast_quickly(self, lhs, rhs)
+        elif isinstance(rhs, (int, float)):
+            block = tuple(lhs.type.shape.values) if lhs.type.is_block() else ()
+            right = constant(rhs, type(rhs), block, lhs.dtype, more)
+            if right is not None:
+                return lhs, right
+        return prepare(self, lhs, rhs, *more, **named)
+
+    def broadcast_quickly(self, lhs, rhs):
+        if lhs.type.is_block() and rhs.type.is_block():
+            left, right = lhs.type.shape.values, rhs.type.shape.values
+            if left == right:
+                return lhs, rhs
+            pairs = [*zip(left, right, strict=False)]
+            if len(left) == len(right) and all(1 in pair or pair[0] == pair[1] for pair in pairs):
+                shape = [*map(max, pairs)]
+                return grown(lhs, left, shape), grown(rhs, right, shape)
+        return broadcast(self, lhs, rhs)
+
+    def grown(tensor, shape, wanted):
+        if shape == wanted:
+            return tensor
+        # A comparison's handle has the type of what was compared.
+        handle = interpreter.interpreter_builder.create_broadcast(tensor.handle, wanted)
+        return tl.tensor(handle, tl.block_type(tensor.dtype, wanted))
+
+    semantic.binary_op_type_checking_impl = prepare_quickly
+    semantic.broadcast_impl_value = broadcast_quickly
+
+
+def _copy_no_arguments() -> None:
+    """A CPU's tensors are where the interpreter works: Triton copies each storage onto itself."""
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda self, args, more: (args, more)
+    executor._restore_args_dev = lambda self, *arguments: None
 
 
 #: What torch rounds to, and the type of its bits.
@@ -100,6 +237,11 @@ def _round_as_torch() -> None:
 
 _let_scalars_bound_loops()
 _round_as_torch()
-_patch_once_a_launch()
+_patch_once()
 _leave_out_what_is_dropped()
 _look_types_up_once()
+_know_shapes()
+_compare_types_by_name()
+_prepare_operands_quickly()
+if INTERPRETED:
+    _copy_no_arguments()

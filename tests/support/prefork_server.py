@@ -1,4 +1,6 @@
-"""A process that has imported what pods run, and forks pods: `prefork_server.py FD PADDING`.
+"""A process that has imported what pods run, and taken a step: `prefork_server.py FD PADDING`.
+
+It forks pods.
 
     test process --- a Start and descriptors ---> this process --fork--> a pod's front end
                                                                             |--fork--> forker
@@ -42,13 +44,13 @@ _IMPORTED = (
     "tokenpod.engine.shards.member",
     "tokenpod.kernels.backends.compiled",
     "tokenpod.service.server",
-    "tokenpod.service.text.chat_template",
+    "tokenpod.service.text.tokenizers.chat_template",
 )
 #: What /proc shows as the command line of a process that forks for its parent.
 FORKER = "forker"
 _ENGINE = "tokenpod.engine.process"
 _FRONT_END = "tokenpod.service.front_end"
-_TEXT_WORKER = "tokenpod.service.text.text_worker"
+_TEXT_WORKER = "tokenpod.service.text.workers.text_worker"
 _TRIAL = "tokenpod.engine.constraints.trial"
 #: Modules that are forked, and those that start them.
 _CHILDREN = (_ENGINE, _FRONT_END, _TEXT_WORKER, _TRIAL)
@@ -83,11 +85,46 @@ def main() -> None:
     os.environ["GRPC_VERBOSITY"] = "NONE"
     for module in _IMPORTED:
         importlib.import_module(module)
+    _take_steps()
     gc.collect()
     gc.freeze()
     if (asked := _fork_pods(control)) is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _become(*asked)
+
+
+def _take_steps() -> None:
+    """Load the demo model and warm it up: half a second that every engine would need to read code.
+
+    Compiled loops stay; neither this nor torch starts a thread for one thread's work.
+    """
+    import torch
+
+    import tokenpod.models.demo
+    from tokenpod.core.messages import EngineOptions
+    from tokenpod.engine.startup.assemble import assemble
+    from tokenpod.models.load import load_model
+
+    positions, device = 64, torch.device("cpu")
+    torch.set_num_threads(1)
+    model = load_model(
+        Path(tokenpod.models.demo.__file__).parent,
+        dtype=None,
+        device=device,
+        progress=lambda done, total: None,
+        max_total_tokens=positions,
+    )
+    options = EngineOptions(
+        model_folder="",
+        dtype=None,
+        device=device.type,
+        threads=1,
+        max_batch_size=1,
+        max_batch_prefill_tokens=16,
+        max_batch_total_tokens=positions,
+    )
+    assemble(model, options, positions=positions, device=device)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process that forks has one thread"
 
 
 def _fork_pods(control: socket.socket) -> tuple[Start, list[int]] | None:

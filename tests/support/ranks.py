@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,11 @@ from pathlib import Path
 import guessing
 import msgspec
 import torch
+from engine_link import Client
 from planner_probe import preempt_sequence
 from rank_processes import run_ranks
 
 from tokenpod.core.messages import EngineOptions
-from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request
 from tokenpod.engine.loop import EngineLoop
@@ -84,45 +83,6 @@ class Job(msgspec.Struct):
     drafts: int = 0
 
 
-class Recorder:
-    """The other end of an engine's link."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self._inbox = list(requests)
-        self.left = {sequence for request in requests for sequence in request.sequence_ids}
-        self.said = Said(
-            tokens=defaultdict(list), logprobs=defaultdict(list), tops=defaultdict(list), scored={}
-        )
-
-    @property
-    def done(self) -> bool:
-        return not self.left
-
-    def receive(self, seconds: float | None) -> list[Request]:
-        del seconds
-        messages, self._inbox = self._inbox, []
-        return messages
-
-    def send(self, message: object) -> None:
-        assert isinstance(message, StepOutputs)
-        said = self.said
-        said.preemptions = message.load.preemptions
-        said.drafted = (message.load.drafted_tokens, message.load.accepted_tokens)
-        for i, sequence in enumerate(message.sequence_ids):
-            said.tokens[sequence].append(message.token_ids[i])
-            said.logprobs[sequence].append(message.logprobs[i])
-            if message.finishes[i]:
-                self.left.discard(sequence)
-        for top in message.tops:
-            said.tops[message.sequence_ids[top.at]].append(top.token_ids)
-        for started in message.started:
-            if started.prompt_logprobs:
-                said.scored[started.sequence_id] = started.prompt_logprobs
-        for failure in message.failures:
-            said.failures.append(failure.sequence_id)
-            self.left.discard(failure.sequence_id)
-
-
 def answer(
     folder: Path,
     requests: list[Request],
@@ -162,13 +122,13 @@ def answer(
         host_block=4,
     )
     preemption = PREEMPTIONS[options.preemption](1)
-    link = Recorder(requests)
+    link = Client(requests)
     scheduler = Scheduler(limits, drafting=drafting, preemption=preemption)
     executor = ready.executor if group is None or group.rank == 0 else FromBytes(ready.executor)
     loop = EngineLoop(link, scheduler, executor, overlap=ready.overlap)  # type: ignore[arg-type]
     chance = random.Random(8)
     for _ in range(1000):
-        if link.done:
+        if not link.left:
             break
         for sequence in sorted(link.left):
             if chance.random() < preempt:
@@ -176,11 +136,20 @@ def answer(
         if ready.host_slots:
             scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()
-    link.said.fetched = scheduler.load().fetched_tokens
-    link.said.slots = ready.slots
-    link.said.weight_bytes = model.weight_bytes
-    link.said.parameters = model.parameters_count
-    return link.said
+    load = scheduler.load()
+    return Said(
+        slots=ready.slots,
+        weight_bytes=model.weight_bytes,
+        parameters=model.parameters_count,
+        tokens=link.tokens,
+        logprobs=link.logprobs,
+        tops=link.tops,
+        scored=link.scored,
+        failures=[*link.failures],
+        preemptions=load.preemptions,
+        fetched=load.fetched_tokens,
+        drafted=(load.drafted_tokens, load.accepted_tokens),
+    )
 
 
 class FromBytes:

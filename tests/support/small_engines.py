@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
 import torch
+from engine_link import Client
 from planner_probe import preempt_sequence
 
 from tokenpod.core.messages import EngineOptions
-from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.loop import EngineLoop
@@ -19,34 +18,6 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
 ROWS, POSITIONS, PREFILL, NEW_TOKENS = 5, 200, 16, 24
-
-
-class Client:
-    """The other end of an engine's link."""
-
-    def __init__(self, requests):
-        self.inbox = list(requests)
-        self.left = {i for request in self.inbox for i in request.sequence_ids}
-        self.failures = {}
-        self.tokens, self.logprobs, self.scored = defaultdict(list), defaultdict(list), {}
-
-    def receive(self, seconds):
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message):
-        assert isinstance(message, StepOutputs)
-        for failure in message.failures:
-            self.failures[failure.sequence_id] = failure.message
-            self.left.discard(failure.sequence_id)
-        for i, sequence in enumerate(message.sequence_ids):
-            self.tokens[sequence].append(message.token_ids[i])
-            self.logprobs[sequence].append(message.logprobs[i])
-            if message.finishes[i]:
-                self.left.discard(sequence)
-        for started in message.started:
-            self.scored[started.sequence_id] = started.prompt_logprobs or []
 
 
 def load(folder, device=CPU):

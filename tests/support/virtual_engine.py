@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_link import Client
 
 from tokenpod.core.messages import AdapterFacts
-from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.adapters.adapter_reading import read_one
@@ -29,38 +29,10 @@ POSITIONS = 64
 class Answer:
     """What was said of a sequence."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
-    cached: int = -1
-
-
-@dataclass
-class Link:
-    """The service's end of an engine's link."""
-
-    inbox: list[Any] = field(default_factory=list)
-    answers: dict[int, Answer] = field(default_factory=dict)
-
-    def receive(self, seconds: float | None) -> list[Any]:
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message: Any) -> None:
-        if not isinstance(message, StepOutputs):
-            return
-        assert not message.failures, message.failures
-        for at, sequence in enumerate(message.sequence_ids):
-            answer = self.answers.setdefault(sequence, Answer())
-            answer.tokens.append(message.token_ids[at])
-            answer.logprobs.append(message.logprobs[at])
-        for started in message.started:
-            answer = self.answers.setdefault(started.sequence_id, Answer())
-            answer.cached, answer.prompt_logprobs = (
-                started.cached_tokens,
-                list(started.prompt_logprobs or []),
-            )
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+    cached: int
 
 
 class Engine:
@@ -109,7 +81,7 @@ class Engine:
                 **limits,
             )
         )
-        self.link = Link()
+        self.link = Client()
         self.loop = EngineLoop(self.link, self.scheduler, self.executor, overlap=False)
         self._number = 0
 
@@ -127,11 +99,18 @@ class Engine:
         for _ in range(300):
             self.loop.turn()
             self.scheduler.check()
-            answers = [self.link.answers.get(request.sequence_ids[0]) for request in asked]
+            assert not self.link.failures, self.link.failures
+            numbers = [request.sequence_ids[0] for request in asked]
             wanted = [request.stopping.max_new_tokens for request in asked]
-            if all(a and len(a.tokens) == n for a, n in zip(answers, wanted, strict=True)):
-                return [answer for answer in answers if answer]
+            if [len(self.link.tokens[number]) for number in numbers] == wanted:
+                return [self._answer(number) for number in numbers]
         raise AssertionError("the engine does not come to an end")
+
+    def _answer(self, number: int) -> Answer:
+        said = self.link
+        return Answer(
+            said.tokens[number], said.logprobs[number], said.scored[number], said.cached[number]
+        )
 
 
 def host(model: Any, pool: KVPool, rows: int) -> HostExecutor:

@@ -283,15 +283,20 @@ def test_a_captured_block_follows_its_input(tokens, case):
         assert torch.equal(inputs, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+SOFTMAX, SIGMOID = Routing(3, True), Routing(3, False, Score.SIGMOID)
+GROUPS = Routing(3, True, Score.SIGMOID, groups=4, chosen_groups=2, group_best=2)
+
+
 @pytest.mark.parametrize(
-    "routing",
+    ("routing", "dtype"),
     [
-        Routing(3, True),
-        Routing(3, False, Score.SIGMOID),
-        Routing(3, True, Score.SIGMOID, groups=4, chosen_groups=2, group_best=2),
+        pytest.param(SOFTMAX, torch.float32, id="softmax-float32"),
+        pytest.param(SOFTMAX, torch.bfloat16, id="softmax-bfloat16", marks=pytest.mark.slow),
+        pytest.param(SIGMOID, torch.float32, id="sigmoid-float32", marks=pytest.mark.slow),
+        pytest.param(SIGMOID, torch.bfloat16, id="sigmoid-bfloat16"),
+        pytest.param(GROUPS, torch.float32, id="groups-float32"),
+        pytest.param(GROUPS, torch.bfloat16, id="groups-bfloat16", marks=pytest.mark.slow),
     ],
-    ids=["softmax", "sigmoid", "groups"],
 )
 @pytest.mark.parametrize("hidden", [520, pytest.param(4096, marks=pytest.mark.gpu)])
 def test_a_row_chooses_the_same_experts_alone_and_at_every_place(

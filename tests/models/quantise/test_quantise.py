@@ -163,6 +163,7 @@ def test_gptq_with_inputs_that_have_nothing_in_common_is_rounding_to_the_nearest
         assert torch.equal(one, other)
 
 
+@pytest.mark.compute
 def test_a_text_is_run_through_the_model(demo_folder, tmp_path):
     text = tmp_path / "text"
     text.write_text("import os\n\ndef join(path):\n    return os.path.join(path)\n" * 20)

@@ -33,8 +33,7 @@ async def greedy(address: str, new: int) -> dict[str, list[int]]:
     return ids
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize(("seed", "wire"), [*enumerate(WIRES)], ids=str)
 async def test_every_request_ends_once_with_its_tokens(
     shard_address: str, wire: Wire, seed: int
 ) -> None:

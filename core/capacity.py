@@ -65,7 +65,7 @@ def choose_slots(
     return max(min(fits, most_useful), 1)
 
 
-def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
+def offload_slots(asked: int, ranks: int, slot_bytes: int) -> int:
     """Tokens that host memory holds, in whole blocks.
 
     Args:

@@ -202,7 +202,7 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     speculate: int = 0
     draft_method: str = ""
     #: Tokens whose keys and values the host's memory holds.
-    host_slots: int = 0
+    offload_slots: int = 0
     #: Prompt tokens of a step, at most; 0: not said.
     prefill_tokens: int = 0
 

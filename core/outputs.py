@@ -188,8 +188,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: preemption or as a cached prefix.
     fetched_tokens: int = 0
     #: Tokens that the host's memory has room for, and those of them that are taken.
-    host_slots: int = 0
-    host_used_slots: int = 0
+    offload_slots: int = 0
+    offload_used_slots: int = 0
     steps: StepCounts = StepCounts()
 
     @property

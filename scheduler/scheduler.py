@@ -35,7 +35,7 @@ from tokenpod.core.requests import Request
 from tokenpod.scheduler.drafts.drafting import Drafting, Landed
 from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
-from tokenpod.scheduler.kv.offload import HostKV, host_of
+from tokenpod.scheduler.kv.offload import Offload, offload_of
 from tokenpod.scheduler.kv.preemption import Always, Preemption
 from tokenpod.scheduler.planners.batcher import Batcher
 from tokenpod.scheduler.planners.deadlines import Deadlines
@@ -100,7 +100,7 @@ class Scheduler:
             limits.slots + PROBE_TOKENS,
             caching=limits.caching,
             by_uses=limits.prefix_eviction == "lfu",
-            host=host_of(limits),
+            offload=offload_of(limits),
         )
         self.adapters = AdapterSlots(
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters
@@ -267,7 +267,7 @@ class Scheduler:
             drafted_at=[*self._drafted],
             accepted_at=[*self._accepted],
         )
-        return load if kv.host is None else msgspec.structs.replace(load, **kv.host.counts)
+        return load if kv.offload is None else msgspec.structs.replace(load, **kv.offload.counts)
 
     def watch_cache(self, *, wanted: bool) -> None:
         """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
@@ -297,15 +297,15 @@ class Scheduler:
         self._end_constrained()
         self._admit()
         builder = StepBuilder(self.kv, now, self.limits.step, self._rows.free)
-        host = self.kv.host
-        if host is not None:
-            host.step = self._steps + 1
+        offload = self.kv.offload
+        if offload is not None:
+            offload.step = self._steps + 1
         self._add_rows(builder)
-        if builder.empty and host is not None and host.flying:
+        if builder.empty and offload is not None and offload.flying:
             # There is nothing else to compute: the step waits for the copies.
-            self._land(host, self._steps + 1)
+            self._land(offload, self._steps + 1)
             self._add_rows(builder)
-            assert host.issued or not builder.empty, "copies to slots that may have gone"
+            assert offload.issued or not builder.empty, "copies to slots that may have gone"
         if builder.empty:
             self._clock.idle()
             return None
@@ -354,8 +354,8 @@ class Scheduler:
                 self._free(sequence)
         for planner in self._planners:
             planner.settle(step)
-        if self.kv.host is not None:
-            self._land(self.kv.host, step.plan.step if arrived is None else arrived)
+        if self.kv.offload is not None:
+            self._land(self.kv.offload, step.plan.step if arrived is None else arrived)
         return self._take_events()
 
     def drain_events(self) -> Settled:
@@ -401,9 +401,9 @@ class Scheduler:
         self._batcher.next_rows(step, left, self._slots_for_batcher)
         self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
 
-    def _land(self, host: HostKV, step: int) -> None:
+    def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""
-        landed = host.land(step)
+        landed = offload.land(step)
         for sequence in landed:
             if sequence.dead and not sequence.in_flight:
                 self._free(sequence)
@@ -555,8 +555,8 @@ class Scheduler:
         if self._drafting:
             self._drafting.forget(sequence)
         self.kv.release(sequence)
-        if self.kv.host is not None:
-            self.kv.host.came_back(sequence)
+        if self.kv.offload is not None:
+            self.kv.offload.came_back(sequence)
         self._rows.give_back(sequence)
         sequence.planner.released(sequence)
         self._queue.freed()

@@ -9,13 +9,13 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.cpu.cpu_sampler import HostSampler, host_sampler
+from tokenpod.engine.cpu.cpu_sampler import CpuSampler, cpu_sampler
 from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Masks, Model
 from tokenpod.engine.steps.integers import Counts, Integers, StepWords
-from tokenpod.engine.steps.mailbox import Flight, HostMailbox, Mailbox
-from tokenpod.engine.steps.offload_copies import HostCopies, pools_of
+from tokenpod.engine.steps.mailbox import CpuMailbox, Flight, Mailbox
+from tokenpod.engine.steps.offload_copies import OffloadCopies, pools_of
 from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import (
     Drawing,
@@ -29,20 +29,20 @@ from tokenpod.engine.steps.rounds import (
 from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.batch import ForwardBatch, append_run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
-from tokenpod.kernels.host_pool import HostPool
+from tokenpod.kernels.offload_pool import OffloadPool
 from tokenpod.kernels.pool import KVPool
 
 _CPU = torch.device("cpu")
 _NOTHING = Samples.nothing(0, 0)
 
 
-class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
+class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
     """The model on a CPU; see `StepExecutor` for the other arguments.
 
     Args:
         vocab_size: width of the logits.
         group: the ranks that the model is divided among, if it is.
-        host: holds keys and values for later; None: nothing is held.
+        offload: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         group: Group | None = None,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
-        host: HostPool | None = None,
+        offload: OffloadPool | None = None,
     ) -> None:
-        sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
+        sampler = cpu_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
         super().__init__(
             model,
@@ -66,7 +66,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            copies=HostCopies(pools_of(pool, draft), host),
+            copies=OffloadCopies(pools_of(pool, draft), offload),
             adapters=adapters,
             draft=draft,
         )
@@ -77,11 +77,11 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     def _take_words(self, words: int) -> None:
         """Have memory for the integers of steps: as torch sees it, and as numpy does."""
         self._words = StepWords(torch.empty(words, dtype=torch.int64))
-        self._host_words = StepWords(self._words.words.numpy())
+        self._cpu_words = StepWords(self._words.words.numpy())
 
     def _free_mailbox(self, plan: StepPlan) -> Mailbox:
         del plan
-        return HostMailbox()
+        return CpuMailbox()
 
     def _take_rows(self, plan: StepPlan) -> None:
         super()._take_rows(plan)
@@ -154,7 +154,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         if logits is None:
             flight.send(None)
             return flight
-        drawing = _HostDrawing(plan, logits.float(), self._sampler, self._last_token)
+        drawing = _CpuDrawing(plan, logits.float(), self._sampler, self._last_token)
         return self._finish(flight, drawing, unmasked_rounds(plan))
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
@@ -162,7 +162,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         counts = Counts.of(plan)
         if not self._words.fit(counts):
             self._take_words(counts.words)
-        host = self._host_words.of(counts)
+        host = self._cpu_words.of(counts)
         self._fill(host, plan)
         return host, self._words.of(counts)
 
@@ -173,7 +173,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         return tokens
 
 
-class _HostDrawing(Drawing):
+class _CpuDrawing(Drawing):
     """Draws a step's samples on the CPU.
 
     Args:
@@ -187,7 +187,7 @@ class _HostDrawing(Drawing):
         self,
         plan: StepPlan,
         logits: torch.Tensor,
-        sampler: HostSampler | LeaderTokens,
+        sampler: CpuSampler | LeaderTokens,
         last_token: torch.Tensor,
     ) -> None:
         super().__init__(plan, logits, _NOTHING)

@@ -37,14 +37,14 @@ from tokenpod.kernels.group import Group
 Ints = npt.NDArray[np.int64]
 
 
-def host_sampler(group: Group | None, *, rows: int, vocab_size: int) -> HostSampler | LeaderTokens:
+def cpu_sampler(group: Group | None, *, rows: int, vocab_size: int) -> CpuSampler | LeaderTokens:
     """The sampler of a rank, or what followers have in place of one."""
     if group is not None and group.rank > 0:
         return LeaderTokens(group, rows=rows, device=torch.device("cpu"))
-    return HostSampler(rows=rows, vocab_size=vocab_size, group=group)
+    return CpuSampler(rows=rows, vocab_size=vocab_size, group=group)
 
 
-class HostSampler(Sampler):
+class CpuSampler(Sampler):
     """Draws on the CPU; see `Sampler` for the arguments."""
 
     def __init__(

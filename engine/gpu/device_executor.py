@@ -36,7 +36,7 @@ from tokenpod.engine.steps.rounds import unmasked_rounds
 from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, append_slots, cut_runs
-from tokenpod.kernels.host_pool import HostPool
+from tokenpod.kernels.offload_pool import OffloadPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
@@ -54,7 +54,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
         adapted: whether steps in which rows have adapters are captured too.
-        host: holds keys and values for later; None: nothing is held.
+        offload: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         adapted: bool = False,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
-        host: HostPool | None = None,
+        offload: OffloadPool | None = None,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
         super().__init__(
@@ -81,7 +81,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
-            copies=DeviceCopies(pools_of(pool, draft), host, device),
+            copies=DeviceCopies(pools_of(pool, draft), offload, device),
             adapters=adapters,
             draft=draft,
         )

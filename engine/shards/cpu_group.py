@@ -22,7 +22,7 @@ _SHORT = 1 << 16
 _TAG = 0
 
 
-class HostGroup:
+class CpuGroup:
     """A `Group` whose tensors are on a CPU.
 
     Args:

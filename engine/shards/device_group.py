@@ -16,7 +16,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
 from tokenpod.core.errors import EngineError
-from tokenpod.engine.shards.cpu_group import HostGroup
+from tokenpod.engine.shards.cpu_group import CpuGroup
 from tokenpod.engine.shards.rendezvous import one_line
 from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
 
@@ -38,7 +38,7 @@ class DeviceGroup:
     """
 
     def __init__(
-        self, host: HostGroup, store: c10d.Store, *, device: torch.device, timeout: float
+        self, host: CpuGroup, store: c10d.Store, *, device: torch.device, timeout: float
     ) -> None:
         self._host = host
         self.rank, self.world, self.local_ranks = host.rank, host.world, host.local_ranks

@@ -17,7 +17,7 @@ from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.sampling.sampler import Samples
 from tokenpod.engine.steps.executor import Masks, StepResult
 from tokenpod.engine.steps.integers import StepWords
-from tokenpod.engine.steps.offload_copies import HostCopies
+from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import Drawing, masks_there, row_after_row
 
@@ -221,7 +221,7 @@ class Mailbox:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
 
 
-class HostMailbox(Mailbox):
+class CpuMailbox(Mailbox):
     """Of one step on a CPU, where results stay where they were drawn, and integers are not sent."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class Flight:
     unknown: Unknown | None = None
     _posted: Posted | None = None
     #: Of its executor.
-    copies: HostCopies | None = None
+    copies: OffloadCopies | None = None
     #: How many masks came, by rows of the plan that have too few.
     _there: dict[int, int] = field(default_factory=dict)
 

@@ -12,21 +12,21 @@ import torch
 
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.kernels.host_pool import HostPool, read_slots, write_slots
+from tokenpod.kernels.offload_pool import OffloadPool, read_slots, write_slots
 from tokenpod.kernels.pool import KVPool
 
 
-class HostCopies:
+class OffloadCopies:
     """Makes a plan's copies.
 
     Args:
         pools: keys and values, of the draft model too if there is one; their slots have the first
             numbers.
-        host: holds the slots behind the pool's sink; None: there are none.
+        offload: holds the slots behind the pool's sink; None: there are none.
     """
 
-    def __init__(self, pools: Sequence[KVPool], host: HostPool | None) -> None:
-        self._host = host
+    def __init__(self, pools: Sequence[KVPool], offload: OffloadPool | None) -> None:
+        self._offload = offload
         self._take(pools)
 
     def use(self, pools: Sequence[KVPool]) -> None:
@@ -42,27 +42,27 @@ class HostCopies:
         source, target = plan.copy_from.astype(np.int64), plan.copy_to.astype(np.int64)
         first = self._pools[0].sink + 1
         out, back = target >= first, source >= first
-        if self._host is not None and out.any():
-            self._go_out(self._indices(source[out]), target[out] - first, self._host)
-        if self._host is not None and back.any():
-            self._come_in(source[back] - first, target[back], self._host, plan.step)
+        if self._offload is not None and out.any():
+            self._go_out(self._indices(source[out]), target[out] - first, self._offload)
+        if self._offload is not None and back.any():
+            self._come_in(source[back] - first, target[back], self._offload, plan.step)
 
     def arrived(self) -> int | None:
         """The last step whose copies from the host are there; None: all are."""
         return None
 
-    def _go_out(self, slots: torch.Tensor, host_slots: np.ndarray, host: HostPool) -> None:
+    def _go_out(self, slots: torch.Tensor, offload_slots: np.ndarray, offload: OffloadPool) -> None:
         """Copy what slots [n] of the pool hold to these of the host."""
-        rows = torch.empty((len(slots), host.rows.shape[1]), dtype=torch.uint8)
+        rows = torch.empty((len(slots), offload.rows.shape[1]), dtype=torch.uint8)
         read_slots(self._stored, slots, rows)
-        host.rows[torch.from_numpy(host_slots)] = rows
+        offload.rows[torch.from_numpy(offload_slots)] = rows
 
     def _come_in(
-        self, host_slots: np.ndarray, slots: np.ndarray, host: HostPool, step: int
+        self, offload_slots: np.ndarray, slots: np.ndarray, offload: OffloadPool, step: int
     ) -> None:
         """Copy what these slots [n] of the host hold to those of the pool, for this step."""
         del step
-        rows = host.rows[torch.from_numpy(host_slots)]
+        rows = offload.rows[torch.from_numpy(offload_slots)]
         write_slots(self._stored, self._indices(slots), rows)
 
     def _indices(self, values: np.ndarray) -> torch.Tensor:

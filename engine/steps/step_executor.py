@@ -26,7 +26,7 @@ from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Model, new_rows, scored_rows
 from tokenpod.engine.steps.integers import Integers, fill, given_tokens
 from tokenpod.engine.steps.mailbox import Flight, Mailbox
-from tokenpod.engine.steps.offload_copies import HostCopies
+from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import Drawing, Round
 from tokenpod.kernels.batch import (
@@ -88,7 +88,7 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
-        copies: HostCopies,
+        copies: OffloadCopies,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
     ) -> None:

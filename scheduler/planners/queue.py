@@ -104,7 +104,7 @@ class Queue:
     def requeue(self, samples: list[Sequence]) -> None:
         """Take samples back that were admitted and have to begin anew, in their old place."""
         for sequence in samples:
-            swapped = sequence.hosted.swapped > 0
+            swapped = sequence.offloaded.swapped > 0
             sequence.state = State.SWAPPED if swapped else State.WAITING
             self._adapters.give_back(sequence)
         self._wait(samples)

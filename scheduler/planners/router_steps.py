@@ -209,7 +209,7 @@ class RouterSteps(Planner):
             op.owed[sequence.id] -= n
         self.reserved -= budget - left
         # Nothing but what waits for copies: these take milliseconds.
-        copied = any(sequence.hosted.late for sequence in op.members.values())
+        copied = any(sequence.offloaded.late for sequence in op.members.values())
         op.begun = bool(planned) or op.begun or not (op.waits or copied)
         if op.single and op.begun:
             self._end_after(op, planned)
@@ -218,8 +218,8 @@ class RouterSteps(Planner):
     def _fetch(self, op: _Op, step: StepBuilder) -> None:
         """Have copied what the host's memory has of members with a row."""
         for sequence in op.members.values():
-            if sequence.hosted.to_fetch and sequence.id in self._admitted and not sequence.dead:
-                self.reserved -= sequence.hosted.to_fetch
+            if sequence.offloaded.to_fetch and sequence.id in self._admitted and not sequence.dead:
+                self.reserved -= sequence.offloaded.to_fetch
                 self._rows.renew(sequence)
                 step.fetch(sequence)
 
@@ -228,7 +228,7 @@ class RouterSteps(Planner):
         ready = {
             i: sequence
             for i, sequence in op.members.items()
-            if i in self._admitted and not (sequence.paused or sequence.hosted.late)
+            if i in self._admitted and not (sequence.paused or sequence.offloaded.late)
         }
         op.waiting = [i for i in op.members if i not in ready]
         op.owed = {i: _promised(sequence, op.chunks.get(i, 0)) for i, sequence in ready.items()}

@@ -9,7 +9,7 @@ import numpy as np
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import BeamParams, Request
-from tokenpod.scheduler.pool.offload_tier import Hosted
+from tokenpod.scheduler.pool.offload_tier import Offloaded
 from tokenpod.scheduler.pool.radix import Node, Tokens
 from tokenpod.scheduler.pool.slots import Extent
 from tokenpod.scheduler.pool.tails import Tails
@@ -181,7 +181,7 @@ class Sequence:
         #: Private slots, by position.
         self.extents: list[Extent] = []
         #: What of it lies in the host's memory.
-        self.hosted = Hosted()
+        self.offloaded = Offloaded()
         #: Of a beam: what it has in place of `extents`, together with the others of its search.
         self.tails: Tails | None = None
         #: Of a beam: its search.

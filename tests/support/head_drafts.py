@@ -11,7 +11,7 @@ from demo_engine import CPU, POSITIONS, Recorder
 from interpreted import DEVICE
 
 from tokenpod.core.plan import LAST
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import draft_of
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.open_drafts import Unknown
@@ -68,7 +68,7 @@ def answer(served, asked, head=None, prefill=8, most=MOST):
         own = pool_of(head)
         draft = draft_of(head, served, own, most, rows=3)
     executor = Watching(
-        HostExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
+        CpuExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
     )
     guesses = None if head is None else partial(Drafting, ModelDrafts(), most)
     scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)

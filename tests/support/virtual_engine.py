@@ -13,7 +13,7 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.adapters.adapter_reading import read_one
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import Space
@@ -134,7 +134,7 @@ class Engine:
         raise AssertionError("the engine does not come to an end")
 
 
-def host(model: Any, pool: KVPool, rows: int) -> HostExecutor:
-    return HostExecutor(
+def host(model: Any, pool: KVPool, rows: int) -> CpuExecutor:
+    return CpuExecutor(
         model, pool, rows=rows, vocab_size=model.config.vocab_size, adapters=model.adapters
     )

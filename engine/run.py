@@ -78,7 +78,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
         forced_costs=Costs(),
     )
-    adapters = Adapters(
+    adapters = store and Adapters(
         store,
         scheduler.adapters,
         ready.adapters,

@@ -66,7 +66,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            copies=OffloadCopies(pools_of(pool, draft), offload),
+            copies=offload and OffloadCopies(pools_of(pool, draft), offload),
             adapters=adapters,
             draft=draft,
         )

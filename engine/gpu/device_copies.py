@@ -33,15 +33,13 @@ PIECES = STAGING_PIECES - 1
 
 
 class DeviceCopies(OffloadCopies):
-    """Makes a plan's copies on a GPU; see `OffloadCopies`.
+    """Makes a plan's copies on a GPU, in a queue of their own.
 
     Args:
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
     """
 
-    def __init__(
-        self, pools: Sequence[KVPool], offload: OffloadPool | None, device: torch.device
-    ) -> None:
+    def __init__(self, pools: Sequence[KVPool], offload: OffloadPool, device: torch.device) -> None:
         super().__init__(pools, offload)
         self._device = device
         self._queue: torch.cuda.Stream | None = None
@@ -49,35 +47,33 @@ class DeviceCopies(OffloadCopies):
             self._queue = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         #: Of copies that come in: the step, and when they are there.
         self._coming: deque[tuple[int, _Moment]] = deque()
-        self._pieces: list[torch.Tensor] = []
-        if offload is not None:
-            slot_bytes = offload.rows.shape[1]
-            piece = min(max(STAGING_BYTES // slot_bytes, 1), offload.slots)
-            shape = (PIECES + 1, piece, slot_bytes)
-            self._pieces = [*torch.empty(shape, dtype=torch.uint8, device=device)]
-            #: When each piece that things go out by is free again.
-            self._free = [_Moment(device) for _ in range(PIECES)]
-            self._turn = 0
+        slot_bytes = offload.rows.shape[1]
+        piece = min(max(STAGING_BYTES // slot_bytes, 1), offload.slots)
+        shape = (PIECES + 1, piece, slot_bytes)
+        self._pieces = [*torch.empty(shape, dtype=torch.uint8, device=device)]
+        #: When each piece that things go out by is free again.
+        self._free = [_Moment(device) for _ in range(PIECES)]
+        self._turn = 0
         self.use(pools)
 
     def use(self, pools: Sequence[KVPool]) -> None:
-        """See `OffloadCopies`."""
+        """Keep keys and values there from now on."""
         self._take(pools)
-        self._slots = SlotRows(self._stored) if SlotRows.can_move(self._stored) else None
-        assert self._slots or not self._pieces, "tokens of the pool are no whole words"
+        assert SlotRows.can_move(self._stored), "tokens of the pool are no whole words"
+        self._slots = SlotRows(self._stored)
 
     def begin(self, plan: StepPlan) -> None:
-        """See `OffloadCopies`."""
+        """Queue the copies of a plan, and let its step wait for those that it relies on."""
         behind = int(plan.awaited[0]) if len(plan.awaited) else None
         if behind is not None:
             self._await(plan.step - behind)
         before = len(self._coming)
         super().begin(plan)
-        if self._offload is not None and len(self._coming) > before and behind == 0:
+        if len(self._coming) > before and behind == 0:
             self._await(plan.step)
 
     def arrived(self) -> int | None:
-        """See `OffloadCopies`."""
+        """The last step whose copies from main memory are there; None: all are."""
         while self._coming and self._coming[0][1].passed:
             self._coming.popleft()
         return self._coming[0][0] - 1 if self._coming else None
@@ -90,8 +86,7 @@ class DeviceCopies(OffloadCopies):
             _, moment = self._coming.popleft()
             moment.wait()
 
-    def _go_out(self, slots: torch.Tensor, offload_slots: np.ndarray, offload: OffloadPool) -> None:
-        assert self._slots is not None
+    def _go_out(self, slots: torch.Tensor, offload_slots: np.ndarray) -> None:
         for first, end in _pieces_of(len(slots), len(self._pieces[0])):
             which = self._turn % PIECES
             self._turn += 1
@@ -104,13 +99,10 @@ class DeviceCopies(OffloadCopies):
             with self._beside():
                 gathered.wait()
                 for at, to, n in _runs(offload_slots[first:end]):
-                    offload.rows[to : to + n].copy_(piece[at : at + n], non_blocking=True)
+                    self._offload.rows[to : to + n].copy_(piece[at : at + n], non_blocking=True)
                 self._free[which].record()
 
-    def _come_in(
-        self, offload_slots: np.ndarray, slots: np.ndarray, offload: OffloadPool, step: int
-    ) -> None:
-        assert self._slots is not None
+    def _come_in(self, offload_slots: np.ndarray, slots: np.ndarray, step: int) -> None:
         # Steps before this one may have read these slots for others.
         queued, there = _Moment(self._device), _Moment(self._device)
         queued.record()
@@ -120,7 +112,7 @@ class DeviceCopies(OffloadCopies):
             for first, end in _pieces_of(len(slots), len(self._pieces[0])):
                 piece = self._pieces[PIECES][: end - first]
                 for to, at, n in _runs(offload_slots[first:end]):
-                    piece[to : to + n].copy_(offload.rows[at : at + n], non_blocking=True)
+                    piece[to : to + n].copy_(self._offload.rows[at : at + n], non_blocking=True)
                 self._slots.scatter(piece, targets[first:end])
             there.record()
         self._coming.append((step, there))

@@ -81,7 +81,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
-            copies=DeviceCopies(pools_of(pool, draft), offload, device),
+            copies=offload and DeviceCopies(pools_of(pool, draft), offload, device),
             adapters=adapters,
             draft=draft,
         )
@@ -129,7 +129,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             self._draft.pool = of_draft
         if self._proposals is not None:
             self._proposals.use(pool.slots)
-        self._copies.use(pools_of(pool, self._draft))
+        if self._copies is not None:
+            self._copies.use(pools_of(pool, self._draft))
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""

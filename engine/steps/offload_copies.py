@@ -22,10 +22,10 @@ class OffloadCopies:
     Args:
         pools: keys and values, of the draft model too if there is one; their slots have the first
             numbers.
-        offload: holds the slots behind the pool's sink; None: there are none.
+        offload: holds the slots behind the pool's sink.
     """
 
-    def __init__(self, pools: Sequence[KVPool], offload: OffloadPool | None) -> None:
+    def __init__(self, pools: Sequence[KVPool], offload: OffloadPool) -> None:
         self._offload = offload
         self._take(pools)
 
@@ -42,27 +42,25 @@ class OffloadCopies:
         source, target = plan.copy_from.astype(np.int64), plan.copy_to.astype(np.int64)
         first = self._pools[0].sink + 1
         out, back = target >= first, source >= first
-        if self._offload is not None and out.any():
-            self._go_out(self._indices(source[out]), target[out] - first, self._offload)
-        if self._offload is not None and back.any():
-            self._come_in(source[back] - first, target[back], self._offload, plan.step)
+        if out.any():
+            self._go_out(self._indices(source[out]), target[out] - first)
+        if back.any():
+            self._come_in(source[back] - first, target[back], plan.step)
 
     def arrived(self) -> int | None:
-        """The last step whose copies from the host are there; None: all are."""
+        """The last step whose copies from main memory are there; None: all are."""
         return None
 
-    def _go_out(self, slots: torch.Tensor, offload_slots: np.ndarray, offload: OffloadPool) -> None:
-        """Copy what slots [n] of the pool hold to these of the host."""
-        rows = torch.empty((len(slots), offload.rows.shape[1]), dtype=torch.uint8)
+    def _go_out(self, slots: torch.Tensor, offload_slots: np.ndarray) -> None:
+        """Copy what slots [n] of the pool hold to these of main memory."""
+        rows = torch.empty((len(slots), self._offload.rows.shape[1]), dtype=torch.uint8)
         read_slots(self._stored, slots, rows)
-        offload.rows[torch.from_numpy(offload_slots)] = rows
+        self._offload.rows[torch.from_numpy(offload_slots)] = rows
 
-    def _come_in(
-        self, offload_slots: np.ndarray, slots: np.ndarray, offload: OffloadPool, step: int
-    ) -> None:
-        """Copy what these slots [n] of the host hold to those of the pool, for this step."""
+    def _come_in(self, offload_slots: np.ndarray, slots: np.ndarray, step: int) -> None:
+        """Copy what these slots [n] of main memory hold to those of the pool, for this step."""
         del step
-        rows = offload.rows[torch.from_numpy(offload_slots)]
+        rows = self._offload.rows[torch.from_numpy(offload_slots)]
         write_slots(self._stored, self._indices(slots), rows)
 
     def _indices(self, values: np.ndarray) -> torch.Tensor:

@@ -20,7 +20,13 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
-from tokenpod.engine.sampling.prompt_scores import PromptScores, Wanted, joined, score
+from tokenpod.engine.sampling.prompt_scores import (
+    NOTHING_ELSE,
+    PromptScores,
+    Wanted,
+    joined,
+    score,
+)
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Model, new_rows, scored_rows
@@ -74,7 +80,7 @@ class StepExecutor(ABC, Generic[S]):
         device: where the model is.
         row_table: [rows + 1, max_positions] int32 slots, the last row padding's; or of no size
             where runs are read.
-        copies: makes the copies that plans ask for.
+        copies: makes the copies that plans ask for; None: they ask for none.
         adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
     """
@@ -88,7 +94,7 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
-        copies: OffloadCopies,
+        copies: OffloadCopies | None = None,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
     ) -> None:
@@ -105,8 +111,8 @@ class StepExecutor(ABC, Generic[S]):
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         #: Where rows' keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
-        #: Of each row: what is asked of its prompt's tokens. Followers report nothing.
-        self._wanted = [Wanted()] * rows
+        #: Of rows whose prompt is scored: what is asked of its tokens. Followers report nothing.
+        self._wanted: dict[int, Wanted] = {}
         #: The last step, if it may wait for masks.
         self._unsampled: Flight | None = None
 
@@ -118,6 +124,7 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled = None
             self.release(plan.freed.tolist())
             if len(plan.copy_from) or len(plan.awaited):
+                assert self._copies is not None, "a plan copies to memory that there is not"
                 self._copies.begin(plan)
             self._place_adapters(plan)
             if len(plan.n_row):
@@ -125,7 +132,7 @@ class StepExecutor(ABC, Generic[S]):
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
-            unknown = Unknown.of(plan)
+            unknown = Unknown.of(plan) if plan.drafts else None
             if unknown is not None:
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
                 self._propose(plan, mailbox, unknown, self._draft)
@@ -198,7 +205,8 @@ class StepExecutor(ABC, Generic[S]):
         self._sampler.take_rows(plan)
         for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
             self._pool.take_row(row, len(new.request.prompt))
-            self._wanted[row] = Wanted.of(new.request)
+            if new.request.prompt_logprobs:
+                self._wanted[row] = Wanted.of(new.request)
         for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
@@ -232,7 +240,10 @@ class StepExecutor(ABC, Generic[S]):
         scored: dict[int, PromptScores] = {}
         if len(plan.scored_token):
             for at, following in scored_rows(plan):
-                first, asked = int(plan.r_tokens[:at].sum()), self._wanted[plan.r_row[at]]
+                first, asked = (
+                    int(plan.r_tokens[:at].sum()),
+                    self._wanted.get(int(plan.r_row[at]), NOTHING_ELSE),
+                )
                 scored[at] = self._score_prompt(following, hidden, batch, first, asked)
         logits = self._model.logits(hidden, batch) if plan.sampling else None
         return logits, integers, scored

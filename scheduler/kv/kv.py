@@ -145,10 +145,6 @@ class KV:
         self.host.fetch(sequence, self.extend(sequence, n))
         sequence.computed += n
 
-    def copies(self) -> tuple[Slots, Slots, list[int]]:
-        """What the next plan says of copies; see `HostKV.take`."""
-        return (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
-
     def swap_out(self, sequence: Sequence) -> bool:
         """Keep what a sequence has computed in the host's memory; False: there is no room.
 

@@ -17,7 +17,7 @@ from tokenpod.core.plan import GIVEN, LAST, StepPlan
 from tokenpod.core.step_limits import StepLimits
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.pool.given import VIRTUAL
-from tokenpod.scheduler.pool.radix import Slots, Tokens
+from tokenpod.scheduler.pool.radix import Slots
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
 from tokenpod.scheduler.steps.pieces import ChosenToken, Piece

@@ -22,7 +22,6 @@ from tokenpod.engine.steps.rounds import (
     Ints,
     Round,
     allowed,
-    drafts_of,
     mask_words,
     unmasked_rounds,
 )
@@ -104,13 +103,16 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             append_slots(self._runs[row], plan.t_slot[start : start + tokens])
             start += tokens
 
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
-        """Find drafts, small step after small step, and put them into the plan."""
+    def _propose(
+        self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StepExecutor._propose`: small step after small step."""
+        found = plan.t_token.astype(np.int64)
         for first in range(0, unknown.most, draft.each):
             which = unknown.counts > first
             planned, at = unknown.rows[which], unknown.firsts[which] + first
             rows, positions = plan.r_row[planned], plan.r_start[planned] + first
-            tokens = self._resolved(plan.t_token[at], rows)
+            tokens = self._resolved(found[at], rows)
             batch = self._small_step(rows, tokens, positions, plan.t_slot[at])
             n = min(draft.each, unknown.most - first)
             logits = draft.logits(batch, n).float().view(n, len(rows), -1)
@@ -119,8 +121,10 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
                 outputs = plan.r_output[planned[some]] + first + i
                 scores = scores[torch.from_numpy(some)]
                 drafts = self._sampler.propose(scores, rows[some].tolist(), outputs.tolist())
-                plan.t_token[at[some] + 1 + i] = drafts.numpy()
+                found[at[some] + 1 + i] = drafts.numpy()
         mailbox.drafted()
+        where = unknown.tokens
+        return torch.from_numpy(where), torch.from_numpy(found[where])
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
@@ -147,14 +151,16 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             logit_index=torch.arange(len(rows)),
         )
 
-    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
-        logits, _, scored = self._forward(plan, mailbox)
+    def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
+        del unknown
+        logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
         flight = Flight(mailbox, plan, scored)
         if logits is None:
             flight.send(None)
             return flight
-        drawing = _CpuDrawing(plan, logits.float(), self._sampler, self._last_token)
+        tokens = integers.t_token.numpy()
+        drawing = _CpuDrawing(plan, logits.float(), tokens, self._sampler, self._last_token)
         return self._finish(flight, drawing, unmasked_rounds(plan))
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
@@ -179,6 +185,7 @@ class _CpuDrawing(Drawing):
     Args:
         plan: the step's.
         logits: [n, vocab] float32.
+        t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
     """
@@ -187,11 +194,12 @@ class _CpuDrawing(Drawing):
         self,
         plan: StepPlan,
         logits: torch.Tensor,
+        t_token: Ints,
         sampler: CpuSampler | LeaderTokens,
         last_token: torch.Tensor,
     ) -> None:
         super().__init__(plan, logits, _NOTHING)
-        self._sampler, self._last_token = sampler, last_token
+        self._t_token, self._sampler, self._last_token = t_token, sampler, last_token
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """See `Drawing.draw`."""
@@ -199,7 +207,7 @@ class _CpuDrawing(Drawing):
         for turn in turns:
             right: slice | np.ndarray = slice(None)
             if turn.place:
-                right = self.drawn.tokens.numpy()[turn.before] == drafts_of(plan, turn)
+                right = self.drawn.tokens.numpy()[turn.before] == self._t_token[turn.behind]
             at, which = turn.at[right], turn.rows[right]
             if not len(at):
                 continue

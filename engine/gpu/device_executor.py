@@ -88,9 +88,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._masked_draws = MaskedDraws(sampler, self._last_token)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | None = None
-        #: Drafts for the step that is being launched, see `Proposals.find`.
-        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._unknown: Unknown | None = None
         #: How many drafts of each row's last step were right.
         self._accepted = torch.zeros_like(self._last_token)
         if draft is not None:
@@ -153,16 +150,13 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if self._proposals is not None:
             self._proposals.ahead.forget(rows)
 
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
+    def _propose(
+        self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._proposals is not None
-        self._found = self._proposals.find(plan, mailbox, unknown)
-        self._unknown = unknown
+        return self._proposals.find(plan, mailbox, unknown)
 
-    def _enter_drafts(self, integers: Integers) -> None:
-        if self._found is not None:
-            integers.t_token.index_copy_(0, *self._found)
-
-    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
+    def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
         scored: dict[int, PromptScores] = {}
         logits: torch.Tensor | None
         captured = self._filled(plan, mailbox)
@@ -172,8 +166,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         else:
             logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
-        unknown, self._found, self._unknown = self._unknown, None, None
-        flight = Flight(mailbox, plan, scored, unknown=unknown)
+        flight = Flight(mailbox, plan, scored)
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight

@@ -64,6 +64,8 @@ class StepResult:
     sample_ns: int = 0
     #: As many as tokens, from 1, 0 where nobody asked; or none.
     ranks: list[int] = field(default_factory=list)
+    #: What the executor found where the plan left drafts open, row after row.
+    drafts: list[int] = field(default_factory=list)
     #: The last step whose copies from the host's memory are there; None: all are.
     arrived: int | None = None
 

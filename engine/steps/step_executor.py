@@ -113,6 +113,8 @@ class StepExecutor(ABC, Generic[S]):
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         #: Of rows whose prompt is scored: what is asked of its tokens. Followers report nothing.
         self._wanted: dict[int, Wanted] = {}
+        #: Drafts for the step that is being launched, see `_propose`.
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         #: The last step, if it may wait for masks.
         self._unsampled: Flight | None = None
 
@@ -135,9 +137,10 @@ class StepExecutor(ABC, Generic[S]):
             unknown = Unknown.of(plan) if plan.drafts else None
             if unknown is not None:
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
-                self._propose(plan, mailbox, unknown, self._draft)
-            flight = self._run(plan, mailbox)
-            flight.copies = self._copies
+                self._found = self._propose(plan, mailbox, unknown, self._draft)
+                mailbox.post_drafts(self._found[1])
+            flight = self._run(plan, mailbox, unknown)
+            flight.copies, self._found = self._copies, None
             return flight
 
     def release(self, rows: Sequence[int]) -> None:
@@ -160,14 +163,16 @@ class StepExecutor(ABC, Generic[S]):
         """Note in `_runs` where the step's keys and values go."""
 
     @abstractmethod
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
-        """Find the drafts that a plan leaves open.
+    def _propose(
+        self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the drafts that a plan leaves open; the mailbox is marked when they are there.
 
-        It marks in the mailbox when they are there.
+        Returns which tokens of the step they are, row after row, and the drafts: [n] int64 each.
         """
 
     @abstractmethod
-    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
+    def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
         """Forward a step, whose rows and slots are known, and draw what need not wait."""
 
     @abstractmethod
@@ -177,9 +182,6 @@ class StepExecutor(ABC, Generic[S]):
     @abstractmethod
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens: in the place of `plan.LAST` what the row sampled last."""
-
-    def _enter_drafts(self, integers: Integers) -> None:
-        """Put drafts into the step's tokens that the device found and the plan lacks."""
 
     def _paged(self, integers: Integers) -> PagedRows | None:
         """The rows for kernels that gather by pointer."""
@@ -248,6 +250,11 @@ class StepExecutor(ABC, Generic[S]):
         logits = self._model.logits(hidden, batch) if plan.sampling else None
         return logits, integers, scored
 
+    def _enter_drafts(self, integers: Integers) -> None:
+        """Put the drafts that were found into the step's tokens."""
+        if self._found is not None:
+            integers.t_token.index_copy_(0, *self._found)
+
     def _fill(self, host: Integers, plan: StepPlan) -> None:
         fill(host, plan)
         if len(plan.r_masked):
@@ -285,7 +292,7 @@ class StepExecutor(ABC, Generic[S]):
 
     def _given(self, plan: StepPlan) -> GivenEmbeddings:
         index = given_tokens(plan)
-        rows = torch.from_numpy(plan.given).to(self._model.dtype)
+        rows = torch.tensor(plan.given, dtype=self._model.dtype)
         if len(plan.soft_index):
             assert self._adapters is not None, "a plan names adapters of a model without any"
             soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)

@@ -145,10 +145,6 @@ class KV:
         self.offload.fetch(sequence, self.extend(sequence, n))
         sequence.computed += n
 
-    def copies(self) -> tuple[Slots, Slots, list[int]]:
-        """What the next plan says of copies; see `Offload.take`."""
-        return (_NO_SLOTS, _NO_SLOTS, []) if self.offload is None else self.offload.take()
-
     def swap_out(self, sequence: Sequence) -> bool:
         """Keep what a sequence has computed in the host's memory; False: there is no room.
 

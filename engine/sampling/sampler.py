@@ -159,7 +159,7 @@ class LeaderTokens:
         return any(flags & DRAWS for flags in self._flags.values())
 
     def edits(self, rows: Sequence[int]) -> bool:
-        """See `Sampler.edits`."""
+        """Whether some of these rows' scores depend on the tokens that the row has drawn."""
         return any(self._flags[row] & EDITED for row in rows)
 
     def take_rows(self, plan: StepPlan) -> None:

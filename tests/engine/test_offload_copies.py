@@ -77,11 +77,3 @@ def test_what_comes_back_is_bit_for_bit_what_went(kind, on, monkeypatch):
         assert torch.equal(new[targets], old[sources])
         rest = [slot for slot in range(SLOTS + 1) if slot not in targets]
         assert not new[rest].any()
-
-
-@pytest.mark.parametrize("copies_of", [OffloadCopies, partial(DeviceCopies, device=DEVICE)])
-def test_a_pool_of_a_model_that_keeps_its_states_by_row_has_nothing_to_copy(copies_of):
-    pool = KVPool(layouts=[], slots=SLOTS, dtype=torch.float32, device=DEVICE)
-    copies = copies_of([pool], None)
-    copies.begin(step(1, []))
-    assert copies.arrived() is None

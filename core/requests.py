@@ -118,6 +118,12 @@ class Request(Message, frozen=True, array_like=True, tag=True):
         return self.virtual_tokens + len(self.prompt)
 
     @property
+    def timed(self) -> bool:
+        """Whether there is a moment at which it has to end, or to have begun."""
+        moments = self.deadline_at, self.begin_by, self.stopping.time_limit_at
+        return moments != (None, None, None)
+
+    @property
     def reported(self) -> list[int]:
         """The sequences whose tokens, ends and failures are reported."""
         return self.sequence_ids if self.beam is None else self.sequence_ids[: self.beam.n]

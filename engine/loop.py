@@ -178,17 +178,21 @@ class EngineLoop:
                 self.scheduler.watch_cache(wanted=message.wanted)
             case FlushCache():
                 self.scheduler.flush_cache()
-            case LoadAdapter() | UnloadAdapter() if self.adapters is None:
-                self.link.send(no_adapters(message))
-            case LoadAdapter():
-                self.adapters.load(message)
-            case UnloadAdapter():
-                self.adapters.unload(message)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(message)
             case Vocabulary():
                 if self.masked is not None:
                     self.masked.learn(message)
             case EngineOptions():
                 raise ValueError("EngineOptions is the first message only")
+
+    def _change_adapters(self, wanted: LoadAdapter | UnloadAdapter) -> None:
+        if self.adapters is None:
+            self.link.send(no_adapters(wanted))
+        elif isinstance(wanted, LoadAdapter):
+            self.adapters.load(wanted)
+        else:
+            self.adapters.unload(wanted)
 
     def _begin(self, requests: list[Request]) -> None:
         """Let constraints of new requests be compiled."""

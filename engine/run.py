@@ -78,15 +78,17 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
         forced_costs=Costs(),
     )
-    adapters = store and Adapters(
-        store,
-        scheduler.adapters,
-        ready.adapters,
-        root=options.adapter_folder,
-        most=options.max_loaded_adapters,
-        send=link.send,
-        followers=member.followers if member else None,
-    )
+    adapters: Adapters | None = None
+    if store is not None:
+        adapters = Adapters(
+            store,
+            scheduler.adapters,
+            ready.adapters,
+            root=options.adapter_folder,
+            most=options.max_loaded_adapters,
+            send=link.send,
+            followers=member.followers if member else None,
+        )
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
     masked = MaskedSteps(masks, overlap=overlap)

@@ -19,6 +19,7 @@ from collections.abc import Sequence as Listing
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
 from tokenpod.core.outputs import (
@@ -131,13 +132,14 @@ class Scheduler:
         )
         self._routed = RouterSteps(self.kv, self._rows, self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
-        #: In the order in which they settle.
-        self._planners: tuple[StepPlanner, ...] = (self._batcher, self._routed, self._probes)
+        #: Those that have had a sequence, in the order in which they settle.
+        self._planners: tuple[StepPlanner, ...] = (self._batcher,)
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         self._pace = Pace(limits.prefill_tokens)
         self._deadlines = Deadlines(self._sequences, self.kv, self._pace)
         self._vectors = VectorIds()
+        self._step_limits = limits.step
         self._clock = StepClock()
         self._cache_log: BlockLog | None = None
         self._steps = 0
@@ -163,12 +165,14 @@ class Scheduler:
             self._count_end(EndState.IGNORED)
             return
         if request.probe:
+            self._planners = (self._batcher, self._routed, self._probes)
             self._probes.add(*self._make(request, self._probes))
             return
         samples = self._make(request, self._batcher)
         for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
             self._queue.add(together)
-        self._deadlines.add(samples[0])
+        if request.timed:
+            self._deadlines.add(samples[0])
 
     def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
@@ -176,6 +180,7 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
+        self._planners = (self._batcher, self._routed, self._probes)
         fresh = [s for request in op.start for s in self._make(request, self._routed)]
         for sequence in fresh:
             self._queue.add([sequence])
@@ -196,26 +201,30 @@ class Scheduler:
         """Why a request can never run; None: it can."""
         if problem := never_fits(request, self.limits):
             return problem, FailureCode.INVALID_ARGUMENT
-        if not self.adapters.knows(request.adapter):
+        if request.adapter and not self.adapters.knows(request.adapter):
             return "its adapter has been unloaded", FailureCode.NOT_FOUND
         return None
 
     def _make(self, request: Request, planner: Planner) -> list[Sequence]:
         """The sequences of a request, which nobody has queued yet."""
-        if not self.adapters.knows(request.adapter):
+        if request.adapter and not self.adapters.knows(request.adapter):
             # A router's: it is the base model's then, as of any other name.
             changes = {"adapter": 0, "virtual_tokens": 0, "virtual_kv": False}
             request = msgspec.structs.replace(request, **changes)
-        prompt, table = self._vectors.prompt_of(request), self.kv.table
+        if request.given or request.virtual_tokens:
+            prompt = self._vectors.prompt_of(request)
+        else:
+            prompt = np.array(request.prompt, np.int32)
         streams = range(len(request.sequence_ids))
-        samples = [Sequence(request, i, prompt, table, planner) for i in streams]
+        samples = [Sequence(request, i, prompt, self.kv.table, planner) for i in streams]
         group = None if request.beam is None else Group(request, request.beam, samples)
         together = [*samples]
         for sequence in samples:
             self._sequences[sequence.id] = sequence
             sequence.samples = together
             sequence.group = group
-            self.adapters.enter(sequence)
+            if request.adapter:
+                self.adapters.enter(sequence)
         if self._drafting:
             self._drafting.began(samples)
         return samples
@@ -244,16 +253,16 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any sequence could be advanced."""
-        waiting = len(self._queue) + len(self._probes) + len(self._constrained.held)
-        return bool(self._batcher.running or waiting or self._routed.ops)
+        waiting = len(self._queue) or self._constrained.held or self._probes.waiting
+        return bool(self._batcher.running or waiting or self._routed.ops or self._probes.running)
 
     def load(self) -> Load:
         """The counts that go to the service with every step."""
         kv, queue, held = self.kv, self._queue, self._constrained
         load = Load(
-            running=self._batcher.running + len(self._routed.sequences),
+            running=self._batcher.running + len(self._routed.admitted),
             waiting=len(queue) - queue.swapped + len(held.held),
-            waiting_tokens=queue.tokens + held.held_tokens,
+            waiting_tokens=queue.tokens + (held.held_tokens if held.held else 0),
             slots=kv.total - PROBE_TOKENS,
             free_slots=max(kv.free - PROBE_TOKENS, 0),
             evictable_slots=kv.tree.evictable,
@@ -261,7 +270,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             evicted_tokens=kv.tree.evicted,
-            adapters=len(self.adapters.in_use),
+            adapters=len(self.adapters.in_use) if kv.table.adapted else 0,
             swapped=queue.swapped,
             ended=self._ended,
             drafted_at=[*self._drafted],
@@ -296,7 +305,7 @@ class Scheduler:
         self._end_late(now)
         self._end_constrained()
         self._admit()
-        builder = StepBuilder(self.kv, now, self.limits.step, self._rows.free)
+        builder = StepBuilder(self.kv, now, self._step_limits, self._rows.free)
         offload = self.kv.offload
         if offload is not None:
             offload.step = self._steps + 1
@@ -311,14 +320,12 @@ class Scheduler:
             return None
         self._steps += 1
         builder.gap = self._clock.planned(now)
-        rows = self._rows
-        return builder.finish(
-            self._steps,
-            rows.take_fresh(),
-            rows.take_freed(),
-            self.adapters.take_puts(),
-            self.adapters.take_ready(self.kv.pool.take_unfilled()),
-        )
+        fresh, freed = self._rows.take_fresh(), self._rows.take_freed()
+        if not self.adapters.pending:
+            return builder.finish(self._steps, fresh, freed)
+        puts = self.adapters.take_puts()
+        ready = self.adapters.take_ready(self.kv.pool.take_unfilled())
+        return builder.finish(self._steps, fresh, freed, puts, ready)
 
     def settle(
         self,
@@ -342,7 +349,8 @@ class Scheduler:
         """
         took = self._clock.settled(step.planned_at, now)
         self._pace.note(step.prompt_tokens, took)
-        self.forced.settled(step, took)
+        if len(step.plan.r_masked):
+            self.forced.settled(step, took)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
         drafted = self._check_drafts(step, tokens, took, drafting_ns)
@@ -370,7 +378,8 @@ class Scheduler:
         sequences makes that next step fail.
         """
         events, self._events = self._events, Settled()
-        events.advanced += self._routed.answers()
+        if self._routed.ops:
+            events.advanced += self._routed.answers()
         return events
 
     @property
@@ -394,12 +403,13 @@ class Scheduler:
         if self._routed.ops:
             of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
             running = self._batcher.running
-            share = step.drafts_left * running // max(running + len(self._routed.sequences), 1)
+            share = step.drafts_left * running // max(running + len(self._routed.admitted), 1)
             with step.kept_drafts(share):
                 self._routed.next_rows(step, of_routers, self._routed.reserved)
         left = budget - step.prompt_tokens
         self._batcher.next_rows(step, left, self._slots_for_batcher)
-        self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
+        if self._probes.waiting:
+            self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
 
     def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""
@@ -560,14 +570,16 @@ class Scheduler:
         self._rows.give_back(sequence)
         sequence.planner.released(sequence)
         self._queue.freed()
-        self._deadlines.forget(sequence.id)
+        if sequence.request.timed:
+            self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
-        self.adapters.leave(sequence)
+        if sequence.request.adapter:
+            self.adapters.leave(sequence)
         sequence.leave()
 
     def _end_late(self, now: int) -> None:
         """End whoever is late, and whoever will be."""
-        if not self._deadlines.watches:
+        if not self._deadlines.watched:
             return
         for sequence, problem in self._deadlines.late(now, self._computed_next()):
             if problem is not None:

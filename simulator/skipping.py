@@ -52,9 +52,11 @@ class SkippingScheduler(Scheduler):
         Such steps hold a token of the same rows, nobody joins, and each row has room for its slots.
         At most `most`; 0 if that can't be said.
         """
-        if most < 1 or self._queue.may_admit or self._routed.ops or len(self._probes):
+        if most < 1 or self._queue.may_admit or self._routed.ops:
             return 0
-        if self._deadlines.watches or not self._batcher.holds_only(step.places):
+        if self._probes.waiting or self._probes.running:
+            return 0
+        if self._deadlines.watched or not self._batcher.holds_only(step.places):
             return 0
         table = self.kv.table
         left = (table.bound[step.places] - table.computed[step.places]).min()

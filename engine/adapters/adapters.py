@@ -52,7 +52,7 @@ class OwnAdapters:
         self._reader = Reader(self.pace)
 
     def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
-        """See `follower.FollowerAdapters`."""
+        """Read an adapter beside the steps, and tell what came of it."""
         store = self._store
         assert store is not None, "the leader has slots, and so have all"
 
@@ -63,7 +63,7 @@ class OwnAdapters:
         self._reader.submit(read)
 
     def drop(self, number: int) -> None:
-        """See `follower.FollowerAdapters`."""
+        """Forget an adapter."""
         assert self._store is not None
         self._store.drop(number)
 

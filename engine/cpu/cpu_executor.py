@@ -32,7 +32,6 @@ from tokenpod.kernels.offload_pool import OffloadPool
 from tokenpod.kernels.pool import KVPool
 
 _CPU = torch.device("cpu")
-_NOTHING = Samples.nothing(0, 0)
 
 
 class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
@@ -65,7 +64,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            copies=offload and OffloadCopies(pools_of(pool, draft), offload),
+            copies=None if offload is None else OffloadCopies(pools_of(pool, draft), offload),
             adapters=adapters,
             draft=draft,
         )
@@ -106,7 +105,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
     def _propose(
         self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StepExecutor._propose`: small step after small step."""
+        """Find the drafts that a plan leaves open, small step after small step."""
         found = plan.t_token.astype(np.int64)
         for first in range(0, unknown.most, draft.each):
             which = unknown.counts > first
@@ -159,9 +158,20 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         if logits is None:
             flight.send(None)
             return flight
+        if not plan.drafts and not len(plan.r_masked):
+            flight.send(self._draw(plan, logits.float()))
+            return flight
         tokens = integers.t_token.numpy()
         drawing = _CpuDrawing(plan, logits.float(), tokens, self._sampler, self._last_token)
         return self._finish(flight, drawing, unmasked_rounds(plan))
+
+    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
+        """One token for each row that is sampled; none waits for a mask or follows a draft."""
+        sampled = plan.r_samples.nonzero()[0]
+        rows = plan.r_row[sampled]
+        samples = self._sampler.sample(logits, rows.tolist(), plan.r_output[sampled].tolist())
+        self._last_token.numpy()[rows] = samples.tokens.numpy()
+        return samples
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
         del mailbox
@@ -180,7 +190,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
 
 
 class _CpuDrawing(Drawing):
-    """Draws a step's samples on the CPU.
+    """Draws the samples of a step with drafts or masks on the CPU.
 
     Args:
         plan: the step's.
@@ -198,11 +208,11 @@ class _CpuDrawing(Drawing):
         sampler: CpuSampler | LeaderTokens,
         last_token: torch.Tensor,
     ) -> None:
-        super().__init__(plan, logits, _NOTHING)
+        super().__init__(plan, logits, Samples.nothing(len(logits), MOST_TOP_TOKENS, ranks=True))
         self._t_token, self._sampler, self._last_token = t_token, sampler, last_token
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
-        """See `Drawing.draw`."""
+        """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
         plan = self.plan
         for turn in turns:
             right: slice | np.ndarray = slice(None)
@@ -219,12 +229,7 @@ class _CpuDrawing(Drawing):
             rows = plan.r_row[which]
             outputs = (plan.r_output[which] + turn.place).tolist()
             samples = self._sampler.sample(logits, rows.tolist(), outputs, bits)
-            if len(at) == len(self.logits):
-                self.drawn = samples
-            else:
-                if self.drawn is _NOTHING:
-                    self.drawn = Samples.nothing(len(self.logits), MOST_TOP_TOKENS, ranks=True)
-                self._put(samples, torch.from_numpy(at))
+            self._put(samples, torch.from_numpy(at))
             tokens = samples.tokens.numpy()
             # A bad row's token is never used; that it stays is good for one that was not sampled.
             drew = slice(None) if masks is None and not turn.place else tokens >= 0

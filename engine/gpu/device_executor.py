@@ -74,6 +74,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         offload: OffloadPool | None = None,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
+        copies: DeviceCopies | None = None
+        if offload is not None:
+            copies = DeviceCopies(pools_of(pool, draft), offload, device)
         super().__init__(
             model,
             pool,
@@ -81,7 +84,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
-            copies=offload and DeviceCopies(pools_of(pool, draft), offload, device),
+            copies=copies,
             adapters=adapters,
             draft=draft,
         )
@@ -145,7 +148,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return mailbox
 
     def release(self, rows: Sequence[int]) -> None:
-        """See `StepExecutor.release`."""
+        """Forget these rows, as a plan's `freed` does."""
         super().release(rows)
         if self._proposals is not None:
             self._proposals.ahead.forget(rows)
@@ -236,7 +239,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def computed(
         self, integers: Integers, rows: RaggedRows, *, decode: bool, follow: bool
     ) -> torch.Tensor:
-        """See `CapturableSteps`: the model, and the first draw, which is that of greedy rows.
+        """Launch the model, and the first draw, which is that of greedy rows.
 
         Of mixed steps, rows that decode are fewer than there is room for; what their kernel writes
         beyond them, zeros, is overwritten by the one that follows, for rows of several tokens.
@@ -260,17 +263,17 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return logits
 
     def follow(self, integers: Integers, rows: RaggedRows) -> None:
-        """See `CapturableSteps`."""
+        """Launch what follows a step with drafts."""
         assert self._draft is not None
         batch = self._batch(integers, rows, integers.t_token)
         self._draft.follow(self._of_draft(batch, integers))
 
     def draw_masked(self, counts: Counts, integers: Integers, logits: torch.Tensor) -> None:
-        """See `CapturableSteps`."""
+        """Launch the draws of rows under masks."""
         self._masked_draws.launch(counts, integers, logits)
 
     def padding(self, counts: Counts) -> torch.Tensor:
-        """See `CapturableSteps`."""
+        """[words] int64: the integers of a step of padding alone."""
         host = np.zeros(counts.words, np.int64)
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)

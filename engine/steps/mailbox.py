@@ -280,7 +280,8 @@ class Flight:
         # are made then.
         urgent = bool((self.plan.r_samples > 1).any()) or self.plan.waits_for_masks
         result = self._mailbox.receive(self._posted, urgent=urgent)
-        result = row_after_row(self.plan, result, self._there)
+        if self._there or self.plan.drafts:
+            result = row_after_row(self.plan, result, self._there)
         arrived = self.copies.arrived() if self.copies else None
         return result if arrived is None else replace(result, arrived=arrived)
 

@@ -242,10 +242,8 @@ class StepExecutor(ABC, Generic[S]):
         scored: dict[int, PromptScores] = {}
         if len(plan.scored_token):
             for at, following in scored_rows(plan):
-                first, asked = (
-                    int(plan.r_tokens[:at].sum()),
-                    self._wanted.get(int(plan.r_row[at]), NOTHING_ELSE),
-                )
+                asked = self._wanted.get(int(plan.r_row[at]), NOTHING_ELSE)
+                first = int(plan.r_tokens[:at].sum())
                 scored[at] = self._score_prompt(following, hidden, batch, first, asked)
         logits = self._model.logits(hidden, batch) if plan.sampling else None
         return logits, integers, scored

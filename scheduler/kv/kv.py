@@ -109,18 +109,19 @@ class KV:
         self.tree.unlock(found)
         self.tree.unlock(node)
         sequence.begin_after(end, virtual)
-        if not sequence.began_at:
-            sequence.cached += sequence.offloaded.to_fetch
+        if self.offload is not None and not sequence.began_at:
+            sequence.cached += self.offload.to_fetch(sequence)
         self.pool.unfilled.update(slots.tolist())
         return slots
 
     def known(self, sequence: Sequence) -> int:
         """Needed tokens that are computed, or if the sequence has not begun, need not be."""
+        offload = self.offload
         if sequence.node is not None:
-            return sequence.computed + sequence.offloaded.to_fetch
+            return sequence.computed + (0 if offload is None else offload.to_fetch(sequence))
         cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
         cached = max(cached, sequence.ready_tokens)
-        return cached if self.offload is None else self.offload.known(sequence, cached)
+        return cached if offload is None else offload.known(sequence, cached)
 
     def follow(self, sibling: Sequence, first: Sequence) -> None:
         """Begin a sample with the prompt of the first one, which has just been published."""
@@ -141,7 +142,7 @@ class KV:
     def fetch(self, sequence: Sequence) -> None:
         """Have what the host's memory has of a sequence copied. Raises OutOfSlots."""
         assert self.offload is not None
-        n = sequence.offloaded.to_fetch
+        n = self.offload.to_fetch(sequence)
         self.offload.fetch(sequence, self.extend(sequence, n))
         sequence.computed += n
 
@@ -160,10 +161,10 @@ class KV:
 
     def prefix_slots(self, sequence: Sequence) -> Slots:
         """[n] the slots of the cached prefix and of what is copied behind it, int64, at first."""
-        node, copied = sequence.node, sequence.offloaded.end - sequence.shared
+        node, offloaded = sequence.node, sequence.offloaded
         assert node is not None
         slots = _NO_SLOTS if node.parent is None else self.tree.slots(node)
-        if copied > 0:
+        if offloaded is not None and (copied := offloaded.end - sequence.shared) > 0:
             slots = np.append(slots, slots_of(sequence.extents, sequence.shared, copied))
         if sequence.tails is None:
             return slots

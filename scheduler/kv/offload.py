@@ -20,7 +20,7 @@ import numpy as np
 from tokenpod.core.capacity import BLOCK
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.scheduler.pool.block_keys import Key, next_key, root_key
-from tokenpod.scheduler.pool.offload_tier import OffloadTier
+from tokenpod.scheduler.pool.offload_tier import Offloaded, OffloadTier
 from tokenpod.scheduler.pool.radix import Node, Slots, Tokens
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.work import Limits
@@ -107,7 +107,8 @@ class Offload:
             assert place is not None
             tier.pin([keys[at]], private=not self._caching or (at + 1) * self._block > n)
             self._copy_out(keys[at], slots[at * self._block : (at + 1) * self._block], place)
-        sequence.offloaded.kept, sequence.offloaded.swapped = keys, n
+        offloaded = _of(sequence)
+        offloaded.kept, offloaded.swapped = keys, n
         self.swapped_tokens += n
         return True
 
@@ -119,7 +120,7 @@ class Offload:
 
     def begin(self, sequence: Sequence, cached: int) -> None:
         """Find and pin what is there behind the first positions, which need not be computed."""
-        offloaded = sequence.offloaded
+        offloaded = _of(sequence)
         offloaded.blocks, end = self._found(sequence, cached)
         offloaded.first, offloaded.end = cached // self._block, cached
         offloaded.to_fetch = max(end - cached, 0)
@@ -131,7 +132,7 @@ class Offload:
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`: nothing is copied."""
-        offloaded = sequence.offloaded
+        offloaded = _of(sequence)
         if not sequence.began_at:
             sequence.cached = sequence.shared
         self.tier.unpin(offloaded.blocks)
@@ -139,13 +140,17 @@ class Offload:
 
     def came_back(self, sequence: Sequence) -> None:
         """A sequence runs again, or has ended: `begin` has pinned what it needs."""
-        offloaded = sequence.offloaded
+        offloaded = _of(sequence)
         self.tier.unpin(offloaded.kept)
         offloaded.kept, offloaded.swapped = [], 0
 
+    def to_fetch(self, sequence: Sequence) -> int:
+        """Tokens behind its computed ones that are to be copied from there."""
+        return _of(sequence).to_fetch
+
     def fetch(self, sequence: Sequence, slots: Slots) -> None:
         """Copy what is there into slots, [to_fetch], with the step that is planned."""
-        offloaded, start = sequence.offloaded, sequence.computed
+        offloaded, start = _of(sequence), sequence.computed
         positions = np.arange(start, start + len(slots))
         where = np.array([self.tier.slot(key) for key in offloaded.blocks], np.int64)
         places = where[positions // self._block - offloaded.first] + positions % self._block
@@ -176,7 +181,7 @@ class Offload:
         landed = []
         while self._flying and self._flying[0][0] <= step:
             self._landed, sequence = self._flying.popleft()
-            sequence.offloaded.flying = False
+            _of(sequence).flying = False
             sequence.in_flight -= 1
             landed.append(sequence)
         return landed
@@ -213,9 +218,9 @@ class Offload:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless sequences have pinned what is pinned."""
         pins = Counter(self._busy)
-        for sequence in sequences:
-            pins.update(sequence.offloaded.blocks)
-            pins.update(sequence.offloaded.kept)
+        for offloaded in map(_of, sequences):
+            pins.update(offloaded.blocks)
+            pins.update(offloaded.kept)
         self.tier.check(pins)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -228,7 +233,7 @@ class Offload:
     def _found(self, sequence: Sequence, cached: int) -> tuple[list[Key], int]:
         """The blocks that are there from that of position `cached` on, and where they end."""
         usable = sequence.needed - 1
-        swapped = sequence.offloaded.swapped
+        swapped = _of(sequence).swapped
         if sequence.scored or not (self._caching or swapped) or usable <= cached:
             return [], 0
         first = cached // self._block
@@ -241,7 +246,7 @@ class Offload:
             found.append(key)
         end = (first + len(found)) * self._block
         if swapped % self._block and end == swapped - swapped % self._block:
-            found.append(sequence.offloaded.kept[-1])
+            found.append(_of(sequence).kept[-1])
             end = swapped
         for key in reversed(found):
             self.tier.use(key)
@@ -249,7 +254,7 @@ class Offload:
 
     def _keys(self, sequence: Sequence, tokens: Tokens, first: int, end: int) -> list[Key]:
         """Keys of the blocks `first` to `end` of a sequence's tokens."""
-        keys = sequence.offloaded.keys
+        keys = _of(sequence).keys
         if not keys:
             keys.append(root_key(sequence.request.salt))
         for at in range(len(keys) - 1, end):
@@ -259,7 +264,14 @@ class Offload:
     def _tail_key(self, sequence: Sequence, tokens: Tokens) -> Key:
         """The key of what is left of these tokens behind whole blocks: no whole block has it."""
         whole = len(tokens) // self._block
-        return next_key(sequence.offloaded.keys[whole], tokens[whole * self._block :])
+        return next_key(_of(sequence).keys[whole], tokens[whole * self._block :])
+
+
+def _of(sequence: Sequence) -> Offloaded:
+    """What of a sequence lies there."""
+    if sequence.offloaded is None:
+        sequence.offloaded = Offloaded()
+    return sequence.offloaded
 
 
 def offload_of(limits: Limits) -> Offload | None:

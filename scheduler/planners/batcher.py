@@ -95,13 +95,13 @@ class Batcher(Planner):
     def running(self) -> int:
         """Admitted sequences."""
         queued = sum(map(len, self._siblings.values())) + len(self._ready) + len(self._prefilling)
-        decoding = len(self._decoding) + self._beams.running
-        return queued + decoding + len(self._vacating)
+        searching = self._beams.running if self._beams.groups else 0
+        return queued + len(self._decoding) + searching + len(self._vacating)
 
     @property
     def has_prompts(self) -> bool:
         """Whether prompt tokens are to be computed."""
-        return bool(self._ready) or any(not s.offloaded.flying for s in self._prefilling)
+        return bool(self._ready) or any(not s.fetching for s in self._prefilling)
 
     @property
     def prefilling(self) -> list[Sequence]:
@@ -121,7 +121,8 @@ class Batcher(Planner):
     def add_to(self, ledger: Ledger) -> None:
         """See `StepPlanner`."""
         ledger.decoding(*self._decoding.all())
-        self._beams.add_to(ledger)
+        if self._beams.groups:
+            self._beams.add_to(ledger)
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:
             ledger.prefilling(sequence)
@@ -147,7 +148,7 @@ class Batcher(Planner):
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """See `StepPlanner`. Slots are never too few under exact admission."""
         portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
-        beams = self._beams.wanted if portion.decode else 0
+        beams = self._beams.wanted if portion.decode and self._beams.groups else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
         if len(sequences) + beams + self.has_prompts > slots:
             slots = self._make_room(slots, decode=portion.decode)
@@ -242,7 +243,7 @@ class Batcher(Planner):
         Others may not have ended by then. So all must be able to have theirs up to their bounds,
         in whatever order. (Nor are there drafts beside beams, which are counted otherwise.)
         """
-        wanted = (self._drafting or self._forced.known) and not self._beams.running
+        wanted = (self._drafting or self._forced.known) and not self._beams.groups
         return bool(wanted) and self._to_come <= slots
 
     @property
@@ -257,7 +258,7 @@ class Batcher(Planner):
         """Add pieces of prompts, in the order of admission."""
         budget = min(prompt_tokens, slots)
         for sequence in [*self._ready, *self._prefilling] if budget > 0 else []:
-            if sequence.offloaded.late:
+            if sequence.late:
                 continue
             if budget <= 0:
                 break
@@ -279,7 +280,7 @@ class Batcher(Planner):
         may run but what waits for copies.
         """
         for sequence in self._prefilling:
-            n = sequence.offloaded.to_fetch
+            n = offload.to_fetch(sequence)
             if n >= slots:
                 offload.withdraw(sequence)
             elif n:
@@ -294,7 +295,9 @@ class Batcher(Planner):
 
     def _wanted(self, *, decode: bool) -> int:
         """Slots for the next token of all that decode, if they do, and for one of a prompt."""
-        decoding = len(self._decoding.next()[0]) + self._beams.wanted
+        decoding = len(self._decoding.next()[0])
+        if self._beams.groups:
+            decoding += self._beams.wanted
         return decoding * decode + self.has_prompts
 
     def _make_room(self, slots: int, *, decode: bool) -> int:

@@ -36,16 +36,13 @@ class Deadlines:
         self._kv = kv
         self._pace = pace
         self._moments = _Moments()
+        #: Ids of sequences that have a moment.
+        self.watched = self._moments.watched
         #: First samples of requests that came since the last look.
         self._new: list[Sequence] = []
 
-    @property
-    def watches(self) -> bool:
-        """Whether any request has a moment, or has not been looked at."""
-        return bool(self._new or self._moments)
-
     def add(self, first: Sequence) -> None:
-        """Watch a new request, by its first sample."""
+        """Watch a new request with a moment (`Request.timed`), by its first sample."""
         self._new.append(first)
         self._moments.add(first.request)
 
@@ -106,10 +103,7 @@ class _Moments:
 
     def __init__(self) -> None:
         self._moments: list[tuple[int, int]] = []
-        self._watched: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._watched)
+        self.watched: set[int] = set()
 
     def add(self, request: Request) -> None:
         """Watch a request's moments: its samples' end, and its beginning, which is the first's."""
@@ -119,13 +113,13 @@ class _Moments:
         for moment, sequence_id in watched:
             if moment is not None:
                 heapq.heappush(self._moments, (moment, sequence_id))
-                self._watched.add(sequence_id)
+                self.watched.add(sequence_id)
 
     def forget(self, sequence_id: int) -> None:
         """A sequence is gone: clients whose deadlines are an hour away must not pile up here."""
-        self._watched.discard(sequence_id)
-        if len(self._moments) > 4 * len(self._watched) + _LEFTOVERS:
-            self._moments = [each for each in self._moments if each[1] in self._watched]
+        self.watched.discard(sequence_id)
+        if len(self._moments) > 4 * len(self.watched) + _LEFTOVERS:
+            self._moments = [each for each in self._moments if each[1] in self.watched]
             heapq.heapify(self._moments)
 
     def passed(self, now: int) -> list[int]:
@@ -133,6 +127,6 @@ class _Moments:
         passed = []
         while self._moments and self._moments[0][0] <= now:
             sequence_id = heapq.heappop(self._moments)[1]
-            if sequence_id in self._watched:
+            if sequence_id in self.watched:
                 passed.append(sequence_id)
         return passed

@@ -134,7 +134,7 @@ class Ledger:
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """Add sequences whose slots will be free once what is in flight has settled."""
         for sequence in sequences:
-            self._add(_Kind.STAYING if sequence.offloaded.flying else _Kind.LEAVING, [sequence])
+            self._add(_Kind.STAYING if sequence.fetching else _Kind.LEAVING, [sequence])
 
     def reserved(self, sequence: Sequence) -> None:
         """Add one whose whole bound must stay reserved: a router decides when it runs."""
@@ -283,7 +283,7 @@ class Ledger:
             if kind >= _Kind.PROMPT:
                 one = first or sequences[0]
                 beams[at : at + len(sequences)] = one.group is not None
-                late[at : at + len(sequences)] = one.offloaded.late
+                late[at : at + len(sequences)] = one.late
             at += len(sequences)
         return beams, late
 

@@ -37,11 +37,6 @@ class Offloaded:
     #: Keys of the first blocks of its tokens, after that of its salt, as far as known.
     keys: list[Key] = field(default_factory=list)
 
-    @property
-    def late(self) -> bool:
-        """Whether nobody knows when its next tokens can be computed."""
-        return self.flying or self.to_fetch > 0
-
 
 class OffloadTier:
     """Which blocks are there.

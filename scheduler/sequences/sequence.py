@@ -180,8 +180,8 @@ class Sequence:
         self.node: Node | None = None
         #: Private slots, by position.
         self.extents: list[Extent] = []
-        #: What of it lies in the host's memory.
-        self.offloaded = Offloaded()
+        #: What of it lies in the host's memory, where anything does; see `Offload`.
+        self.offloaded: Offloaded | None = None
         #: Of a beam: what it has in place of `extents`, together with the others of its search.
         self.tails: Tails | None = None
         #: Of a beam: its search.
@@ -286,6 +286,16 @@ class Sequence:
     def scored(self) -> bool:
         """Whether log probabilities of the prompt's tokens are wanted of the next steps."""
         return self.request.prompt_logprobs and self.stream == 0 and not self.outputs
+
+    @property
+    def fetching(self) -> bool:
+        """Whether copies to its slots are under way."""
+        return self.offloaded is not None and self.offloaded.flying
+
+    @property
+    def late(self) -> bool:
+        """Whether it waits for copies: nobody knows when its next tokens can be computed."""
+        return self.offloaded is not None and (self.offloaded.flying or self.offloaded.to_fetch > 0)
 
     @property
     def private(self) -> int:

@@ -92,9 +92,11 @@ class CpuSampler(Sampler):
             logits = logits + _forbidden(masks, self._vocab_size)
         columns = self._words[rows].view(self._table.dtype)[:, 0]
         flags = columns["flags"]
-        tokens = argmax(logits)
-        best = logits.numpy()[np.arange(len(rows)), tokens.numpy()]
-        bad = torch.from_numpy(~np.isfinite(best))
+        values = logits.numpy()
+        # The lowest id in ties; a NaN counts as highest.
+        best = values.argmax(axis=1)
+        bad = torch.from_numpy(~np.isfinite(values[np.arange(len(rows)), best]))
+        tokens = torch.from_numpy(best)
         if not flags.any():
             # The best tokens are all that anybody wants to know.
             tokens.masked_fill_(bad, -1)

@@ -12,7 +12,7 @@ found, which kernels draw, and in what is captured.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -29,7 +29,7 @@ from tokenpod.engine.sampling.prompt_scores import (
 )
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.engine.steps.executor import Model, new_rows, scored_rows
+from tokenpod.engine.steps.executor import Model
 from tokenpod.engine.steps.integers import Integers, fill, given_tokens
 from tokenpod.engine.steps.mailbox import Flight, Mailbox
 from tokenpod.engine.steps.offload_copies import OffloadCopies
@@ -209,7 +209,7 @@ class StepExecutor(ABC, Generic[S]):
             self._pool.take_row(row, len(new.request.prompt))
             if new.request.prompt_logprobs:
                 self._wanted[row] = Wanted.of(new.request)
-        for row, prefix in new_rows(plan):
+        for row, prefix in _new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
         if len(plan.prefix_slot) and self._row_table.numel():
@@ -323,3 +323,17 @@ class StepExecutor(ABC, Generic[S]):
         else:
             self._unsampled = flight
         return flight
+
+
+def _new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
+    """Each row that a sequence takes, and the slots of its cached prefix."""
+    ends = plan.n_prefix.cumsum().tolist()
+    for row, n, end in zip(plan.n_row.tolist(), plan.n_prefix.tolist(), ends, strict=True):
+        yield row, plan.prefix_slot[end - n : end]
+
+
+def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
+    """Each row of the plan whose tokens' log probabilities are asked for, and what follows them."""
+    ends = plan.r_scored.cumsum()
+    for row in np.flatnonzero(plan.r_scored).tolist():
+        yield row, plan.scored_token[ends[row] - plan.r_scored[row] : ends[row]]

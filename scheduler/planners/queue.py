@@ -223,7 +223,7 @@ class Queue:
 
     def _begin_fitting(self, limit: int, planners: Iterable[StepPlanner]) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
-        ledger, rows = Ledger(self._admission), self._rows.free
+        ledger, rows = Ledger(self._admission, self._kv.tree), self._rows.free
         for planner in planners:
             planner.add_to(ledger)
         adapters, is_full = self._adapters.in_used_slots, False

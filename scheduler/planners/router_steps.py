@@ -290,6 +290,8 @@ class Probes(Planner):
 
     def add_to(self, ledger: Ledger) -> None:
         """See `StepPlanner`: what probes take is nobody else's."""
+        if self._running is not None:
+            ledger.apart(self._running)
 
     def settle(self, step: Step | None) -> None:
         """See `StepPlanner`: nothing follows a probe's token."""

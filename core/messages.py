@@ -263,7 +263,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: are part of the model.
     adapters: list[tuple[str, str]] = []
     lora_fuse: bool = False
-    #: Who may join, by name (see scheduler/policies/registry.py).
+    #: Who may join, by name (see scheduler/policies/by_name.py).
     admission: str = "exact"
     #: What a step holds, likewise; and TGI's numbers for "alternate".
     batching: str = "mixed"

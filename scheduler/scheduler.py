@@ -43,7 +43,7 @@ from tokenpod.scheduler.planners.planner import StepPlanner
 from tokenpod.scheduler.planners.queue import Queue
 from tokenpod.scheduler.planners.refusals import malformed, never_fits, too_much
 from tokenpod.scheduler.planners.router_steps import Probes, RouterSteps
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Batching, Mixed
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.pool.blocks import BlockLog
@@ -62,7 +62,7 @@ from tokenpod.scheduler.sequences.sequence import (
 )
 from tokenpod.scheduler.sequences.table import Table
 from tokenpod.scheduler.sequences.work import Limits, Settled
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import Pace
 from tokenpod.scheduler.steps.step import Step, StepBuilder
 from tokenpod.scheduler.steps.step_clock import StepClock
 from tokenpod.scheduler.steps.step_times import Costs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.simulator.step_times import StepSize, StepTimes, fitted
+from tokenpod.simulator.machine_times import StepSize, StepTimes, fitted
 
 
 @dataclass(frozen=True, slots=True)

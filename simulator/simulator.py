@@ -23,8 +23,8 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
+from tokenpod.simulator.machine_times import Ints, StepSize, StepTimes
 from tokenpod.simulator.skipping import SkippingScheduler
-from tokenpod.simulator.step_times import Ints, StepSize, StepTimes
 from tokenpod.simulator.token_times import TokenTimes
 from tokenpod.simulator.trace import Arrival
 

@@ -24,10 +24,10 @@ from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.kv.offload import HostKV
 from tokenpod.scheduler.kv.preemption import Preemption
-from tokenpod.scheduler.planners.beams import Beams
+from tokenpod.scheduler.planners.beam_steps import Beams
 from tokenpod.scheduler.planners.planner import add_decoding
 from tokenpod.scheduler.planners.queue import Queue
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Batching, Joining
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.sequences.rows import Rows

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.sequences.sequence import Sequence
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import Pace
 
 #: Moments of sequences that are gone, which are not worth a clean-up.
 _LEFTOVERS = 64

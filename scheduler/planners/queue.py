@@ -15,7 +15,7 @@ from itertools import islice
 
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.planners.planner import StepPlanner
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Joining
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots, needs_slot

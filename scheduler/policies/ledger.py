@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.policies.admission import SLACK, Admission, Needs
+from tokenpod.scheduler.policies.admission_policy import SLACK, Admission, Needs
 from tokenpod.scheduler.policies.peak import FOREVER, peak_tokens
 from tokenpod.scheduler.pool.radix import Node, RadixTree, new_ledger_number, path
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence

@@ -16,7 +16,7 @@ from collections import deque
 
 import numpy as np
 
-from tokenpod.scheduler.policies.admission import Admission, Needs
+from tokenpod.scheduler.policies.admission_policy import Admission, Needs
 from tokenpod.scheduler.sequences.sequence import EndState, Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
 from tokenpod.scheduler.sequences.work import Limits

@@ -11,7 +11,7 @@ from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import BeamParams, Request
 from tokenpod.scheduler.pool.offload_tier import Hosted
 from tokenpod.scheduler.pool.radix import Node, Tokens
-from tokenpod.scheduler.pool.slots import Extent
+from tokenpod.scheduler.pool.slot_allocator import Extent
 from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.sequences.beam_search import BeamSearch, Top
 from tokenpod.scheduler.sequences.table import Table

@@ -20,7 +20,7 @@ from tokenpod.scheduler.pool.given import VIRTUAL
 from tokenpod.scheduler.pool.radix import Slots
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
-from tokenpod.scheduler.steps.pieces import ChosenToken, Piece
+from tokenpod.scheduler.steps.prompt_pieces import ChosenToken, Piece
 
 #: By the names of `StepPlan`; all arrays but where few numbers are.
 Columns = dict[str, Any]

@@ -8,7 +8,7 @@ import random
 import pytest
 from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import Pace
 
 MS = 1_000_000
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.sequences.work import Limits
+from tokenpod.simulator.machine_times import StepTimes
 from tokenpod.simulator.machines import MACHINES
 from tokenpod.simulator.simulator import Simulator
 from tokenpod.simulator.skipping import SkippingScheduler
-from tokenpod.simulator.step_times import StepTimes
 from tokenpod.simulator.trace import Arrival
 
 pytestmark = pytest.mark.compute

@@ -20,7 +20,7 @@ import numpy as np
 from tokenpod.core.capacity import BLOCK
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.scheduler.pool.block_keys import Key, next_key, root_key
-from tokenpod.scheduler.pool.offload_tier import HostTier
+from tokenpod.scheduler.pool.offload_tier import OffloadTier
 from tokenpod.scheduler.pool.radix import Node, Slots, Tokens
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.work import Limits
@@ -28,7 +28,7 @@ from tokenpod.scheduler.sequences.work import Limits
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
-class HostKV:
+class OffloadKV:
     """What goes to the host's memory, and what comes back.
 
     Args:
@@ -43,7 +43,7 @@ class HostKV:
     def __init__(
         self, slots: int, *, first: int, caching: bool = True, least: int = 1, block: int = BLOCK
     ) -> None:
-        self.tier = HostTier(slots, block)
+        self.tier = OffloadTier(slots, block)
         self._block = block
         self._first = first
         self._caching = caching
@@ -107,7 +107,7 @@ class HostKV:
             assert host is not None
             tier.pin([keys[at]], private=not self._caching or (at + 1) * self._block > n)
             self._copy_out(keys[at], slots[at * self._block : (at + 1) * self._block], host)
-        sequence.hosted.kept, sequence.hosted.swapped = keys, n
+        sequence.offloaded.kept, sequence.offloaded.swapped = keys, n
         self.swapped_tokens += n
         return True
 
@@ -119,42 +119,42 @@ class HostKV:
 
     def begin(self, sequence: Sequence, cached: int) -> None:
         """Find and pin what is there behind the first positions, which need not be computed."""
-        hosted = sequence.hosted
-        hosted.blocks, end = self._found(sequence, cached)
-        hosted.first, hosted.end = cached // self._block, cached
-        hosted.to_fetch = max(end - cached, 0)
-        if hosted.to_fetch < (1 if hosted.swapped else self._least):
-            hosted.blocks, hosted.to_fetch = [], 0
-        self.tier.pin(hosted.blocks)
+        offloaded = sequence.offloaded
+        offloaded.blocks, end = self._found(sequence, cached)
+        offloaded.first, offloaded.end = cached // self._block, cached
+        offloaded.to_fetch = max(end - cached, 0)
+        if offloaded.to_fetch < (1 if offloaded.swapped else self._least):
+            offloaded.blocks, offloaded.to_fetch = [], 0
+        self.tier.pin(offloaded.blocks)
         if not sequence.began_at:
-            sequence.cached += hosted.to_fetch
+            sequence.cached += offloaded.to_fetch
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`: nothing is copied."""
-        hosted = sequence.hosted
+        offloaded = sequence.offloaded
         if not sequence.began_at:
             sequence.cached = sequence.shared
-        self.tier.unpin(hosted.blocks)
-        hosted.blocks, hosted.to_fetch = [], 0
+        self.tier.unpin(offloaded.blocks)
+        offloaded.blocks, offloaded.to_fetch = [], 0
 
     def came_back(self, sequence: Sequence) -> None:
         """A sequence runs again, or has ended: `begin` has pinned what it needs."""
-        hosted = sequence.hosted
-        self.tier.unpin(hosted.kept)
-        hosted.kept, hosted.swapped = [], 0
+        offloaded = sequence.offloaded
+        self.tier.unpin(offloaded.kept)
+        offloaded.kept, offloaded.swapped = [], 0
 
     def fetch(self, sequence: Sequence, slots: Slots) -> None:
         """Copy what is there into slots, [to_fetch], with the step that is planned."""
-        hosted, start = sequence.hosted, sequence.computed
+        offloaded, start = sequence.offloaded, sequence.computed
         positions = np.arange(start, start + len(slots))
-        where = np.array([self.tier.slot(key) for key in hosted.blocks], np.int64)
-        host = where[positions // self._block - hosted.first] + positions % self._block
+        where = np.array([self.tier.slot(key) for key in offloaded.blocks], np.int64)
+        host = where[positions // self._block - offloaded.first] + positions % self._block
         self._in.append((host + self._first, slots))
         self.fetched_tokens += len(slots)
-        hosted.to_fetch, hosted.end = 0, start + len(slots)
-        self._busy += hosted.blocks
-        hosted.blocks = []
-        hosted.flying = True
+        offloaded.to_fetch, offloaded.end = 0, start + len(slots)
+        self._busy += offloaded.blocks
+        offloaded.blocks = []
+        offloaded.flying = True
         sequence.in_flight += 1
         self._flying.append((self.step, sequence))
 
@@ -176,7 +176,7 @@ class HostKV:
         landed = []
         while self._flying and self._flying[0][0] <= step:
             self._landed, sequence = self._flying.popleft()
-            sequence.hosted.flying = False
+            sequence.offloaded.flying = False
             sequence.in_flight -= 1
             landed.append(sequence)
         return landed
@@ -214,8 +214,8 @@ class HostKV:
         """Raise AssertionError unless sequences have pinned what is pinned."""
         pins = Counter(self._busy)
         for sequence in sequences:
-            pins.update(sequence.hosted.blocks)
-            pins.update(sequence.hosted.kept)
+            pins.update(sequence.offloaded.blocks)
+            pins.update(sequence.offloaded.kept)
         self.tier.check(pins)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class HostKV:
     def _found(self, sequence: Sequence, cached: int) -> tuple[list[Key], int]:
         """The blocks that are there from that of position `cached` on, and where they end."""
         usable = sequence.needed - 1
-        swapped = sequence.hosted.swapped
+        swapped = sequence.offloaded.swapped
         if sequence.scored or not (self._caching or swapped) or usable <= cached:
             return [], 0
         first = cached // self._block
@@ -241,7 +241,7 @@ class HostKV:
             found.append(key)
         end = (first + len(found)) * self._block
         if swapped % self._block and end == swapped - swapped % self._block:
-            found.append(sequence.hosted.kept[-1])
+            found.append(sequence.offloaded.kept[-1])
             end = swapped
         for key in reversed(found):
             self.tier.use(key)
@@ -249,7 +249,7 @@ class HostKV:
 
     def _keys(self, sequence: Sequence, tokens: Tokens, first: int, end: int) -> list[Key]:
         """Keys of the blocks `first` to `end` of a sequence's tokens."""
-        keys = sequence.hosted.keys
+        keys = sequence.offloaded.keys
         if not keys:
             keys.append(root_key(sequence.request.salt))
         for at in range(len(keys) - 1, end):
@@ -259,14 +259,14 @@ class HostKV:
     def _tail_key(self, sequence: Sequence, tokens: Tokens) -> Key:
         """The key of what is left of these tokens behind whole blocks: no whole block has it."""
         whole = len(tokens) // self._block
-        return next_key(sequence.hosted.keys[whole], tokens[whole * self._block :])
+        return next_key(sequence.offloaded.keys[whole], tokens[whole * self._block :])
 
 
-def host_of(limits: Limits) -> HostKV | None:
+def offload_of(limits: Limits) -> OffloadKV | None:
     """For these limits; None: nothing goes to the host's memory."""
     if not limits.host_slots:
         return None
-    return HostKV(
+    return OffloadKV(
         limits.host_slots,
         # The slot behind the pool's last one takes padding.
         first=limits.slots + PROBE_TOKENS + 1,

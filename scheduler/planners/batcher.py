@@ -22,7 +22,7 @@ import numpy as np
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
-from tokenpod.scheduler.kv.offload import HostKV
+from tokenpod.scheduler.kv.offload import OffloadKV
 from tokenpod.scheduler.kv.preemption import Preemption
 from tokenpod.scheduler.planners.beam_steps import Beams
 from tokenpod.scheduler.planners.planner import add_decoding
@@ -101,7 +101,7 @@ class Batcher(Planner):
     @property
     def has_prompts(self) -> bool:
         """Whether prompt tokens are to be computed."""
-        return bool(self._ready) or any(not s.hosted.flying for s in self._prefilling)
+        return bool(self._ready) or any(not s.offloaded.flying for s in self._prefilling)
 
     @property
     def prefilling(self) -> list[Sequence]:
@@ -119,7 +119,7 @@ class Batcher(Planner):
         return self._batching.joining(self.running, waiting)
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`."""
+        """Add what its sequences need to a ledger."""
         ledger.decoding(*self._decoding.all())
         self._beams.add_to(ledger)
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
@@ -134,10 +134,10 @@ class Batcher(Planner):
             ledger.joining([sequence, *self._siblings.get(sequence.id, ())])
 
     def start(self, samples: list[Sequence]) -> None:
-        """See `Planner`."""
+        """Take over a request that has been admitted."""
         first, *siblings = samples
-        if self._kv.host is not None:
-            self._kv.host.came_back(first)
+        if self._kv.offload is not None:
+            self._kv.offload.came_back(first)
         self._prefilling.append(first)
         if siblings:
             self._siblings[first.id] = siblings
@@ -145,7 +145,7 @@ class Batcher(Planner):
     # -- steps ---------------------------------------------------------------------------------
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
-        """See `StepPlanner`. Slots are never too few under exact admission."""
+        """Add its rows to the next step: slots are never too few under exact admission."""
         portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
         beams = self._beams.wanted if portion.decode else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
@@ -161,12 +161,12 @@ class Batcher(Planner):
         slots -= decoded
         if searched or decoded:
             self._batching.decoded()
-        if self._kv.host is not None:
-            slots = self._fetch(step, slots, self._kv.host)
+        if self._kv.offload is not None:
+            slots = self._fetch(step, slots, self._kv.offload)
         self._compute(step, portion.prompt_tokens, slots)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`: samples that have waited for its prompt can begin."""
+        """Samples that have waited for its prompt can begin."""
         siblings = self._take_siblings(sequence)
         self._kv.publish_inputs(sequence, awaited=bool(siblings))
         for sibling in siblings:
@@ -198,7 +198,7 @@ class Batcher(Planner):
         return True
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`: preempted sequences that were in the step begin anew."""
+        """Preempted sequences that were in the step begin anew."""
         del step
         for sequence in [*self._vacating.values()]:
             if not sequence.in_flight:
@@ -206,7 +206,7 @@ class Batcher(Planner):
                 self._vacate(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """An admitted sequence has ended: plan nothing more of it."""
         if sequence.row < 0:
             self._forget_sibling(sequence)
         elif (
@@ -221,7 +221,7 @@ class Batcher(Planner):
             self._leaving[sequence.id] = sequence
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         self._leaving.pop(sequence.id, None)
 
     # -- parts of steps ------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Batcher(Planner):
         """Add pieces of prompts, in the order of admission."""
         budget = min(prompt_tokens, slots)
         for sequence in [*self._ready, *self._prefilling] if budget > 0 else []:
-            if sequence.hosted.late:
+            if sequence.offloaded.late:
                 continue
             if budget <= 0:
                 break
@@ -272,16 +272,16 @@ class Batcher(Planner):
                     continue
                 self._decoding.add(sequence)
 
-    def _fetch(self, step: StepBuilder, slots: int, host: HostKV) -> int:
+    def _fetch(self, step: StepBuilder, slots: int, offload: OffloadKV) -> int:
         """Begin copies from the host's memory, in the order of admission; the slots that are left.
 
         For whom there are too few slots, it is computed, piece by piece. One slot is left: nothing
         may run but what waits for copies.
         """
         for sequence in self._prefilling:
-            n = sequence.hosted.to_fetch
+            n = sequence.offloaded.to_fetch
             if n >= slots:
-                host.withdraw(sequence)
+                offload.withdraw(sequence)
             elif n:
                 self._rows.renew(sequence)
                 step.fetch(sequence)
@@ -333,7 +333,7 @@ class Batcher(Planner):
         """Free row and slots of a preempted sequence, and queue it again."""
         siblings = self._take_siblings(sequence)
         # One whose samples wait for its prompt has no output to lose yet.
-        if self._kv.host is not None and not siblings and self._preemption.swaps(sequence):
+        if self._kv.offload is not None and not siblings and self._preemption.swaps(sequence):
             self._kv.swap_out(sequence)
         self._kv.release(sequence)
         self._rows.give_back(sequence)

@@ -104,14 +104,19 @@ class Queue:
     def requeue(self, samples: list[Sequence]) -> None:
         """Take samples back that were admitted and have to begin anew, in their old place."""
         for sequence in samples:
-            swapped = sequence.hosted.swapped > 0
+            swapped = sequence.offloaded.swapped > 0
             sequence.state = State.SWAPPED if swapped else State.WAITING
             self._adapters.give_back(sequence)
         self._wait(samples)
         self.freed()
 
     def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
-        """The next masks of these sequences are there; see `Constrained.masked`."""
+        """The next masks of these sequences are there.
+
+        Args:
+            sequence_ids: theirs.
+            most: sequences that go on at most; the others wait for the next call; None: all.
+        """
         for samples in self.masks.masked(sequence_ids, most):
             self._insert(samples)
 

@@ -92,13 +92,13 @@ class RouterSteps(Planner):
         return self._admitted.values()
 
     def start(self, samples: list[Sequence]) -> None:
-        """See `Planner`."""
+        """Take over a request that has been admitted."""
         (sequence,) = samples
         self._admitted[sequence.id] = self._waiting.pop(sequence.id)
         self.reserved += sequence.bound - sequence.computed
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`."""
+        """Add what its sequences need to a ledger."""
         for sequence in self._admitted.values():
             ledger.reserved(sequence)
 
@@ -110,7 +110,7 @@ class RouterSteps(Planner):
         self.ops.append(_Op(op.op, members, chunks, bool(resumed), op.waits))
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
-        """See `StepPlanner`: what routers have asked for, in slots that are theirs already."""
+        """What routers have asked for, in slots that are theirs already."""
         del slots
         taken: set[int] = set()
         decoding: list[Sequence] = []
@@ -125,7 +125,7 @@ class RouterSteps(Planner):
             self.reserved -= add_decoding(step, decoding, places, self._forced, self._drafting)
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`."""
+        """A step has settled."""
         if step is not None and self.ops:
             for sequence in step.sequences:
                 self._settle_row(sequence)
@@ -142,23 +142,23 @@ class RouterSteps(Planner):
         return any(sequence.id in op.members for op in self.ops)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Publish what the sequence needed: its first output has settled."""
         self._kv.publish_inputs(sequence, awaited=False)
 
     def unsampled(self, sequence: Sequence, n: int) -> None:
-        """See `Planner`."""
+        """Expect the tokens again that a late mask has cost."""
         self.taken_back(sequence, n)
         for op in self.ops:
             if sequence.id in op.open:
                 op.waiting.append(sequence.id)
 
     def taken_back(self, sequence: Sequence, n: int) -> None:
-        """See `Planner`."""
+        """Expect the last positions again."""
         if sequence.id in self._admitted:
             self.reserved += n
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         self._waiting.pop(sequence.id, None)
         if self._admitted.pop(sequence.id, None):
             self.reserved -= sequence.bound - sequence.computed
@@ -209,7 +209,7 @@ class RouterSteps(Planner):
             op.owed[sequence.id] -= n
         self.reserved -= budget - left
         # Nothing but what waits for copies: these take milliseconds.
-        copied = any(sequence.hosted.late for sequence in op.members.values())
+        copied = any(sequence.offloaded.late for sequence in op.members.values())
         op.begun = bool(planned) or op.begun or not (op.waits or copied)
         if op.single and op.begun:
             self._end_after(op, planned)
@@ -218,8 +218,8 @@ class RouterSteps(Planner):
     def _fetch(self, op: _Op, step: StepBuilder) -> None:
         """Have copied what the host's memory has of members with a row."""
         for sequence in op.members.values():
-            if sequence.hosted.to_fetch and sequence.id in self._admitted and not sequence.dead:
-                self.reserved -= sequence.hosted.to_fetch
+            if sequence.offloaded.to_fetch and sequence.id in self._admitted and not sequence.dead:
+                self.reserved -= sequence.offloaded.to_fetch
                 self._rows.renew(sequence)
                 step.fetch(sequence)
 
@@ -228,7 +228,7 @@ class RouterSteps(Planner):
         ready = {
             i: sequence
             for i, sequence in op.members.items()
-            if i in self._admitted and not (sequence.paused or sequence.hosted.late)
+            if i in self._admitted and not (sequence.paused or sequence.offloaded.late)
         }
         op.waiting = [i for i in op.members if i not in ready]
         op.owed = {i: _promised(sequence, op.chunks.get(i, 0)) for i, sequence in ready.items()}
@@ -289,12 +289,12 @@ class Probes(Planner):
         self._waiting.append(sequence)
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`: what probes take is nobody else's."""
+        """What probes take is nobody else's."""
         if self._running is not None:
             ledger.apart(self._running)
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`: nothing follows a probe's token."""
+        """Nothing follows a probe's token."""
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add the whole prompt of the next probe to a step, if none is under way."""
@@ -308,11 +308,11 @@ class Probes(Planner):
         step.prompt(sequence, sequence.to_compute)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Publish what the sequence needed: its first output has settled."""
         self._kv.publish_inputs(sequence, awaited=False)
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         if sequence is self._running:
             self._running = None
         elif sequence in self._waiting:

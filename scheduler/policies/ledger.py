@@ -83,7 +83,7 @@ class _Shared:
         self._until.append(until)
 
     def entries(self, draws: int) -> Ints:
-        """[2 + 2 * draws, n] see `Ledger`."""
+        """[2 + 2 * draws, n]: mark, held, and of each draw growth, then end."""
         n = len(self._marks)
         entries = np.zeros((2 + 2 * draws, n), np.int64)
         entries[0], entries[1] = self._marks, self._tokens
@@ -149,7 +149,7 @@ class Ledger:
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """Add sequences whose slots will be free once what is in flight has settled."""
         for sequence in sequences:
-            self._add(_Kind.STAYING if sequence.hosted.flying else _Kind.LEAVING, [sequence])
+            self._add(_Kind.STAYING if sequence.offloaded.flying else _Kind.LEAVING, [sequence])
 
     def reserved(self, sequence: Sequence) -> None:
         """Add one whose whole bound must stay reserved: a router decides when it runs."""
@@ -312,7 +312,7 @@ class Ledger:
             if kind >= _Kind.PROMPT:
                 one = first or sequences[0]
                 beams[at : at + len(sequences)] = one.group is not None
-                late[at : at + len(sequences)] = one.hosted.late
+                late[at : at + len(sequences)] = one.offloaded.late
             at += len(sequences)
         return beams, late
 

@@ -35,7 +35,7 @@ class PastFuture(Admission):
     """Admits a request if the drawn future fits.
 
     Args:
-        table, limits, quantum: see `Admission`.
+        table, limits, quantum: as of every policy.
         seed: of the draws, which are nobody else's.
     """
 

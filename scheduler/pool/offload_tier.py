@@ -18,7 +18,7 @@ from tokenpod.scheduler.pool.block_keys import Key
 
 
 @dataclass(slots=True)
-class Hosted:
+class Offloaded:
     """What a sequence has to do with the host's memory."""
 
     #: Tokens behind the computed ones that are to be copied from there.
@@ -43,7 +43,7 @@ class Hosted:
         return self.flying or self.to_fetch > 0
 
 
-class HostTier:
+class OffloadTier:
     """Which blocks are there.
 
     Args:

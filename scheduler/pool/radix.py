@@ -79,7 +79,7 @@ class Node:
 
 
 class Log(Protocol):
-    """Notes what changes in a tree; see `blocks.BlockLog`."""
+    """Notes what changes in a tree."""
 
     def added(self, node: Node) -> None:
         """A leaf has been added."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import BeamParams, Request
-from tokenpod.scheduler.pool.offload_tier import Hosted
+from tokenpod.scheduler.pool.offload_tier import Offloaded
 from tokenpod.scheduler.pool.radix import Node, Tokens
 from tokenpod.scheduler.pool.slot_allocator import Extent
 from tokenpod.scheduler.pool.tails import Tails
@@ -158,7 +158,7 @@ class Sequence:
         table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
-        #: The queue admits it and takes it back, and the scheduler ends it (see `end`).
+        #: The queue admits it and takes it back, and the scheduler ends it.
         self.state = State.WAITING
         #: All samples of its request whose slots are not free yet, itself among them.
         self.samples = [self]
@@ -172,7 +172,7 @@ class Sequence:
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
-        #: How it ended (see `end`); None: it has not.
+        #: How it ended; None: it has not.
         self.ended_as: EndState | None = None
         #: False once it has computed NaN or Inf, which must not get into the tree.
         self.keep = True
@@ -181,7 +181,7 @@ class Sequence:
         #: Private slots, by position.
         self.extents: list[Extent] = []
         #: What of it lies in the host's memory.
-        self.hosted = Hosted()
+        self.offloaded = Offloaded()
         #: Of a beam: what it has in place of `extents`, together with the others of its search.
         self.tails: Tails | None = None
         #: Of a beam: its search.

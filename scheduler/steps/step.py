@@ -99,7 +99,7 @@ class StepBuilder:
         #: Drafts that may still be added, forced tokens among them; and forced tokens.
         self.drafts_left = limits.drafts
         self._forced_left = free_rows
-        #: See `Step.gap`.
+        #: Nanoseconds since the step before had settled; None: it had not, or nothing could run.
         self.gap: int | None = None
         self._kv = kv
         self._now = now
@@ -239,8 +239,8 @@ class StepBuilder:
         if ready:
             names = "ready_slot", "ready_adapter", "ready_index"
             columns |= zip(names, zip(*ready, strict=True), strict=True)
-        if (host := self._kv.host) is not None:
-            columns["copy_from"], columns["copy_to"], columns["awaited"] = host.take()
+        if (offload := self._kv.offload) is not None:
+            columns["copy_from"], columns["copy_to"], columns["awaited"] = offload.take()
         plan = StepPlan.of(number, asks, freed=freed, **columns)
         self._limits.check(plan)
         table.in_flight[places] += 1

@@ -37,7 +37,7 @@ class Alternate:
         self._max_waiting = max_waiting_tokens
         #: TGI's `waiting_tokens`.
         self._waiting = 1
-        #: Prompt tokens of every step with prompts. While routers have prompts too, each side has half of the budget.
+        #: While routers have prompts too, each side has half of the step's budget.
         self.quantum = max(limits.prefill_tokens // 2, 1)
 
     def joining(self, running: int, waiting: Iterable[int]) -> Joining:
@@ -54,7 +54,7 @@ class Alternate:
         return Joining(max(least, 1), most if most >= least else 0)
 
     def portion(self, *, prompts: bool, prompt_tokens: int) -> Portion:
-        """Prompts alone or decoding rows alone: running streams wait while prompts are computed."""
+        """Prompts or decoding rows: running streams wait while prompts are computed."""
         if prompts:
             self._waiting = 1
             return Portion(decode=False, prompt_tokens=max(prompt_tokens, self.quantum))

@@ -65,7 +65,7 @@ class Mixed:
     """
 
     def __init__(self, limits: Limits) -> None:
-        #: Prompt tokens of every step with prompts. While routers have prompts too, each side has half of the budget.
+        #: While routers have prompts too, each side has half of the step's budget.
         self.quantum = max(limits.prefill_tokens // 2, 1)
 
     def joining(self, running: int, waiting: Iterable[int]) -> Joining:

@@ -15,7 +15,7 @@ from rich.console import Console
 from tokenpod.commands.serve import setting_flag
 from tokenpod.core.capacity import offload_slots
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 from tokenpod.scheduler.sequences.work import Limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.simulator.machines import MACHINES, Machine

@@ -40,7 +40,7 @@ from tokenpod.scheduler.drafts.drafting import Drafter, Drafting, ModelDrafts
 from tokenpod.scheduler.drafts.ngrams import NGrams
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
 

@@ -22,15 +22,7 @@ import msgspec
 import numpy as np
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
-from tokenpod.core.outputs import (
-    Drafted,
-    Ended,
-    Failure,
-    FailureCode,
-    FinishCode,
-    Load,
-    Started,
-)
+from tokenpod.core.outputs import Failure, FailureCode, FinishCode, Load
 from tokenpod.core.plan import UNSAMPLED
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.drafts.drafting import Drafting, Landed
@@ -44,13 +36,14 @@ from tokenpod.scheduler.planners.planner import StepPlanner
 from tokenpod.scheduler.planners.queue import Queue
 from tokenpod.scheduler.planners.refusals import malformed, never_fits, too_much
 from tokenpod.scheduler.planners.router_steps import Probes, RouterSteps
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Batching, Mixed
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.pool.blocks import BlockLog
 from tokenpod.scheduler.pool.given import VectorIds
 from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
 from tokenpod.scheduler.sequences.beam_search import Top
+from tokenpod.scheduler.sequences.events import Events
 from tokenpod.scheduler.sequences.rows import Rows
 from tokenpod.scheduler.sequences.sequence import (
     END_STATES,
@@ -63,9 +56,8 @@ from tokenpod.scheduler.sequences.sequence import (
 )
 from tokenpod.scheduler.sequences.table import Table
 from tokenpod.scheduler.sequences.work import Limits, Settled
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import Estimates
 from tokenpod.scheduler.steps.step import Step, StepBuilder
-from tokenpod.scheduler.steps.step_clock import StepClock
 from tokenpod.scheduler.steps.step_times import Costs
 
 _RECOMPUTE = Always(swap=False)
@@ -136,33 +128,24 @@ class Scheduler:
         self._planners: tuple[StepPlanner, ...] = (self._batcher,)
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
-        self._pace = Pace(limits.prefill_tokens)
-        self._deadlines = Deadlines(self._sequences, self.kv, self._pace)
+        self._estimates = Estimates(
+            limits.prefill_tokens, self._drafting and self._drafting.costs, forced_costs
+        )
+        self._deadlines = Deadlines(self._sequences, self.kv, self._estimates.prompts)
         self._vectors = VectorIds()
         self._step_limits = limits.step
-        self._clock = StepClock()
         self._cache_log: BlockLog | None = None
         self._steps = 0
-        #: What has happened since the last message. Whoever ends a sequence notes it here, once,
-        #: before anything of it is freed.
-        self._events = Settled()
-        #: Since the start: prompt tokens (of several samples they count once), those of them that
-        #: were found in the prefix tree, requests by how their last sample ended, and drafted and
-        #: accepted tokens by how far behind the last known one they stood.
-        self._prompt_tokens = self._cached_tokens = 0
-        self._ended = Ended()
-        self._drafted: list[int] = []
-        self._accepted: list[int] = []
+        self._events = Events()
 
     # -- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request. One that can never fit fails at once (see `drain_events`)."""
+        """Queue a request. One that can never fit fails at once, among the next events."""
         if refusal := self._refusal(request):
             problem, code = refusal
-            for sequence_id in request.sequence_ids:
-                self._events.failures.append(Failure(sequence_id, code, problem))
-            self._count_end(EndState.IGNORED)
+            self._events.failed(request.sequence_ids, code, problem)
+            self._events.ended(EndState.IGNORED)
             return
         if request.probe:
             self._planners = (self._batcher, self._routed, self._probes)
@@ -233,11 +216,11 @@ class Scheduler:
 
     @property
     def waiting_for_masks(self) -> list[Sequence]:
-        """Sequences that can't go on before their next mask is there: see `masked`."""
+        """Sequences that can't go on before their next mask is there."""
         return self._constrained.waiting
 
     def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
-        """The next masks of these sequences are there; see `Constrained.masked`."""
+        """The next masks of these sequences are there; `most` of them may go on, None: all."""
         self._queue.masked(sequence_ids, most)
 
     def end_constrained(self, sequence_id: int, failure: Failure | None = None) -> None:
@@ -267,14 +250,10 @@ class Scheduler:
             free_slots=max(kv.free - PROBE_TOKENS, 0),
             evictable_slots=kv.tree.evictable,
             preemptions=self._batcher.preemptions,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
             evicted_tokens=kv.tree.evicted,
             adapters=len(self.adapters.in_use) if kv.table.adapted else 0,
             swapped=queue.swapped,
-            ended=self._ended,
-            drafted_at=[*self._drafted],
-            accepted_at=[*self._accepted],
+            **self._events.counts,
         )
         return load if kv.offload is None else msgspec.structs.replace(load, **kv.offload.counts)
 
@@ -316,10 +295,10 @@ class Scheduler:
             self._add_rows(builder)
             assert offload.issued or not builder.empty, "copies to slots that may have gone"
         if builder.empty:
-            self._clock.idle()
+            self._estimates.idle()
             return None
         self._steps += 1
-        builder.gap = self._clock.planned(now)
+        builder.gap = self._estimates.planned(now)
         fresh, freed = self._rows.take_fresh(), self._rows.take_freed()
         if not self.adapters.pending:
             return builder.finish(self._steps, fresh, freed)
@@ -347,16 +326,13 @@ class Scheduler:
             drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
         """
-        took = self._clock.settled(step.planned_at, now)
-        self._pace.note(step.prompt_tokens, took)
-        if len(step.plan.r_masked):
-            self.forced.settled(step, took)
+        self._estimates.settled(step, now, drafting_ns)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
-        drafted = self._check_drafts(step, tokens, took, drafting_ns)
+        drafted = self._check_drafts(step, tokens)
         self._take_each(step, tokens, tops, drafted, now)
         for draft in drafted.values():
-            self._count_drafts(draft)
+            self._events.drafted(draft.sequence, draft.drafted, draft.accepted)
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
@@ -377,7 +353,7 @@ class Scheduler:
         whose end it has not been sent, so an answer that leaves before the end of one of its
         sequences makes that next step fail.
         """
-        events, self._events = self._events, Settled()
+        events = self._events.take()
         if self._routed.ops:
             events.advanced += self._routed.answers()
         return events
@@ -423,13 +399,11 @@ class Scheduler:
 
     # -- tokens --------------------------------------------------------------------------------
 
-    def _check_drafts(
-        self, step: Step, tokens: Listing[int], took: int, drafting_ns: int
-    ) -> Mapping[int, Landed]:
-        """Take back what wrong drafts of a step have computed; see `Drafting.land`."""
+    def _check_drafts(self, step: Step, tokens: Listing[int]) -> Mapping[int, Landed]:
+        """Take back what wrong drafts of a step have computed; by id, who had drafts."""
         if self._drafting is None:
             return {}
-        drafted = self._drafting.land(step, tokens, took, drafting_ns)
+        drafted = self._drafting.land(step, tokens)
         for draft in drafted.values():
             draft.sequence.planner.taken_back(draft.sequence, draft.wrong)
         return drafted
@@ -446,7 +420,7 @@ class Scheduler:
 
         Args:
             step: whose outcome it is.
-            tokens: see `settle`, as `tops`.
+            tokens: one for each sample, row after row.
             tops: of beams, by index into `tokens`.
             drafted: what has become of drafts, by sequence.
             now: in nanoseconds.
@@ -482,7 +456,7 @@ class Scheduler:
                 self._start(sequence)
             sequence.proven = True
             sequence.planner.inputs_settled(sequence)
-        events = self._events
+        events = self._events.settled
         events.sequence_ids.append(sequence.id)
         events.token_ids.append(token)
         events.finishes.append(finish)
@@ -512,29 +486,14 @@ class Scheduler:
         if parents := group.advance(now):
             self._batcher.branched(group, parents)
             return
-        finish = group.report(self._events)
+        finish = group.report(self._events.settled)
         self._end(group.first, END_STATES[finish])
 
     def _start(self, sequence: Sequence) -> None:
         """The first token of a sequence has come."""
-        # Virtual tokens are not the client's.
-        cached = max(sequence.cached - sequence.request.virtual_tokens, 0)
-        self._events.started.append(Started(sequence.id, cached, sequence.began_at))
-        if not sequence.stream:
-            # Samples share their prompt: it counts once.
-            self._prompt_tokens += len(sequence.request.prompt)
-            self._cached_tokens += cached
-            if sequence.node is not None:
-                self.kv.tree.use(sequence.node)
-
-    def _count_drafts(self, draft: Landed) -> None:
-        """Count a row's drafts, and tell of them."""
-        for counts in (self._drafted, self._accepted):
-            counts += [0] * (draft.drafted - len(counts))
-        for at in range(draft.drafted):
-            self._drafted[at] += 1
-            self._accepted[at] += at < draft.accepted
-        self._events.drafted.append(Drafted(draft.sequence.id, draft.drafted, draft.accepted))
+        self._events.started(sequence)
+        if not sequence.stream and sequence.node is not None:
+            self.kv.tree.use(sequence.node)
 
     # -- ends ----------------------------------------------------------------------------------
 
@@ -553,7 +512,7 @@ class Scheduler:
             self._queue.remove(each)
             each.end(state)
             if each.owner is not Owner.PROBE and not each.alive:
-                self._count_end(state)
+                self._events.ended(state)
             if running:
                 each.planner.drop(each)
             if not each.in_flight:
@@ -585,8 +544,7 @@ class Scheduler:
             if problem is not None:
                 self._fail(sequence, FailureCode.DEADLINE_EXCEEDED, problem)
                 continue
-            for sequence_id in sequence.reported:
-                self._finish(sequence_id, FinishCode.TIME_LIMIT)
+            self._events.finished(sequence.reported, FinishCode.TIME_LIMIT)
             self._end(sequence, EndState.LENGTH)
 
     def _computed_next(self) -> Iterator[Sequence]:
@@ -599,10 +557,10 @@ class Scheduler:
             if sequence.owner is Owner.ROUTER and not self._routed.names(sequence):
                 continue
             if failure is None:
-                self._finish(sequence_id, FinishCode.CONSTRAINT)
+                self._events.finished([sequence_id], FinishCode.CONSTRAINT)
                 self._end(sequence, END_STATES[FinishCode.CONSTRAINT])
             else:
-                self._events.failures.append(failure)
+                self._events.settled.failures.append(failure)
                 refused = failure.code is FailureCode.INVALID_ARGUMENT
                 self._end(sequence, EndState.IGNORED if refused else EndState.ABORTED)
 
@@ -611,19 +569,5 @@ class Scheduler:
         self._fail(sequence, FailureCode.DATA_LOSS, problem)
 
     def _fail(self, sequence: Sequence, code: FailureCode, problem: str) -> None:
-        self._events.failures += [Failure(each, code, problem) for each in sequence.reported]
+        self._events.failed(sequence.reported, code, problem)
         self._end(sequence, EndState.ABORTED)
-
-    def _finish(self, sequence_id: int, code: FinishCode) -> None:
-        """Note an end without a token."""
-        events = self._events
-        # It may be told with a step's tokens: see `Settled.samples`.
-        events.samples.append(-1)
-        events.logprobs[len(events.sequence_ids)] = 0.0
-        events.sequence_ids.append(sequence_id)
-        events.token_ids.append(-1)
-        events.finishes.append(code)
-
-    def _count_end(self, state: EndState) -> None:
-        name = state.name.lower()
-        self._ended = msgspec.structs.replace(self._ended, **{name: getattr(self._ended, name) + 1})

@@ -31,7 +31,7 @@ class SkippingScheduler(Scheduler):
         self._counts = OutputCounts(self.kv.table)
 
     def submit(self, request: Request) -> None:
-        """See `Scheduler`: outputs are counted, not kept."""
+        """Queue a request, whose outputs are counted, not kept."""
         super().submit(request)
         for sequence_id in request.sequence_ids:
             if sequence := self._sequences.get(sequence_id):
@@ -42,7 +42,7 @@ class SkippingScheduler(Scheduler):
     def settle_plain(
         self, step: Step, tokens: Ints, now: int, *, arrived: int | None = None
     ) -> Settled:
-        """See `settle`; tokens are [samples] int64."""
+        """Take a step's outcome; tokens are [samples] int64."""
         # `_take_each` takes them as they are, and nobody else looks at them.
         return self.settle(step, cast("list[int]", tokens), now, arrived=arrived)
 
@@ -95,7 +95,7 @@ class SkippingScheduler(Scheduler):
         drafted: Mapping[int, Landed],
         now: int,
     ) -> None:
-        """See `Scheduler`: a plain token of a running stream takes no questions."""
+        """Count the plain tokens of running streams; take the others one by one."""
         del tops, drafted
         plan, table = step.plan, self.kv.table
         # The first one after what a sequence needs is another matter.

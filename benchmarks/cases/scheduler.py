@@ -21,7 +21,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.executor import StepResult
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 STEPS = 300

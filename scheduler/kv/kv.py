@@ -19,8 +19,8 @@ import numpy as np
 
 from tokenpod.scheduler.kv.offload import Offload
 from tokenpod.scheduler.pool.radix import RadixTree, Slots
+from tokenpod.scheduler.pool.slot_allocator import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.pool.slot_pool import SlotPool
-from tokenpod.scheduler.pool.slots import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table

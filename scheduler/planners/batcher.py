@@ -24,10 +24,10 @@ from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.kv.offload import Offload
 from tokenpod.scheduler.kv.preemption import Preemption
-from tokenpod.scheduler.planners.beams import Beams
+from tokenpod.scheduler.planners.beam_steps import Beams
 from tokenpod.scheduler.planners.planner import add_decoding
 from tokenpod.scheduler.planners.queue import Queue
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Batching, Joining
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.sequences.rows import Rows
@@ -119,7 +119,7 @@ class Batcher(Planner):
         return self._batching.joining(self.running, waiting)
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`."""
+        """Add what its sequences need to a ledger."""
         ledger.decoding(*self._decoding.all())
         if self._beams.groups:
             self._beams.add_to(ledger)
@@ -135,7 +135,7 @@ class Batcher(Planner):
             ledger.joining([sequence, *self._siblings.get(sequence.id, ())])
 
     def start(self, samples: list[Sequence]) -> None:
-        """See `Planner`."""
+        """Take over a request that has been admitted."""
         first, *siblings = samples
         if self._kv.offload is not None:
             self._kv.offload.came_back(first)
@@ -146,7 +146,7 @@ class Batcher(Planner):
     # -- steps ---------------------------------------------------------------------------------
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
-        """See `StepPlanner`. Slots are never too few under exact admission."""
+        """Add its rows to the next step: slots are never too few under exact admission."""
         portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
         beams = self._beams.wanted if portion.decode and self._beams.groups else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
@@ -167,7 +167,7 @@ class Batcher(Planner):
         self._compute(step, portion.prompt_tokens, slots)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`: samples that have waited for its prompt can begin."""
+        """Samples that have waited for its prompt can begin."""
         siblings = self._take_siblings(sequence)
         self._kv.publish_inputs(sequence, awaited=bool(siblings))
         for sibling in siblings:
@@ -199,7 +199,7 @@ class Batcher(Planner):
         return True
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`: preempted sequences that were in the step begin anew."""
+        """Preempted sequences that were in the step begin anew."""
         del step
         for sequence in [*self._vacating.values()]:
             if not sequence.in_flight:
@@ -207,7 +207,7 @@ class Batcher(Planner):
                 self._vacate(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """An admitted sequence has ended: plan nothing more of it."""
         if sequence.row < 0:
             self._forget_sibling(sequence)
         elif (
@@ -222,7 +222,7 @@ class Batcher(Planner):
             self._leaving[sequence.id] = sequence
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         self._leaving.pop(sequence.id, None)
 
     # -- parts of steps ------------------------------------------------------------------------

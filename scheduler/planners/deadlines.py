@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.sequences.sequence import Sequence
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import PromptTimes
 
 #: Moments of sequences that are gone, which are not worth a clean-up.
 _LEFTOVERS = 64
@@ -28,13 +28,13 @@ class Deadlines:
     Args:
         sequences: every sequence that exists, by id.
         kv: of the scheduler.
-        pace: how long prompts take at the least.
+        prompts: how long they take at the least.
     """
 
-    def __init__(self, sequences: Mapping[int, Sequence], kv: KV, pace: Pace) -> None:
+    def __init__(self, sequences: Mapping[int, Sequence], kv: KV, prompts: PromptTimes) -> None:
         self._sequences = sequences
         self._kv = kv
-        self._pace = pace
+        self._prompts = prompts
         self._moments = _Moments()
         #: Ids of sequences that have a moment.
         self.watched = self._moments.watched
@@ -77,9 +77,9 @@ class Deadlines:
             deadline = sequence.request.deadline_at
             if sequence.dead or sequence.outputs or deadline is None:
                 continue
-            if now + self._pace.least(sequence.needed) <= deadline:
+            if now + self._prompts.least(sequence.needed) <= deadline:
                 continue
-            least = self._pace.least(sequence.needed - self._kv.known(sequence))
+            least = self._prompts.least(sequence.needed - self._kv.known(sequence))
             if now + least > deadline:
                 why = f"the prompt takes {least / 1e9:.3f} s at the least"
                 yield from _given_up(sequence, now, why)

@@ -15,7 +15,7 @@ from itertools import islice
 
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.planners.planner import StepPlanner
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Joining
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots, needs_slot
@@ -112,7 +112,12 @@ class Queue:
         self.freed()
 
     def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
-        """The next masks of these sequences are there; see `Constrained.masked`."""
+        """The next masks of these sequences are there.
+
+        Args:
+            sequence_ids: theirs.
+            most: sequences that go on at most; the others wait for the next call; None: all.
+        """
         for samples in self.masks.masked(sequence_ids, most):
             self._insert(samples)
 
@@ -226,7 +231,7 @@ class Queue:
 
     def _begin_fitting(self, limit: int, planners: Iterable[StepPlanner]) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
-        ledger, rows = Ledger(self._admission), self._rows.free
+        ledger, rows = Ledger(self._admission, self._kv.tree), self._rows.free
         for planner in planners:
             planner.add_to(ledger)
         #: In slots that are used, once one of these entries needs another.

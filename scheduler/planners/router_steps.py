@@ -87,13 +87,13 @@ class RouterSteps(Planner):
         return sum(sequence.bound for sequence in self._waiting.values())
 
     def start(self, samples: list[Sequence]) -> None:
-        """See `Planner`."""
+        """Take over a request that has been admitted."""
         (sequence,) = samples
         self.admitted[sequence.id] = self._waiting.pop(sequence.id)
         self.reserved += sequence.bound - sequence.computed
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`."""
+        """Add what its sequences need to a ledger."""
         for sequence in self.admitted.values():
             ledger.reserved(sequence)
 
@@ -105,7 +105,7 @@ class RouterSteps(Planner):
         self.ops.append(_Op(op.op, members, chunks, bool(resumed), op.waits))
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
-        """See `StepPlanner`: what routers have asked for, in slots that are theirs already."""
+        """What routers have asked for, in slots that are theirs already."""
         del slots
         taken: set[int] = set()
         decoding: list[Sequence] = []
@@ -120,7 +120,7 @@ class RouterSteps(Planner):
             self.reserved -= add_decoding(step, decoding, places, self._forced, self._drafting)
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`."""
+        """A step has settled."""
         if step is not None and self.ops:
             for sequence in step.sequences:
                 self._settle_row(sequence)
@@ -137,23 +137,23 @@ class RouterSteps(Planner):
         return any(sequence.id in op.members for op in self.ops)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Publish what the sequence needed: its first output has settled."""
         self._kv.publish_inputs(sequence, awaited=False)
 
     def unsampled(self, sequence: Sequence, n: int) -> None:
-        """See `Planner`."""
+        """Expect the tokens again that a late mask has cost."""
         self.taken_back(sequence, n)
         for op in self.ops:
             if sequence.id in op.open:
                 op.waiting.append(sequence.id)
 
     def taken_back(self, sequence: Sequence, n: int) -> None:
-        """See `Planner`."""
+        """Expect the last positions again."""
         if sequence.id in self.admitted:
             self.reserved += n
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         self._waiting.pop(sequence.id, None)
         if self.admitted.pop(sequence.id, None):
             self.reserved -= sequence.bound - sequence.computed
@@ -281,10 +281,12 @@ class Probes(Planner):
         self.waiting.append(sequence)
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`: what probes take is nobody else's."""
+        """What probes take is nobody else's."""
+        if self.running is not None:
+            ledger.apart(self.running)
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`: nothing follows a probe's token."""
+        """Nothing follows a probe's token."""
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add the whole prompt of the next probe to a step, if none is under way."""
@@ -299,11 +301,11 @@ class Probes(Planner):
         step.prompt(sequence, sequence.to_compute)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Publish what the sequence needed: its first output has settled."""
         self._kv.publish_inputs(sequence, awaited=False)
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         if sequence is self.running:
             self.running, self.reserved = None, PROBE_TOKENS
         elif sequence in self.waiting:

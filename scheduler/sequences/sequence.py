@@ -11,7 +11,7 @@ from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import BeamParams, Request
 from tokenpod.scheduler.pool.offload_tier import Offloaded
 from tokenpod.scheduler.pool.radix import Node, Tokens
-from tokenpod.scheduler.pool.slots import Extent
+from tokenpod.scheduler.pool.slot_allocator import Extent
 from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.sequences.beam_search import BeamSearch, Top
 from tokenpod.scheduler.sequences.table import Table
@@ -158,7 +158,7 @@ class Sequence:
         table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
-        #: The queue admits it and takes it back, and the scheduler ends it (see `end`).
+        #: The queue admits it and takes it back, and the scheduler ends it.
         self.state = State.WAITING
         #: All samples of its request whose slots are not free yet, itself among them.
         self.samples = [self]
@@ -172,7 +172,7 @@ class Sequence:
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
-        #: How it ended (see `end`); None: it has not.
+        #: How it ended; None: it has not.
         self.ended_as: EndState | None = None
         #: False once it has computed NaN or Inf, which must not get into the tree.
         self.keep = True

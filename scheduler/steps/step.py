@@ -20,7 +20,7 @@ from tokenpod.scheduler.pool.given import VIRTUAL
 from tokenpod.scheduler.pool.radix import Slots
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
-from tokenpod.scheduler.steps.pieces import ChosenToken, Piece
+from tokenpod.scheduler.steps.prompt_pieces import ChosenToken, Piece
 
 #: By the names of `StepPlan`; all arrays but where few numbers are.
 Columns = dict[str, Any]
@@ -99,7 +99,7 @@ class StepBuilder:
         #: Drafts that may still be added, forced tokens among them; and forced tokens.
         self.drafts_left = limits.drafts
         self._forced_left = free_rows
-        #: See `Step.gap`.
+        #: Nanoseconds since the step before had settled; None: it had not, or nothing could run.
         self.gap: int | None = None
         self._kv = kv
         self._now = now

@@ -10,7 +10,7 @@ from scheduler_driver import Driver, Guesses, request
 
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 
 SWAP, RECOMPUTE = PREEMPTIONS["swap"](1), PREEMPTIONS["recompute"](1)
 

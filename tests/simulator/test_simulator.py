@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.sequences.work import Limits
+from tokenpod.simulator.machine_times import MachineTimes
 from tokenpod.simulator.machines import MACHINES
 from tokenpod.simulator.simulator import Simulator
 from tokenpod.simulator.skipping import SkippingScheduler
-from tokenpod.simulator.step_times import StepTimes
 from tokenpod.simulator.trace import Arrival
 
 pytestmark = pytest.mark.compute
 
 PAIRS = [(admission, turns) for admission in ADMISSIONS for turns in BATCHINGS]
-TIMES = StepTimes(1e-3, 1e-5, 1e-8, 2e-6, 1e-9)
+TIMES = MachineTimes(1e-3, 1e-5, 1e-8, 2e-6, 1e-9)
 
 
 def load(requests, seed, *, rate=400.0):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.naps import end_naps_on_time
+from tokenpod.core.own_process import end_naps_on_time
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.sampling.prompt_scores import PromptScores

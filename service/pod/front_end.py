@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import die_with_parent
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineClient, EngineLost

@@ -222,7 +222,7 @@ def largest_step(
 
     Args:
         hidden: width of a token's state.
-        inner: width inside a rank's share of the widest layer.
+        inner: width inside a rank's shard of the widest layer.
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
         expanded: numbers that attention makes of latents, or of int8, at a time.

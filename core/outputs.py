@@ -215,7 +215,7 @@ class Drafted(msgspec.Struct, frozen=True, array_like=True):
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     """Everything one step brought.
 
-    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token, and
+    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry per token, and
     several in order of a sequence with drafts. A sequence that ends without a token (its time limit
     passed in the queue) has token id -1.
     """

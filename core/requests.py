@@ -66,7 +66,7 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
 class Request(Message, frozen=True, array_like=True, tag=True):
     """One prompt and its samples. The samples share the keys and values of the prompt."""
 
-    #: One id a sample; sample i draws from stream i of the seed.
+    #: One id per sample; sample i draws from stream i of the seed.
     sequence_ids: list[int]
     prompt: list[int]
     sampling: SamplingParams

@@ -1,4 +1,4 @@
-"""A source of drafts that nothing knows: one class, given to the scheduler, and no other change."""
+"""A source of drafts that nothing knows: one class, given to the scheduler; nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An admission policy that nothing knows: one class, given to the scheduler, and no other change."""
+"""An admission policy that nothing knows: one class, given to the scheduler; nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source of drafts that nothing knows: one class, given to the scheduler; nothing else changes."""
+"""A source of drafts that nothing knows: one class, given to the scheduler, is all there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An admission policy that nothing knows: one class, given to the scheduler; nothing else changes."""
+"""An admission policy that nothing knows: one class, given to the scheduler, is all there is."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import pytest
 from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.policies.optimistic import Optimistic
 from tokenpod.scheduler.policies.past_future import HISTORY, Lengths, PastFuture
@@ -87,10 +88,13 @@ def test_exact_never_needs_more_than_reserve(seed):
     driver.drain()
 
 
+@pytest.mark.parametrize("offload", [0, 60])
 @pytest.mark.parametrize("policy", [Reserve, Optimistic])
-def test_sums_of_what_never_grows_are_the_peak_of_its_entries(policy):
+def test_sums_of_what_never_grows_are_the_peak_of_its_entries(policy, offload):
     chance, ids, looked_at = random.Random(5), 0, 0
-    driver = Driver(slots=120, max_rows=10, prefill_tokens=8, overlap=True, admission=policy)
+    shape = {"slots": 120, "max_rows": 10, "prefill_tokens": 8, "offload_slots": offload}
+    preemption = PREEMPTIONS["swap" if offload else "recompute"](1)
+    driver = Driver(**shape, overlap=True, admission=policy, preemption=preemption, offload_block=3)
     scheduler = driver.scheduler
     for op in range(200):
         n = chance.choice([0, 1, 1, 3])

@@ -30,12 +30,12 @@ from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import SmallModel, draft_of
 from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.steps.executor import Executor, Words
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models import eagle, medusa
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
@@ -362,7 +362,7 @@ def operations(kind: str, device: torch.device) -> object:
     if kind == "device" and device.type != "cuda":
         return interpreted_operations()
     package = "triton" if kind == "device" else kind
-    return importlib.import_module(f"tokenpod.kernels.{package}").OPERATIONS
+    return importlib.import_module(f"tokenpod.kernels.backends.{package}").OPERATIONS
 
 
 def make(

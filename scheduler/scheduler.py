@@ -129,9 +129,7 @@ class Scheduler:
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         self._estimates = Estimates(
-            limits.prefill_tokens,
-            None if self._drafting is None else self._drafting.costs,
-            forced_costs,
+            limits.prefill_tokens, self._drafting.costs if self._drafting else None, forced_costs
         )
         self._deadlines = Deadlines(self._sequences, self.kv, self._estimates.prompts)
         self._vectors = VectorIds()

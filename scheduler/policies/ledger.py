@@ -116,11 +116,11 @@ class Ledger:
         self._apart: Sequence | None = None
         self._draws = 0
         #: What was counted together: the first mark, what was added with it and the next ones, and
-        #: [1 + 1 + 2 * draws, n] entries: the mark from which each counts, held, and of each draw
-        #: growth and end.
-        self._counted: list[tuple[int, list[_Added], Ints]] = []
-        #: The same of what sequences have in common, as far as that has been looked at.
-        self._common: list[Ints] = []
+        #: of each sequence its mark [n], held [n], growth and end [draws, n].
+        self._counted: list[tuple[int, list[_Added], tuple[Ints, Ints, Ints, Ints]]] = []
+        #: The entries that have been made of it, [2 + 2 * draws, n] each: of the sequences, and of
+        #: what they have in common, by turns.
+        self._made: list[Ints] = []
         #: Of each draw: the step by which a sequence has ended, by its id.
         self._ends: dict[int, list[int]] = {}
         self._prompt_tokens = 0
@@ -186,14 +186,13 @@ class Ledger:
         else:
             bounds = int(self._table.bound[at].sum())
         self._bounds.append(self._bounds[-1] + bounds)
-        self._locked.append(self._tree.locked_tokens - self._locked_apart())
+        locked = self._tree.locked_tokens
+        if self._apart is not None and self._apart.node is not None:
+            alone = (node for node in path(self._apart.node) if node.locks == 1)
+            locked -= sum(len(node.tokens) for node in alone)
+        self._locked.append(locked)
         if kind not in _OF_NO_COMPANY and self._several_from is None:
             self._note(sequences)
-
-    def _locked_apart(self) -> int:
-        if self._apart is None or self._apart.node is None:
-            return 0
-        return sum(len(node.tokens) for node in path(self._apart.node) if node.locks == 1)
 
     def _note(self, sequences: Listing[Sequence]) -> None:
         for sequence in sequences:
@@ -236,7 +235,7 @@ class Ledger:
 
     def _count(self) -> None:
         """Count what has been added since the last call."""
-        first = len(self._held)
+        first = 1 + sum(len(added) for _, added, _ in self._counted)
         added = self._added[first - 1 :]
         if not added:
             return
@@ -244,18 +243,20 @@ class Ledger:
         counts = [len(each.sequences) for each in added]
         marks = np.arange(first, first + len(added)).repeat(counts)
         held, growth, ends = self._needs(added, counts)
-        self._counted.append((first, added, np.vstack((marks, held, growth, ends))))
-        sums = np.concatenate((_ZERO, held.cumsum())) + self._held[-1]
-        self._held += sums[np.cumsum(counts)].tolist()
-        if self._grows_from is None and growth.any():
-            self._grows_from = int(marks[growth.any(axis=0).argmax()])
+        self._counted.append((first, added, (marks, held, growth, ends)))
+        if self._grows_from is None:
+            grows = np.flatnonzero(growth.any(axis=0))
+            self._grows_from = int(marks[grows[0]]) if len(grows) else None
+        if self._grows_from is None or self._grows_from > first:
+            sums = np.concatenate((_ZERO, held.cumsum())) + self._held[-1]
+            self._held += sums[np.cumsum(counts)].tolist()
 
     def _entries(self) -> Ints:
         """[2 + 2 * draws, n] of all that has been counted."""
-        for first, added, own in self._counted[len(self._common) :]:
-            shared = self._shared(first, added, own[2 + self._draws :])
-            self._common.append(shared.entries(self._draws))
-        return np.concatenate([*(own for *_, own in self._counted), *self._common], axis=1)
+        for first, added, own in self._counted[len(self._made) // 2 :]:
+            shared = self._shared(first, added, own[-1])
+            self._made += np.vstack(own), shared.entries(self._draws)
+        return np.concatenate(self._made, axis=1)
 
     def _needs(self, added: list[_Added], counts: list[int]) -> tuple[Ints, Ints, Ints]:
         """[n] held, [draws, n] growth and [draws, n] end of all these sequences, in order."""

@@ -27,7 +27,7 @@ CHANGES = {
   optional float prompt_penalty = 18;
 """,
     ),
-    "service/serving/calls.py": (
+    "service/calls/call.py": (
         "    presence_penalty: float = 0.0\n",
         "    prompt_penalty: float = 0.0\n",
     ),
@@ -42,7 +42,7 @@ CHANGES = {
         scores -= (prompt > 0) * penalty
 """,
     ),
-    "kernels/triton/sampling_rows.py": (
+    "kernels/sampling/sampling_rows.py": (
         "    scores = tl.where(out > 0, scores - presence, scores)\n",
         """\
     penalty = real(words_ptr, tl.constexpr(TABLE.place("prompt_penalty"))).to(tl.float32)
@@ -58,13 +58,13 @@ import torch
 from samplers import on_cpu, on_device, random_logits, sampled, step
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.service.dialects import validate
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.limits import RequestLimits, check_generate
+from tokenpod.service.calls.sampler_params import sampling_params
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.sampling import sampling_params
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 
-LIMITS = validate.RequestLimits(
+LIMITS = RequestLimits(
     vocab_size=97,
     max_input_tokens=40,
     max_total_tokens=50,
@@ -82,7 +82,7 @@ LIMITS = validate.RequestLimits(
 def asked(penalty):
     request = generation_pb2.GenerateRequest(text="x", sampling={"prompt_penalty": penalty})
     call = asyncio.run(generate_call(request, "", stream=True))
-    validate.check_generate(call, LIMITS)
+    check_generate(call, LIMITS)
     return sampling_params(call.sampling, seed=0)
 
 

@@ -30,7 +30,7 @@ from tokenpod.engine.startup.device_check import check_attention, check_device, 
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_host_memory
 from tokenpod.engine.steps.executor import Executor
-from tokenpod.kernels.group import Group
+from tokenpod.kernels.operations.group import Group
 from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tokenpod.core.model_files import PICKLES
-from tokenpod.kernels.weight import LinearWeight, StackedWeight
+from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.pieces import READERS, Pieces

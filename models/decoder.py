@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 import torch
 
-from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import Heads, KVScales, StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.layer_spec import Rope

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.kernels.attention_ops import Heads, StepTiles
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import Heads, StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError

@@ -9,9 +9,9 @@ import torch
 
 from tokenpod.core.model_size import Expansion
 from tokenpod.core.own_state import OwnState
-from tokenpod.kernels.attention_ops import KVScales, StepTiles
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pool import KVLayout, KVPool
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
+from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.adapters.store import AdapterStore
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from tokenpod.core.formats import LAYOUTS, SAME_AS
-from tokenpod.kernels.formats import MADE_AT_LOAD
-from tokenpod.kernels.weight import LinearWeight, QuantisedWeight, StackedWeight
+from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight, StackedWeight
+from tokenpod.kernels.products.formats import MADE_AT_LOAD
 from tokenpod.models.checkpoint import Checkpoint, Quantised, WeightReader
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layouts.module import PublishedLayout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.kernels.pool import KVLayout
+from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.models.spec import ModelSpec
 
 

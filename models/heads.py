@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.pointwise_ops import HeadNorm
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
 from tokenpod.models.layer_spec import Attention, Norm, NormOver
 from tokenpod.models.linear import Products
 from tokenpod.models.shard import Shard

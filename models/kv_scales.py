@@ -6,7 +6,7 @@ from collections.abc import Container
 
 import torch
 
-from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.names import Names

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from tokenpod.kernels.attention_ops import LatentPlan, Rotation
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pointwise_ops import RowNorm
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import LatentPlan, Rotation
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.layer_spec import Latent
 from tokenpod.models.linear import Product, Products
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.attention_ops import AttentionOptions, AttentionPlan, Rotation
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.expert_ops import ExpertWeights
-from tokenpod.kernels.pointwise_ops import RowNorm
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import AttentionOptions, AttentionPlan, Rotation
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.expert_ops import ExpertWeights
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.heads import make_heads
 from tokenpod.models.latent import make_latent
 from tokenpod.models.layer_spec import (

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from tokenpod.kernels.attention_ops import LatentShape
-from tokenpod.kernels.expert_ops import Routing, Score
-from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.pool import KVLayout, alike
+from tokenpod.kernels.cache.kv_pool import KVLayout, alike
+from tokenpod.kernels.operations.attention_ops import LatentShape
+from tokenpod.kernels.operations.expert_ops import Routing, Score
+from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.errors import ModelError
 
 

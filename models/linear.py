@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.adapter_ops import Added, BaseLinear, DenseWeight
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.compose import (
+from tokenpod.kernels.operations.adapter_ops import Added, BaseLinear, DenseWeight
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.compose import (
     adapted_linear_of,
     fused_add_linear,
     fused_norm_linear,
     laid_out,
     linear_of,
 )
-from tokenpod.kernels.ops import AddLinear, Operations
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.weight import LinearWeight, StackedWeight
+from tokenpod.kernels.operations.ops import AddLinear, Operations
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
 
 #: Weights by our names, as they were loaded.
 Weights = MutableMapping[str, torch.Tensor | LinearWeight | StackedWeight]

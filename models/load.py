@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenpod.core.adapters import scale_bytes
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.parallel import parallel
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.parallel import parallel
 from tokenpod.models.adapters.store import Space, store_of
 from tokenpod.models.adapters.targets import (
     copied_numbers,

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import silu
 
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVLayout, KVPool
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.checkpoint import SINGLE, Checkpoint, check
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError

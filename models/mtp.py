@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.attention_ops import StepTiles
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint, tensors_of
 from tokenpod.models.decoder import Decoder, rotations_of, step_of, tiles_of
 from tokenpod.models.errors import ModelError

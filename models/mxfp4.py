@@ -10,7 +10,7 @@ from math import gcd
 
 import torch
 
-from tokenpod.kernels.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
 
 #: Numbers of a block, and its bytes.
 BLOCK, BLOCK_BYTES = 32, 16

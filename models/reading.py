@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.models import mxfp4
 from tokenpod.models.checkpoint import Checkpoint, WeightReader
 from tokenpod.models.linear import Weights

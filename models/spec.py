@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 
 from tokenpod.core.model_size import Expansion
-from tokenpod.kernels.latent import expansion_of
-from tokenpod.kernels.pool import KVLayout
+from tokenpod.kernels.attention.composed_latent import expansion_of
+from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layer_spec import Experts, Latent, LayerSpec, Mlp, Norm, Rope
 

@@ -171,7 +171,7 @@ def test_the_wheels_hold_every_data_file_that_their_code_opens(
         for name in beside(module):
             opened.add(name)
             assert module.with_name(name).read_bytes(), f"{name}, which {module} opens, is empty"
-    assert {"tiles.json", "models.json"} <= opened
+    assert {"product_tiles.json", "models.json"} <= opened
 
 
 def beside(module: Path) -> Iterator[str]:
@@ -200,9 +200,9 @@ def test_the_tables_of_tiles_are_read_from_the_installed_wheel(
     installed: Path, empty: Path
 ) -> None:
     code = """
-from tokenpod.kernels.triton import tiles
-from tokenpod.kernels.triton.quantised import tiles as quantised
-for table in (tiles, quantised):
+from tokenpod.kernels.products import product_tiles
+from tokenpod.kernels.products.quantised import quantised_tiles
+for table in (product_tiles, quantised_tiles):
     assert "dependencies" not in table.__file__, table.__file__
     assert table.measured((9, 0)) and table.measured(None)
 """

@@ -25,10 +25,10 @@ from benchmarks.support.models import (
 )
 from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, DTYPE, by_turns, captured, events_seconds, reporting
-from tokenpod.kernels import reference
-from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.triton import OPERATIONS
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.backends.triton import OPERATIONS
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 from tokenpod.models.adapters.files import Base
 from tokenpod.models.adapters.store import AdapterStore, Space
 from tokenpod.models.adapters.targets import Targets, products_of, vocabulary_products

@@ -3,7 +3,7 @@
 Of an 8B Llama (32 heads, 8 key/value heads of 128), with keys and values of 16 and of 8 bits.
 Decode runs as replayed graphs over pools that exceed the L2 cache together. Every case is compared
 with the reference first, where that is small enough. `--search` tries the neighbours of the table's
-tiles, for kernels/triton/attention_tiles.py.
+tiles, for kernels/attention/attention_tiles.py.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from benchmarks.support.timing import (
     neighbours,
     reporting,
 )
-from tokenpod.kernels import reference
-from tokenpod.kernels.attention_ops import NO_OPTIONS, KVScales
-from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.triton.attention_decode import choose_splits, decode
-from tokenpod.kernels.triton.attention_extend import extend
-from tokenpod.kernels.triton.attention_plan import list_tiles, queries_per_tile
-from tokenpod.kernels.triton.attention_tiles import (
+from tokenpod.kernels.attention.attention_decode import choose_splits, decode
+from tokenpod.kernels.attention.attention_extend import extend
+from tokenpod.kernels.attention.attention_plan import list_tiles, queries_per_tile
+from tokenpod.kernels.attention.attention_tiles import (
     HOPPER,
     TILES,
     DecodeTile,
     ExtendTile,
     decode_tile_for,
 )
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 
 GPU = DEVICE.type == "cuda"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

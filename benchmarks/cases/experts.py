@@ -24,12 +24,12 @@ from benchmarks.support.timing import (
     graph_seconds,
     reporting,
 )
-from tokenpod.kernels.expert_ops import ExpertWeights, Routing
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.reference.experts import mixture
-from tokenpod.kernels.triton.experts import prepare_experts
-from tokenpod.kernels.triton.pointwise import rms_norm
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.experts.reference_experts import mixture
+from tokenpod.kernels.experts.triton_experts import prepare_experts
+from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import StackedWeight
+from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
 
 GPU = DEVICE.type == "cuda"
 SMOKE = {

@@ -5,8 +5,9 @@ gate, sum). Everything is timed as it is served: captured in a graph, over weigh
 L2 cache together. The limit is the longer of reading the weight's own bytes and its operations in
 bf16.
 
-    products --search --kinds bf16 --into kernels/triton/tiles.json
-    products --search --kinds int4 fp8 --tokens 1 16 --into kernels/triton/quantised/tiles.json
+    products --search --kinds bf16 --into kernels/products/product_tiles.json
+    products --search --kinds int4 fp8 --tokens 1 16 \
+        --into kernels/products/quantised/quantised_tiles.json
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from benchmarks.support.timing import (
     reporting,
     synchronise,
 )
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton import product as dense_product
-from tokenpod.kernels.triton import quantised as quantised_product
-from tokenpod.kernels.triton import tiles as dense_tiles
-from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
-from tokenpod.kernels.triton.tiles import LIBRARY
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products import product_tiles as dense_tiles
+from tokenpod.kernels.products import triton_product as dense_product
+from tokenpod.kernels.products.product_tiles import LIBRARY
+from tokenpod.kernels.products.quantised import format_products as quantised_product
+from tokenpod.kernels.products.quantised import quantised_tiles
 
 SMOKE = {
     "cpu": "--shape nano --kinds bf16 int8 --products output --tokens 1 5",

@@ -31,11 +31,11 @@ from tokenpod.engine.startup.kv_scales import (
     measure_scales,
     random_prompt,
 )
-from tokenpod.kernels import reference
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder

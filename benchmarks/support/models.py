@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from benchmarks.support.timing import DTYPE
-from tokenpod.kernels.formats.fp8 import MOST, Fp8Weight
-from tokenpod.kernels.formats.grouped import GroupedWeight, packed_pairs
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
-from tokenpod.kernels.registry import operations_for
-from tokenpod.kernels.weight import LinearWeight
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.operations.weight import LinearWeight
+from tokenpod.kernels.products.formats.fp8 import MOST, Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pairs
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
 from tokenpod.models import mxfp4 as microscaling
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families import FAMILIES, Family

@@ -27,10 +27,10 @@ from tokenpod.engine.steps.rounds import (
     unmasked_rounds,
 )
 from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
-from tokenpod.kernels.batch import ForwardBatch, append_run, append_slots, cut_runs
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.host_pool import HostPool
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.operations.batch import ForwardBatch, append_run, append_slots, cut_runs
+from tokenpod.kernels.operations.group import Group
 
 _CPU = torch.device("cpu")
 _NOTHING = Samples.nothing(0, 0)

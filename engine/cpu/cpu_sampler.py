@@ -32,7 +32,7 @@ from tokenpod.engine.cpu.cpu_draws import (
 )
 from tokenpod.engine.sampling.processors import History, edit
 from tokenpod.engine.sampling.sampler import LeaderTokens, Records, Sampler, Samples, logprobs_of
-from tokenpod.kernels.group import Group
+from tokenpod.kernels.operations.group import Group
 
 Ints = npt.NDArray[np.int64]
 

@@ -26,9 +26,9 @@ from tokenpod.engine.drafts.head_draft import HeadDraft
 from tokenpod.engine.drafts.parallel_draft import ParallelDraft
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import CapturableModel, Model
-from tokenpod.kernels.attention_ops import StepTiles
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
 from tokenpod.models.errors import ModelError

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from tokenpod.engine.steps.executor import Model
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows
 from tokenpod.models.medusa import MedusaHeads
 
 

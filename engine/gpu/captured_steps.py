@@ -20,7 +20,7 @@ from tokenpod.engine.gpu.graphs import (
     with_adapters,
 )
 from tokenpod.engine.steps.integers import Counts, Integers
-from tokenpod.kernels.batch import RaggedRows
+from tokenpod.kernels.operations.batch import RaggedRows
 
 #: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
 _MOST_CAPTURED_TOKENS = 1024

@@ -24,9 +24,9 @@ from tokenpod.core.capacity import STAGING_BYTES, STAGING_PIECES
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.steps.mailbox import upload
 from tokenpod.engine.steps.offload_copies import HostCopies
-from tokenpod.kernels.host_pool import HostPool
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.triton.slots import SlotRows
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.slot_copies import SlotRows
 
 #: Pieces of staging memory for what goes out; what comes in has one.
 PIECES = STAGING_PIECES - 1

@@ -34,11 +34,17 @@ from tokenpod.engine.steps.offload_copies import pools_of
 from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import unmasked_rounds
 from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
-from tokenpod.kernels.attention_ops import StepTiles
-from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, append_slots, cut_runs
-from tokenpod.kernels.host_pool import HostPool
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.triton.steps import remember, resolve
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.gpu.steps import remember, resolve
+from tokenpod.kernels.operations.attention_ops import StepTiles
+from tokenpod.kernels.operations.batch import (
+    ForwardBatch,
+    PagedRows,
+    RaggedRows,
+    append_slots,
+    cut_runs,
+)
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.
 _DEPTH = 3

@@ -19,7 +19,7 @@ from tokenpod.engine.steps.executor import Masks
 from tokenpod.engine.steps.integers import Counts, Integers
 from tokenpod.engine.steps.mailbox import Staging
 from tokenpod.engine.steps.rounds import Drawing, Round, mask_words
-from tokenpod.kernels.triton.steps import remember
+from tokenpod.kernels.gpu.steps import remember
 
 #: Columns begin at multiples of 64 bytes, see `Staging.upload`.
 _UNIT = 8

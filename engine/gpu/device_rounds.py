@@ -14,8 +14,8 @@ from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
 from tokenpod.engine.steps.executor import Masks
 from tokenpod.engine.steps.mailbox import Staging
 from tokenpod.engine.steps.rounds import Drawing, Ints, Round, allowed, mask_words, rounds
-from tokenpod.kernels.triton.offers import offer
-from tokenpod.kernels.triton.steps import accept, remember
+from tokenpod.kernels.gpu.steps import accept, remember
+from tokenpod.kernels.sampling.offers import offer
 
 
 class DeviceDrawing(Drawing):

@@ -27,9 +27,9 @@ from tokenpod.engine.gpu.device_launches import Asked, Launches, Tiles
 from tokenpod.engine.gpu.device_rows import enter_rows
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler, Samples, edits_of
 from tokenpod.engine.steps.mailbox import upload
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
-from tokenpod.kernels.triton.token_rank import find_ranks
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.sampling import sampling, sampling_rows, top_tokens
+from tokenpod.kernels.sampling.token_rank import find_ranks
 
 #: The largest vocabulary.
 MOST_TOKENS = 1 << 18

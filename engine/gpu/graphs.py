@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from tokenpod.engine.steps.integers import Counts, Integers, views
-from tokenpod.kernels.batch import RaggedRows, Run
+from tokenpod.kernels.operations.batch import RaggedRows, Run
 
 #: Smaller mixed steps are filled up to this.
 LEAST_MIXED = 16

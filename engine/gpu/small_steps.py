@@ -22,8 +22,8 @@ from tokenpod.engine.sampling.sampler import LeaderTokens
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.integers import ALIGNMENT, Counts, Integers, views
 from tokenpod.engine.steps.open_drafts import Ints
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.triton.steps import remember, resolve
+from tokenpod.kernels.gpu.steps import remember, resolve
+from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.scheduler.drafts.drafting import MOST_ROWS
 
 #: The batch of a small step from its integers and tokens, all rows of which have one.

@@ -19,7 +19,7 @@ from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import DRAWS, EDITED, ROW_WORDS, TABLE, SamplingTable
 from tokenpod.engine.sampling.bad_words import entries_of
-from tokenpod.kernels.group import Group
+from tokenpod.kernels.operations.group import Group
 
 #: Rows of columns, [n] of a table's dtype, and one of them.
 Records = npt.NDArray[np.void]

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from tokenpod.core.errors import EngineError
 from tokenpod.engine.shards.cpu_group import HostGroup
 from tokenpod.engine.shards.rendezvous import one_line
-from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 
 #: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each
 #: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py at 487f27e9).

@@ -6,7 +6,7 @@ import torch
 
 from tokenpod.core.errors import EngineError
 from tokenpod.engine.shards.rendezvous import open_store
-from tokenpod.kernels.group import Group
+from tokenpod.kernels.operations.group import Group
 
 
 def join_group(

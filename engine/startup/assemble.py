@@ -45,9 +45,9 @@ from tokenpod.engine.steps.first_steps import (
     warm_copies,
     warm_up,
 )
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.group import Group
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
 

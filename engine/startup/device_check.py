@@ -56,7 +56,7 @@ def check_attention(facts: ModelFacts) -> None:
 
 def check_latent(rank: int, rope: int) -> None:
     """Raise EngineError if latents are too long for the GPU's kernels, or their keys."""
-    from tokenpod.kernels.triton.latent import LARGEST_RANK, LARGEST_ROPE
+    from tokenpod.kernels.attention.triton_latent import LARGEST_RANK, LARGEST_ROPE
 
     if rank > LARGEST_RANK or rope > LARGEST_ROPE:
         raise EngineError(
@@ -67,7 +67,7 @@ def check_latent(rank: int, rope: int) -> None:
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
     """Raise EngineError, in one line, if the GPU's kernels can't handle such heads."""
-    from tokenpod.kernels.triton.attention import LARGEST_GROUP, LARGEST_HEAD_DIM
+    from tokenpod.kernels.attention.triton_attention import LARGEST_GROUP, LARGEST_HEAD_DIM
 
     if head_dim > LARGEST_HEAD_DIM:
         raise EngineError(

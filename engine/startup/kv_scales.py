@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import KVScales
 
 #: Whose scales are known before tokens are. A pool of int8 has one for each head and token.
 EIGHT_BITS = torch.float8_e4m3fn

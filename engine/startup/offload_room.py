@@ -9,9 +9,9 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.drafts.draft import DraftModel
 from tokenpod.engine.startup.memory import free_memory, size
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.host_pool import HostPool
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.operations.group import Group
 from tokenpod.models.facts import LoadedModel
 
 

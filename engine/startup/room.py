@@ -12,8 +12,8 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
 from tokenpod.engine.drafts.draft import DraftModel
 from tokenpod.engine.startup.memory import FreeMemory, size
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.group import Group
 from tokenpod.models.facts import LoadedModel
 
 

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 
 from tokenpod.engine.steps.executor import Model
-from tokenpod.kernels.attention_ops import StepTiles
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows
 
 
 class Drafter(Protocol):

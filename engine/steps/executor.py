@@ -17,9 +17,9 @@ import torch
 
 from tokenpod.core.plan import Ints, StepPlan
 from tokenpod.engine.sampling.prompt_scores import PromptScores
-from tokenpod.kernels.attention_ops import StepTiles
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch
 
 
 class Model(Protocol):

@@ -16,7 +16,7 @@ from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.steps.executor import Executor, Launched
-from tokenpod.kernels.group import Group
+from tokenpod.kernels.operations.group import Group
 
 #: Seconds that a step with prompts may take on a CPU, because running streams wait for it.
 _PROMPT_SECONDS = 0.05

@@ -12,8 +12,8 @@ import torch
 
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.kernels.host_pool import HostPool, read_slots, write_slots
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.cache.offload_pool import HostPool, read_slots, write_slots
 
 
 class HostCopies:

@@ -29,7 +29,8 @@ from tokenpod.engine.steps.mailbox import Flight, Mailbox
 from tokenpod.engine.steps.offload_copies import HostCopies
 from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import Drawing, Round
-from tokenpod.kernels.batch import (
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import (
     ForwardBatch,
     GivenEmbeddings,
     PagedRows,
@@ -37,7 +38,6 @@ from tokenpod.kernels.batch import (
     Run,
     append_slots,
 )
-from tokenpod.kernels.pool import KVPool
 
 #: Prompt tokens whose logits are made at a time: those of a whole prompt over a large vocabulary
 #: would be gigabytes.

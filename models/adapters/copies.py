@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tokenpod.kernels.adapter_ops import OwnLinear
-from tokenpod.kernels.pointwise_ops import Embed
+from tokenpod.kernels.operations.adapter_ops import OwnLinear
+from tokenpod.kernels.operations.pointwise_ops import Embed
 from tokenpod.models.adapters.targets import EMBEDDING
 from tokenpod.models.weights import HEAD
 

@@ -21,9 +21,9 @@ from functools import cached_property
 
 import torch
 
-from tokenpod.kernels.adapter_ops import BaseLinear
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.weight import LinearWeight, Stored
+from tokenpod.kernels.operations.adapter_ops import BaseLinear
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.weight import LinearWeight, Stored
 from tokenpod.models.adapters.copies import fill
 from tokenpod.models.adapters.targets import Product, scaled_order
 from tokenpod.models.errors import ModelError

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added, AddedRows, BaseLinear
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, AddedRows, BaseLinear
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.ops import Operations
+from tokenpod.kernels.operations.weight import StackedWeight
 from tokenpod.models.adapters.copies import Copies, fill
 from tokenpod.models.adapters.files import Base, HostAdapter, read_adapter
 from tokenpod.models.adapters.packed import Packed, PackedFactors

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tokenpod.kernels.adapter_ops import AdapterWeights
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights
 from tokenpod.models.adapters.copies import fill
 from tokenpod.models.adapters.packed import PackedFactors
 from tokenpod.models.adapters.targets import Product, aligned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.families.family import Family, model_spec, plain_mlp, sizes_of

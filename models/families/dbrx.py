@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.kernels.expert_ops import Routing
+from tokenpod.kernels.operations.expert_ops import Routing
 from tokenpod.models.expert_names import ExpertNames, ExpertTensor
 from tokenpod.models.families.experts import MOST_EXPERTS, MOST_FEATURES
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, sizes_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tokenpod.kernels.expert_ops import Routing
+from tokenpod.kernels.operations.expert_ops import Routing
 from tokenpod.models.families.experts import (
     experts_of,
     gate_names,

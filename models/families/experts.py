@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from tokenpod.kernels.expert_ops import Routing, Score
+from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.models.errors import ModelError
 from tokenpod.models.expert_names import ExpertNames, experts_apart
 from tokenpod.models.fields import Fields

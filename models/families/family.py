@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
 from tokenpod.models.layer_spec import Alibi, Attention, LayerSpec, Mlp, Norm, Norms, Rope

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.families.family import Family, changed, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.layer_spec import Attention, LayerSpec, Mlp, Norm, Norms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.kernels.pointwise_ops import Activation
+from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.expert_names import ExpertNames, ExpertTensor, Half
 from tokenpod.models.families.experts import experts_of, softmax_routing, with_experts
 from tokenpod.models.families.family import (

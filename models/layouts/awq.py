@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.models.fields import Fields
 from tokenpod.models.layouts.gptq import group_size
 from tokenpod.models.layouts.groups import Grouping

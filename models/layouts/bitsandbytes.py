@@ -15,9 +15,9 @@ from math import gcd
 
 import torch
 
-from tokenpod.kernels.formats.grouped import GroupedWeight, packed_pairs
-from tokenpod.kernels.formats.int8 import MOST, Int8Weight
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pairs
+from tokenpod.kernels.products.formats.int8 import MOST, Int8Weight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
 from tokenpod.models.layouts.floats import positive

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.kernels.formats.rounding import Number, Rounding
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
 from tokenpod.models.layouts.floats import Block, Fp8Scheme

@@ -11,9 +11,9 @@ from math import gcd
 
 import torch
 
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layouts.module import FLOATS, StoredModule
 from tokenpod.models.weights import StoredTensor

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
 from tokenpod.models.layouts.groups import Grouping

@@ -7,10 +7,10 @@ from math import gcd
 
 import torch
 
-from tokenpod.kernels.formats.grouped import GroupedWeight
-from tokenpod.kernels.formats.int4 import Int4Weight, block_of
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.int4 import Int4Weight, block_of
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 
 #: What stands for zero in numbers of 8 bits that have no zeros of their own.
 MIDDLE = 128

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Rounding
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Rounding
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layouts.floats import input_scale, scale_shapes
 from tokenpod.models.layouts.groups import MIDDLE, Grouping

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.weights import StoredTensor
 

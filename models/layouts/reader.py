@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from tokenpod.kernels.weight import LinearWeight, QuantisedWeight, StackedWeight, Stored
+from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight, StackedWeight, Stored
 from tokenpod.models import mxfp4
 from tokenpod.models.checkpoint import Checkpoint, Quantised
 from tokenpod.models.errors import ModelError

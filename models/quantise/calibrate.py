@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.compose import add_linear_of, norm_linear_of
-from tokenpod.kernels.ops import Linear, Operations
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
+from tokenpod.kernels.operations.ops import Linear, Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.formats.fp8 import MOST as MOST_FP8
+from tokenpod.kernels.products.formats.fp8 import MOST as MOST_FP8
 from tokenpod.models.layouts.packing import words
 
 #: Inputs that share a scale, where nothing else is asked for.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch, PagedRows
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.model import TransformersModel
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from tokenpod.core.own_state import OwnState
-from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.fields import Fields
 from tokenpod.models.nested import Nesting

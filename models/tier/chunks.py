@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch, Run
+from tokenpod.kernels.operations.batch import ForwardBatch, Run
 
 
 def in_chunks(batch: ForwardBatch, size: int) -> ForwardBatch:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.attention_ops import AttentionOptions, AttentionPlan
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVLayout, KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool, alike
+from tokenpod.kernels.operations.attention_ops import AttentionOptions, AttentionPlan
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.tier.chunks import in_chunks
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.masks import Reach

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields

@@ -12,10 +12,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import Heads, KVScales, StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.tier.dispatch import Answer, AttentionFunction, Dispatch, RunningStep
 from tokenpod.models.tier.halves import Halves

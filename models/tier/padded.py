@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.halves import Halves
 from tokenpod.models.tier.model import TransformersModel

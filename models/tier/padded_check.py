@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.tier.check import TOKENS, Steps, compare
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.padded import Abilities, Cached, PaddedModel, Together

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tokenpod.core.own_state import OwnState
-from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields

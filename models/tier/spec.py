@@ -8,7 +8,7 @@ import torch
 
 from tokenpod.core.model_size import Expansion
 from tokenpod.core.own_state import OwnState
-from tokenpod.kernels.pool import KVLayout
+from tokenpod.kernels.cache.kv_pool import KVLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.tier.trees import Widths, joined, selected
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenpod.core.capacity import GIB, Capacity, capacity, choose_slots, fewest_ranks
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import Footprint, Portion
-from tokenpod.kernels.pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
 
 #: Llama 3.1's 8B shape.
 MODEL = Footprint(

@@ -24,7 +24,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.adapters.adapters import Adapters
 from tokenpod.engine.cpu.cpu_executor import HostExecutor
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models import load as loading
 from tokenpod.models.adapters.store import Space
 from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
@@ -79,8 +79,8 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
     from tokenpod.engine.gpu import device_sampler
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
     from tokenpod.engine.gpu.device_sampler import Tiles
-    from tokenpod.kernels.triton import adapters as triton_adapters
-    from tokenpod.kernels.triton.adapters import Tiles as AdapterTiles
+    from tokenpod.kernels.adapters import triton_adapters
+    from tokenpod.kernels.adapters.triton_adapters import Tiles as AdapterTiles
 
     tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
     with patch.object(device_sampler, "Tiles", tiles):

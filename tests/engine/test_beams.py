@@ -23,7 +23,7 @@ from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParam
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 from tokenpod.scheduler.scheduler import Limits, Scheduler

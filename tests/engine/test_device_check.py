@@ -15,7 +15,7 @@ from tokenpod.engine.startup.device_check import (
     check_latent,
     check_step,
 )
-from tokenpod.kernels.triton.offers import offer
+from tokenpod.kernels.sampling.offers import offer
 
 
 def test_a_cpu_will_do():

@@ -25,10 +25,10 @@ from tokenpod.engine.gpu.graphs import ladder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.steps.integers import Counts, fill, pad, views
-from tokenpod.kernels import cpu, reference, triton
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.host_pool import HostPool
-from tokenpod.kernels.pool import KVPool, alike
+from tokenpod.kernels.backends import cpu, reference, triton
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields

@@ -14,7 +14,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup.assemble import assemble
 from tokenpod.engine.startup.memory import let_segments_grow
-from tokenpod.kernels import triton
+from tokenpod.kernels.backends import triton
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.fields import Fields

@@ -19,7 +19,7 @@ from tokenpod.engine.startup.assemble import assemble
 from tokenpod.engine.startup.memory import FreeMemory
 from tokenpod.engine.startup.room import room_for
 from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.footprint import footprint_of
 
 OPTIONS = EngineOptions(

@@ -14,8 +14,8 @@ from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.engine.gpu.device_drafts import Proposals
 from tokenpod.engine.steps.mailbox import Mailbox
 from tokenpod.engine.steps.open_drafts import Unknown
-from tokenpod.kernels.pool import KVPool, alike
-from tokenpod.kernels.triton.steps import accept
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.gpu.steps import accept
 
 VOCABULARY, ROWS, MOST, POSITIONS = 97, 4, 3, 24
 SLOTS = ROWS * POSITIONS

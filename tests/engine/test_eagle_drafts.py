@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.eagle import load_eagle
 
 PROMPT = [random.Random(3).randrange(3, VOCABULARY) for _ in range(21)]

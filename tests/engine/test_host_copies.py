@@ -11,9 +11,9 @@ from interpreted import DEVICE
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.gpu.device_copies import DeviceCopies
 from tokenpod.engine.steps.offload_copies import HostCopies
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.host_pool import HostPool
-from tokenpod.kernels.pool import KVLayout, KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool, alike
+from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.operations.attention_ops import KVScales
 
 CPU = torch.device("cpu")
 SLOTS, HOST_SLOTS = 40, 30

@@ -10,9 +10,9 @@ import torch
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.assemble import EngineError, assemble
 from tokenpod.engine.startup.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.kv_rounding import quantise
-from tokenpod.kernels.pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_rounding import quantise
+from tokenpod.kernels.operations.attention_ops import KVScales
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(EIGHT_BITS).max

@@ -21,7 +21,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.drafts.draft import load_draft
 from tokenpod.engine.run import _method
 from tokenpod.engine.startup.assemble import assemble
-from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.medusa import load_medusa
 

@@ -20,8 +20,8 @@ from planner_probe import preempt_sequence
 
 from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.fields import Fields

@@ -21,8 +21,8 @@ from tokenpod.engine.gpu.device_executor import DeviceExecutor
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.sampler import Samples
-from tokenpod.kernels import cpu, triton
-from tokenpod.kernels.pool import KVPool, alike
+from tokenpod.kernels.backends import cpu, triton
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields

@@ -17,7 +17,7 @@ from virtual_engine import CPU, Answer, Engine
 from virtual_folders import PREFIX, PROMPT, Expected, write_virtual
 
 from tokenpod.core.requests import Request
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models import load as loading
 
 IDS = [(7 * i + i * i) % VOCABULARY for i in range(9)]

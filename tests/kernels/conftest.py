@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch, Run
+from tokenpod.kernels.operations.batch import ForwardBatch, Run
 
 
 @pytest.fixture

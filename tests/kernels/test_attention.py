@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from tokenpod.kernels import cpu, reference
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
-from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.kv_rounding import quantise_each
+from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.cache.kv_rounding import quantise_each
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 
 pytestmark = pytest.mark.compute
 

@@ -6,10 +6,9 @@ import numba
 import pytest
 import torch
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.cpu.compiled.kinds import narrow, tensor
-from tokenpod.kernels.cpu.compiled.loops import END, FIRST, arguments, floats, loop, take
+from tokenpod.kernels.backends import compiled, reference
+from tokenpod.kernels.compiled.kinds import narrow, tensor
+from tokenpod.kernels.compiled.loops import END, FIRST, arguments, floats, loop, take
 
 
 @loop

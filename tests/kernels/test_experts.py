@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels import cpu, reference
-from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
-from tokenpod.kernels.formats import MADE_AT_LOAD
-from tokenpod.kernels.formats.grouped import GroupedWeight
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.reference.experts import choose, mixture
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.experts.reference_experts import choose, mixture
+from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import StackedWeight
+from tokenpod.kernels.products.formats import MADE_AT_LOAD
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
 
 pytestmark = pytest.mark.compute
 

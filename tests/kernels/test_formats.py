@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenpod.kernels import cpu, reference
-from tokenpod.kernels.compose import linear_of
-from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.cpu.compiled import whole
-from tokenpod.kernels.formats import MADE_AT_LOAD
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
+from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.operations.compose import linear_of
+from tokenpod.kernels.products import compiled_whole as whole
+from tokenpod.kernels.products.formats import MADE_AT_LOAD
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
 
 E4M3 = torch.float8_e4m3fn
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenpod.kernels import cpu, reference
-from tokenpod.kernels.compose import linear_of
-from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.operations.compose import linear_of
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

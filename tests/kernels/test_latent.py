@@ -9,9 +9,9 @@ import torch
 from latents import SHAPES, draw_latents, truth
 from live_tensors import LiveTensors
 
-from tokenpod.kernels import cpu, latent, reference
-from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.pointwise_ops import RowNorm
+from tokenpod.kernels.attention import composed_latent as latent
+from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 SLOTS, SCALE = 400, 0.2
 OPERATIONS = {"reference": reference, "cpu": cpu, "compiled": compiled}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenpod.kernels import cpu, reference
-from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.cpu.product import filled_rows
-from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
-from tokenpod.kernels.pool import KVPool, alike
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
+from tokenpod.kernels.products.cpu_product import filled_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 33]

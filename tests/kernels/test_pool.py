@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from tokenpod.kernels.pool import KVLayout, KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool, alike
 
 
 def resident_share(tensors: list[torch.Tensor]) -> float:

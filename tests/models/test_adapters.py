@@ -306,7 +306,7 @@ def _once(parts, rows):
 
 
 def _store(base, shard, lora):
-    from tokenpod.kernels import reference
+    from tokenpod.kernels.backends import reference
     from tokenpod.models.adapters.store import store_of
     from tokenpod.models.adapters.targets import targets_of
     from tokenpod.models.adapters.virtual import VirtualBase
@@ -333,7 +333,7 @@ def _store(base, shard, lora):
 
 
 def _delta(store, product, x):
-    from tokenpod.kernels.reference.adapters import adapt, plan_adapters
+    from tokenpod.kernels.adapters.reference_adapters import adapt, plan_adapters
 
     plan = plan_adapters(torch.ones(len(x), dtype=torch.int64), store._ranks)
     y = x.new_zeros(len(x), sum(store._weights[product].rows))

@@ -10,7 +10,7 @@ from hand_scheduler import HandScheduler
 from lockstep import in_lockstep
 from walks import TOLERANCE, walk
 
-from tokenpod.kernels import reference
+from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config

@@ -7,9 +7,9 @@ import torch
 from interpreted import DEVICE
 from ranks import interpreted_operations
 
-from tokenpod.kernels import triton
-from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.backends import triton
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 from tokenpod.models import load as loading
 from tokenpod.models.load import load_model
 

@@ -9,8 +9,8 @@ from demo_engine import DEMO as FOLDER
 from eagle_heads import DEMO, defined, save, tensors
 from safetensors.torch import load_file
 
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.eagle import is_eagle, load_eagle, read_eagle
 from tokenpod.models.errors import ModelError
 

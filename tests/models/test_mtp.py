@@ -10,8 +10,8 @@ import pytest
 import torch
 from mtp_layers import make_predicting
 
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.errors import ModelError
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import load_model

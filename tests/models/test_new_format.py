@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.kernels.compose import linear_of
-from tokenpod.kernels.cpu import OPERATIONS
-from tokenpod.kernels.formats import MADE_AT_LOAD
-from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
+from tokenpod.kernels.backends.cpu import OPERATIONS
+from tokenpod.kernels.operations.compose import linear_of
+from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight
+from tokenpod.kernels.products.formats import MADE_AT_LOAD
 from tokenpod.models import folder as describing
 from tokenpod.models.checkpoint import Checkpoint, Quantised
 from tokenpod.models.errors import ModelError

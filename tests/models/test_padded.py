@@ -25,7 +25,7 @@ from tokenpod.engine.startup import assemble as assembling
 from tokenpod.engine.startup.assemble import make_pool
 from tokenpod.engine.startup.memory import FreeMemory
 from tokenpod.engine.startup.room import room_for
-from tokenpod.kernels.triton import OPERATIONS
+from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.weight import LinearWeight
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import LinearWeight
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.linear import Products
 
@@ -103,9 +103,9 @@ def test_norms_and_sums_are_part_of_products_where_they_can_be(
 
 def test_a_weight_in_another_layout_is_held_once_however_many_products_are_made_of_it():
     """With adapters there are two of one weight: fused, and plain for what adapters finish."""
-    from tokenpod.kernels import triton
-    from tokenpod.kernels.formats.int4 import Int4Weight
-    from tokenpod.kernels.triton.quantised import lanes
+    from tokenpod.kernels.backends import triton
+    from tokenpod.kernels.products.formats.int4 import Int4Weight
+    from tokenpod.kernels.products.quantised import lanes
 
     weight = Int4Weight.made_of(torch.randn(64, 128))
     weights = {"up": LinearWeight((weight,)), "embedding": torch.zeros(1)}

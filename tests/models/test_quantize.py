@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.kernels.formats import MADE_AT_LOAD
-from tokenpod.kernels.weight import LinearWeight, StackedWeight
+from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
+from tokenpod.kernels.products.formats import MADE_AT_LOAD
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError

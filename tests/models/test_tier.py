@@ -15,7 +15,7 @@ from transformers.models.apertus import modeling_apertus
 from walks import walk
 
 from tokenpod.core.own_state import OwnState
-from tokenpod.kernels import reference
+from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.attention_ops import NO_OPTIONS, KVScales
-from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.kv_rounding import quantise
-from tokenpod.kernels.triton.attention import attention, plan_attention
+from tokenpod.kernels.attention.triton_attention import attention, plan_attention
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.cache.kv_rounding import quantise
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 
 #: ‖error‖ / ‖result‖. Compiled, float32 is multiplied as three products of TF32.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}

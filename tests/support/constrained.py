@@ -24,7 +24,7 @@ from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.kernels.pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
 from tokenpod.service.text.tokenizer import Tokenizer

@@ -24,8 +24,8 @@ from tokenpod.engine.cpu.cpu_sampler import HostSampler
 from tokenpod.engine.drafts.draft import SmallModel
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.rng import vocabulary_noise
-from tokenpod.kernels.host_pool import HostPool
-from tokenpod.kernels.pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.offload_pool import HostPool
 from tokenpod.models import load as loading
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.exact import Exact

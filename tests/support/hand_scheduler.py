@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch, Run
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.batch import ForwardBatch, Run
 from tokenpod.models.decoder import Decoder
 
 MAX_POSITIONS = 256

@@ -15,7 +15,7 @@ from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.drafts.draft import draft_of
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.open_drafts import Unknown
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.attention_ops import AttentionOptions, LatentShape
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.reference.attention import attend
+from tokenpod.kernels.attention.reference_attention import attend
+from tokenpod.kernels.operations.attention_ops import AttentionOptions, LatentShape
+from tokenpod.kernels.operations.batch import ForwardBatch
 
 #: Rows are expanded if they have more than 32 tokens, 9, 13 or 2. Values are narrower than keys, or
 #: wider.

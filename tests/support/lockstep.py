@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tokenpod.kernels.group import Group
+from tokenpod.kernels.operations.group import Group
 
 T = TypeVar("T")
 

@@ -40,7 +40,7 @@ _IMPORTED = (
     "tokenpod.engine.constraints.trials",
     "tokenpod.engine.run",
     "tokenpod.engine.shards.member",
-    "tokenpod.kernels.cpu.compiled",
+    "tokenpod.kernels.backends.compiled",
     "tokenpod.service.server",
     "tokenpod.service.text.chat_template",
 )

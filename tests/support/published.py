@@ -12,7 +12,7 @@ import torch
 from packers import Module, Source
 from safetensors.torch import save_file
 
-from tokenpod.kernels.weight import LinearWeight, StackedWeight
+from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.folder import read_layout
 from tokenpod.models.formats import bytes_needed

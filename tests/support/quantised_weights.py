@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.grouped import GroupedWeight, packed_pairs
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
-from tokenpod.kernels.triton.quantised.laned import kind_of_lanes
-from tokenpod.kernels.triton.quantised.lanes import lanes_of
-from tokenpod.kernels.triton.quantised.products import kind_of
-from tokenpod.kernels.triton.quantised.tiles import LaneTile, MatrixTile, Tiles
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pairs
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
+from tokenpod.kernels.products.quantised.laned import kind_of_lanes
+from tokenpod.kernels.products.quantised.lanes import lanes_of
+from tokenpod.kernels.products.quantised.products import kind_of
+from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, MatrixTile, Tiles
 from tokenpod.models.mxfp4 import VALUES
 
 FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)

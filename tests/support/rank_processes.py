@@ -17,7 +17,7 @@ Said = TypeVar("Said")
 
 _SECONDS = 240
 #: Not what is in tests/: Python 3.11's server does not know where that lies.
-_IMPORTED_ONCE = ["tokenpod.engine.run", "tokenpod.kernels.cpu.compiled"]
+_IMPORTED_ONCE = ["tokenpod.engine.run", "tokenpod.kernels.backends.compiled"]
 
 
 def run_ranks(rank: Callable[[Job], Said], jobs: Sequence[Job]) -> list[Said]:

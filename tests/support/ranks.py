@@ -29,8 +29,8 @@ from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.startup.assemble import Assembled, assemble, make_pool
 from tokenpod.engine.startup.room import Room
 from tokenpod.engine.steps.executor import Executor, Launched
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
@@ -195,7 +195,7 @@ class FromBytes:
 
 def interpreted_operations() -> Operations:
     """A GPU's, but for products: interpreted, they take minutes, and have tests of their own."""
-    from tokenpod.kernels import reference, triton
+    from tokenpod.kernels.backends import reference, triton
 
     products = reference.OPERATIONS
     return replace(

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.attention_ops import NO_OPTIONS
-from tokenpod.kernels.batch import ForwardBatch, Run
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.reference.attention import attend
+from tokenpod.kernels.attention.reference_attention import attend
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS
+from tokenpod.kernels.operations.batch import ForwardBatch, Run
 from tokenpod.models.decoder import Decoder
 
 

@@ -30,12 +30,12 @@ from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.drafts.draft import SmallModel, draft_of
 from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.steps.executor import Executor, Words
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added
-from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.pool import KVPool
-from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models import eagle, medusa
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder

@@ -14,9 +14,9 @@ import torch
 from interpreted import DEVICE
 from triton.runtime import interpreter
 
-from tokenpod.kernels.triton import product
-from tokenpod.kernels.triton.peers import SymmetricBuffers
-from tokenpod.kernels.triton.tiles import Kind, Tile
+from tokenpod.kernels.gpu.peers import SymmetricBuffers
+from tokenpod.kernels.products import triton_product as product
+from tokenpod.kernels.products.product_tiles import Kind, Tile
 
 MULTIPLY_ADD = Tile(Kind.MULTIPLY_ADD, block_n=4, block_k=64, warps=2)
 MATRIX = Tile(Kind.MATRIX, block_n=32, block_k=32, warps=2, stages=3)

@@ -15,7 +15,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.adapters.adapter_reading import read_one
 from tokenpod.engine.cpu.cpu_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler

@@ -22,40 +22,41 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added, DenseWeight
-from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
-from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.grouped import GroupedWeight
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
-from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
-from tokenpod.kernels.triton import (
-    OPERATIONS,
-    adapters,
-    attention_extend,
-    expert_token_stored,
-    experts,
-    launch,
-    offers,
-    peers,
-    pointwise,
-    product,
-    quantised,
-    rotary,
-    slots,
-    steps,
+from tokenpod.kernels.adapters import triton_adapters as adapters
+from tokenpod.kernels.attention import attention_extend
+from tokenpod.kernels.backends.triton import OPERATIONS
+from tokenpod.kernels.cache import slot_copies as slots
+from tokenpod.kernels.cache import triton_rotary as rotary
+from tokenpod.kernels.experts import expert_token_stored
+from tokenpod.kernels.experts import triton_experts as experts
+from tokenpod.kernels.gpu import launch, peers, steps
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
+from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales, LatentShape
+from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
+from tokenpod.kernels.operations.weight import StackedWeight
+from tokenpod.kernels.pointwise import triton_pointwise as pointwise
+from tokenpod.kernels.products import triton_product as product
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
+from tokenpod.kernels.products.product_tiles import Kind, measured
+from tokenpod.kernels.products.quantised import format_products as quantised
+from tokenpod.kernels.products.quantised import (
+    lane_products,
+    laned,
+    quantised_tiles,
+    token_product,
+    widen,
 )
-from tokenpod.kernels.triton.quantised import lane_products, laned, token_product, widen
-from tokenpod.kernels.triton.quantised import products as quantised_products
-from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
-from tokenpod.kernels.triton.tiles import Kind, measured
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.products.quantised import products as quantised_products
+from tokenpod.kernels.sampling import offers
 from tokenpod.models import mxfp4
 
 #: The package has a function of this name.
-attention = import_module("tokenpod.kernels.triton.attention")
+attention = import_module("tokenpod.kernels.attention.triton_attention")
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

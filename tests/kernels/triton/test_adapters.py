@@ -8,15 +8,22 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from tokenpod.kernels import reference as plain
-from tokenpod.kernels.adapter_ops import AdapterWeights, Added, DenseWeight
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.reference import adapters as reference
-from tokenpod.kernels.triton import adapted, adapter_embeddings, adapter_heads, adapters
-from tokenpod.kernels.triton.adapters import Tiles, adapt, plan_adapters
-from tokenpod.kernels.triton.product import prepare_linear
-from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile
-from tokenpod.kernels.triton.tiles import Tiles as ProductTiles
+from tokenpod.kernels.adapters import (
+    adapted,
+    adapter_embeddings,
+    adapter_heads,
+)
+from tokenpod.kernels.adapters import reference_adapters as reference
+from tokenpod.kernels.adapters import (
+    triton_adapters as adapters,
+)
+from tokenpod.kernels.adapters.triton_adapters import Tiles, adapt, plan_adapters
+from tokenpod.kernels.backends import reference as plain
+from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.product_tiles import LIBRARY, Kind, Tile
+from tokenpod.kernels.products.product_tiles import Tiles as ProductTiles
+from tokenpod.kernels.products.triton_product import prepare_linear
 
 SLOTS = 3
 SMALL, LARGE = Tiles(4, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)

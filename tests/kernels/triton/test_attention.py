@@ -13,10 +13,10 @@ import pytest
 import torch
 from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 
-from tokenpod.kernels.attention_ops import AttentionOptions
-from tokenpod.kernels.triton import attention_decode
-from tokenpod.kernels.triton.attention import attention, plan_attention
-from tokenpod.kernels.triton.attention_tiles import DecodeTile
+from tokenpod.kernels.attention import attention_decode
+from tokenpod.kernels.attention.attention_tiles import DecodeTile
+from tokenpod.kernels.attention.triton_attention import attention, plan_attention
+from tokenpod.kernels.operations.attention_ops import AttentionOptions
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_steps import Spec, agree, lay_out
 
-from tokenpod.kernels.attention_ops import AttentionOptions
+from tokenpod.kernels.operations.attention_ops import AttentionOptions
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

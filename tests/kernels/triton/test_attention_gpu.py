@@ -9,9 +9,9 @@ import pytest
 import torch
 from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 
-from tokenpod.kernels.attention_ops import AttentionOptions
-from tokenpod.kernels.triton.attention import attention, plan_attention
-from tokenpod.kernels.triton.attention_tiles import TILES
+from tokenpod.kernels.attention.attention_tiles import TILES
+from tokenpod.kernels.attention.triton_attention import attention, plan_attention
+from tokenpod.kernels.operations.attention_ops import AttentionOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attention_steps import Spec, lay_out
 
-from tokenpod.kernels.triton.attention import LARGEST_GROUP
-from tokenpod.kernels.triton.attention_decode import choose_splits
-from tokenpod.kernels.triton.attention_plan import list_tiles
-from tokenpod.kernels.triton.attention_tiles import DecodeTile, extend_tile_for, tiles_for
+from tokenpod.kernels.attention.attention_decode import choose_splits
+from tokenpod.kernels.attention.attention_plan import list_tiles
+from tokenpod.kernels.attention.attention_tiles import DecodeTile, extend_tile_for, tiles_for
+from tokenpod.kernels.attention.triton_attention import LARGEST_GROUP
 
 CPU = torch.device("cpu")
 TILE = DecodeTile(block=64, warps=4, stages=3, programs=4)

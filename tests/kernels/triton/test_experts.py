@@ -7,13 +7,15 @@ import torch
 from interpreted import INTERPRETED
 from torch.nn import functional
 
-from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.reference.experts import choose, mixture
-from tokenpod.kernels.triton import expert_routing, experts, pointwise
-from tokenpod.kernels.triton.expert_products import most_blocks
-from tokenpod.kernels.triton.expert_routing import assign
-from tokenpod.kernels.triton.expert_tiles import ANY, ProductTile, Tile, choose_tile, table_for
+from tokenpod.kernels.experts import expert_routing
+from tokenpod.kernels.experts import triton_experts as experts
+from tokenpod.kernels.experts.expert_products import most_blocks
+from tokenpod.kernels.experts.expert_routing import assign
+from tokenpod.kernels.experts.expert_tiles import ANY, ProductTile, Tile, choose_tile, table_for
+from tokenpod.kernels.experts.reference_experts import choose, mixture
+from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise import triton_pointwise as pointwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = ((ANY, Tile(16, ProductTile(32, 32, 4, 2), ProductTile(16, 32, 4, 2))),)

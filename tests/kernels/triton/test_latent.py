@@ -9,11 +9,11 @@ import torch
 from attention_steps import Spec, lay_out
 from latents import SHAPES, draw_latents, truth
 
-from tokenpod.kernels import latent as composed
-from tokenpod.kernels import reference, triton
-from tokenpod.kernels.attention_ops import LatentShape
-from tokenpod.kernels.pointwise_ops import RowNorm
-from tokenpod.kernels.triton.latent import plan_tokens
+from tokenpod.kernels.attention import composed_latent as composed
+from tokenpod.kernels.attention.triton_latent import plan_tokens
+from tokenpod.kernels.backends import reference, triton
+from tokenpod.kernels.operations.attention_ops import LatentShape
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

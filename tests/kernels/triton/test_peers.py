@@ -10,7 +10,7 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 
 WORDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton import pointwise
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.pointwise import triton_pointwise as pointwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: One of them is a gate always.

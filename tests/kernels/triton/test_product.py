@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton import product
-from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products import triton_product as product
+from tokenpod.kernels.products.product_tiles import Kind, Tile, Tiles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MULTIPLY_ADD = Tile(Kind.MULTIPLY_ADD, block_n=4, block_k=64, ahead=256)

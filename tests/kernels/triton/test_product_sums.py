@@ -14,11 +14,12 @@ from interpreted import DEVICE
 from rank_processes import run_ranks
 from summing_ranks import MATRIX, MULTIPLY_ADD, K, Sum, follow_turns, turn_of
 
-from tokenpod.kernels.parallel import parallel
-from tokenpod.kernels.triton import OPERATIONS, product
-from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
-from tokenpod.kernels.triton.product_sums import copies, fits
-from tokenpod.kernels.triton.tiles import LIBRARY, Tile, Tiles
+from tokenpod.kernels.backends.triton import OPERATIONS
+from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
+from tokenpod.kernels.operations.parallel import parallel
+from tokenpod.kernels.products import triton_product as product
+from tokenpod.kernels.products.product_sums import copies, fits
+from tokenpod.kernels.products.product_tiles import LIBRARY, Tile, Tiles
 
 BF16 = torch.bfloat16
 TILES = {"multiply_add": MULTIPLY_ADD, "matrix": MATRIX}

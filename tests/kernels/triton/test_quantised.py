@@ -20,22 +20,19 @@ from quantised_weights import (
 )
 from torch.nn import functional
 
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.quantised import (
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
+from tokenpod.kernels.products.quantised import products
+from tokenpod.kernels.products.quantised.format_products import (
     prepare_add_linear,
     prepare_linear,
     prepare_norm_linear,
-    products,
 )
-from tokenpod.kernels.triton.quantised.lanes import lanes_of
-from tokenpod.kernels.triton.quantised.rounding import round_inputs
-from tokenpod.kernels.triton.quantised.tiles import (
-    AddTile,
-    Tiles,
-)
-from tokenpod.kernels.triton.quantised.widen import widen_lanes
+from tokenpod.kernels.products.quantised.input_rounding import round_inputs
+from tokenpod.kernels.products.quantised.lanes import lanes_of
+from tokenpod.kernels.products.quantised.quantised_tiles import AddTile, Tiles
+from tokenpod.kernels.products.quantised.widen import widen_lanes
 
 BF16 = torch.bfloat16
 #: (most tokens that each takes, tile)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.triton import rotary
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.cache import triton_rotary as rotary
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SLOTS = 150

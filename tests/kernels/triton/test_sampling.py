@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 
 from tokenpod.engine.sampling.rng import token_noise, vocabulary_noise
-from tokenpod.kernels.triton.noise import (
+from tokenpod.kernels.sampling.noise import (
     MOST_LUCK,
     exponential,
     precise_log,
     span_words,
     token_words,
 )
-from tokenpod.kernels.triton.truncation import _border, falling_key
+from tokenpod.kernels.sampling.truncation import _border, falling_key
 
 
 @triton.jit

@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokenpod.kernels import reference
-from tokenpod.kernels.expert_ops import ExpertWeights, Routing
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.grouped import GroupedWeight, packed_pairs
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number, Rounding
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton import experts, pointwise
-from tokenpod.kernels.triton.expert_tiles import ANY, ProductTile, Tile
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.backends import reference
+from tokenpod.kernels.experts import triton_experts as experts
+from tokenpod.kernels.experts.expert_tiles import ANY, ProductTile, Tile
+from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import StackedWeight
+from tokenpod.kernels.pointwise import triton_pointwise as pointwise
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pairs
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number, Rounding
 from tokenpod.models.mxfp4 import VALUES
 
 BF16 = torch.bfloat16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile, measured, parse
+from tokenpod.kernels.products.product_tiles import LIBRARY, Kind, Tile, measured, parse
 
 SMALL = {"kind": "multiply_add", "block_n": 4, "block_k": 512}
 TABLE = {

@@ -19,15 +19,14 @@ from quantised_weights import (
 )
 from torch.nn import functional
 
-from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.quantised import (
-    laned,
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.quantised import laned, products
+from tokenpod.kernels.products.quantised.format_products import (
     prepare_add_linear,
     prepare_linear,
     prepare_norm_linear,
-    products,
 )
-from tokenpod.kernels.triton.quantised.tiles import TokenTile
+from tokenpod.kernels.products.quantised.quantised_tiles import TokenTile
 
 BF16 = torch.bfloat16
 #: With a launch that rounds before, and without; and three programs that walk over blocks of rows.

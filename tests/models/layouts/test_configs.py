@@ -12,11 +12,11 @@ import torch
 from published import CONFIG, CPU, dense_of, make_pair, read
 from safetensors.torch import load_file, save_file
 
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.formats.rounding import Number
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.operations.weight import StackedWeight
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.rounding import Number
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of

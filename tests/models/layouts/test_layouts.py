@@ -12,11 +12,11 @@ import torch
 from published import CONFIG, CPU, dense_of, make_pair, read
 from safetensors.torch import load_file, save_file
 
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.grouped import GroupedWeight
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.weight import StackedWeight
+from tokenpod.kernels.operations.weight import StackedWeight
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.models.load import load_model
 from tokenpod.models.nested import NESTED
 from tokenpod.models.shard import Shard

@@ -11,9 +11,9 @@ from published import CONFIG, CPU, dense_of, make_pair, read
 from safetensors.torch import load_file
 
 from tokenpod.core.manifest import digest_of
-from tokenpod.kernels.formats.fp8 import Fp8Weight
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model
 from tokenpod.models.quantise.job import Job, quantise

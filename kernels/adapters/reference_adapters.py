@@ -1,0 +1,67 @@
+"""Low-rank adapters in plain torch: adapter by adapter, the tokens that have it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tokenpod.kernels.operations.adapter_ops import AdapterPlan, AdapterWeights
+
+#: (slot from 0, its rank, [n] int64 tokens) of each adapter of a step.
+Segments = list[tuple[int, int, torch.Tensor]]
+
+
+def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
+    """`Segments`; see `PlanAdapters`. On a GPU it waits for the device."""
+    found, known = [slot for slot in torch.unique(t_adapter).tolist() if slot], ranks.tolist()
+    segments: Segments = [
+        (slot - 1, known[slot - 1], (t_adapter == slot).nonzero().squeeze(1)) for slot in found
+    ]
+    return segments
+
+
+def own_linear(
+    x: torch.Tensor, weights: torch.Tensor, t_adapter: torch.Tensor, has: torch.Tensor
+) -> torch.Tensor:
+    """See `OwnLinear`. On a GPU it waits for the device."""
+    y = x.new_zeros(len(x), weights.shape[1])
+    for slot in has.nonzero().flatten().tolist():
+        tokens = (t_adapter == slot + 1).nonzero().flatten()
+        if len(tokens):
+            y[tokens] = functional.linear(x[tokens], weights[slot])
+    return y
+
+
+def adapt_rows(
+    x: torch.Tensor,
+    weights: AdapterWeights,
+    t_row: torch.Tensor,
+    t_adapter: torch.Tensor,
+    ranks: torch.Tensor,
+) -> None:
+    """See `AdaptRows`. On a GPU it waits for the device."""
+    inside = (t_row >= 0) & (t_row < weights.down.shape[3])
+    for slot, rank in enumerate(ranks.tolist()):
+        tokens = ((t_adapter == slot + 1) & inside).nonzero().flatten()
+        if rank and len(tokens):
+            inner = weights.down[slot, 0, :rank].index_select(1, t_row[tokens]).float()
+            added = inner.t() @ weights.up[slot, :rank].float()
+            x[tokens] = (x[tokens].float() + added).to(x.dtype)
+
+
+def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
+    """See `Adapt`. On a GPU it waits for the device."""
+    segments: Segments = plan
+    for slot, rank, tokens in segments:
+        own, parts, first = x[tokens].float(), [], 0
+        for part, rows in enumerate(weights.rows):
+            inner = own @ weights.down[slot, part, :rank].float().t()
+            up = weights.up[slot, :rank, first : first + rows].float()
+            parts.append(inner.to(x.dtype).float() @ up)
+            first += rows
+        made = torch.cat(parts, dim=-1).add_(y[tokens])
+        if weights.scale is not None and weights.scaled is not None and weights.scaled[slot]:
+            made *= weights.scale[slot]
+        if weights.bias is not None:
+            made += weights.bias[slot]
+        y[tokens] = made.to(y.dtype)

@@ -1,0 +1,302 @@
+"""Extend attention: rows of several queries (prompts and their chunks) over a cached prefix.
+
+The work is cut into tiles of consecutive queries of one row, listed on the host with the heaviest
+first. The query heads of a key/value head share a tile, so short chunks fill the matrix unit too. A
+tile whose keys lie in one run of slots reads them with the tensor memory engine where there is one;
+others gather them through the row table.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenpod.kernels.attention.attention_plan import TileList
+from tokenpod.kernels.attention.attention_softmax import (
+    LOG2E,
+    add_block,
+    base2_factor,
+    head_block,
+    logits_of,
+    multiplicand,
+)
+from tokenpod.kernels.attention.attention_tiles import ExtendTile
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+
+
+def extend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    row_table: torch.Tensor,
+    tiles: TileList,
+    window: int | None,
+    tile: ExtendTile,
+    options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
+) -> None:
+    """Write attention of the tiles' queries to out [T, H · D].
+
+    Q [T, H, D], keys and values [slots + 1, K, D].
+    """
+    heads, head_dim = q.shape[1:]
+    kv_heads = keys.shape[1]
+    for listed, is_contiguous in ((tiles.contiguous, True), (tiles.scattered, False)):
+        if not len(listed):
+            continue
+        described = is_contiguous and _can_describe(keys) and _can_describe(values)
+        _attend[(kv_heads, len(listed))](
+            q,
+            _describe(keys, tile) if described else keys,
+            _describe(values, tile) if described else values,
+            *(out, row_table, listed, options.alibi_slopes, options.sinks),
+            *((scales.keys, scales.values) if scales else (None, None)),
+            *(q.stride(0), q.stride(1), out.stride(0)),
+            *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+            row_table.stride(0),
+            options.scale_of(head_dim),
+            options.softcap or 0.0,
+            window or 0,
+            GROUP=heads // kv_heads,
+            HEAD_DIM=head_dim,
+            DIM=head_block(head_dim),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            CONTIGUOUS=is_contiguous,
+            DESCRIBED=described,
+            WINDOWED=window is not None,
+            SOFTCAP=options.softcap is not None,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _can_describe(pool: torch.Tensor) -> bool:
+    """Whether the tensor memory engine can fetch blocks of one head of `pool`."""
+    head_dim = pool.shape[2]
+    has_engine = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= 9
+    whole = pool.is_contiguous() and head_dim == head_block(head_dim)
+    return has_engine and whole and pool.data_ptr() % 16 == 0
+
+
+def _describe(pool: torch.Tensor, tile: ExtendTile) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(pool.flatten(1), [tile.block_n, pool.shape[2]])
+
+
+@triton.jit(do_not_specialize=["window"])
+def _attend(
+    q,
+    keys,
+    values,
+    out,
+    row_table,
+    tiles,
+    h_slope,
+    h_sink,
+    key_scales,
+    value_scales,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_slot_stride,
+    value_head_stride,
+    table_stride,
+    scale,
+    softcap,
+    window,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    tile = tiles + tl.program_id(1) * 4
+    token = tl.load(tile)
+    count = tl.load(tile + 1)
+    if count == 0:  # a captured step's list is filled up with empty tiles
+        return
+    position = tl.load(tile + 2)
+    source = tl.load(tile + 3)
+    ALIBI: tl.constexpr = h_slope is not None
+    SCALED: tl.constexpr = key_scales is not None
+
+    # A row of the product is a (query, head) pair: heads of a query follow each other.
+    pairs = tl.arange(0, BLOCK_M)
+    queries = pairs // GROUP
+    heads = kv_head * GROUP + pairs % GROUP
+    asked = position + queries
+    dims = tl.arange(0, DIM)
+    is_query = (queries < count)[:, None]
+    if DIM != HEAD_DIM:
+        is_query = is_query & (dims < HEAD_DIM)[None, :]
+    tokens = (token + queries).to(tl.int64)
+    query = tl.load(
+        q + tokens[:, None] * q_token_stride + heads[:, None] * q_head_stride + dims[None, :],
+        mask=is_query,
+        other=0.0,
+    )
+    slopes = None
+    if ALIBI:
+        slopes = tl.load(h_slope + heads)
+    if SCALED:
+        query = multiplicand(query)
+        scale *= tl.load(key_scales + kv_head)
+
+    if h_sink is not None:
+        # A sink is one more logit, without a value.
+        most = tl.load(h_sink + heads) * LOG2E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    result = tl.zeros([BLOCK_M, DIM], tl.float32)
+
+    # Blocks that all queries see whole need no masks; they lie between those at the window's edge
+    # and those on the diagonal.
+    end = position + count
+    first = 0
+    inner = 0
+    if WINDOWED:
+        first = tl.maximum(position - window + 1, 0)
+        inner = first + tl.cdiv(tl.maximum(end - window - first, 0), BLOCK_N) * BLOCK_N
+    diagonal = inner + tl.maximum(position + 1 - inner, 0) // BLOCK_N * BLOCK_N
+    # Slots are read a block ahead: addresses are known when keys and values are to be fetched.
+    slots = _slots(row_table, table_stride, source, first, end, BLOCK_N, CONTIGUOUS)
+    for stage in tl.static_range(3):
+        if stage == 0:
+            low, high = first, tl.minimum(inner, end)
+        elif stage == 1:
+            low, high = inner, diagonal
+        else:
+            low, high = diagonal, end
+        if WINDOWED or stage > 0:
+            for at in tl.range(low, high, BLOCK_N):
+                most, total, result, slots = _add_keys(
+                    most, total, result, slots, query, at, end, asked, slopes,
+                    keys, values, row_table, source, kv_head,
+                    key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
+                    table_stride, scale, softcap, window,
+                    HEAD_DIM, DIM, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
+                    ALIBI, SCALED, stage != 1,
+                )  # fmt: skip
+
+    # A row of padding may have seen nothing.
+    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SCALED:
+        result *= tl.load(value_scales + kv_head)
+    tl.store(
+        out + tokens[:, None] * out_token_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        result.to(out.dtype.element_ty),
+        mask=is_query,
+    )
+
+
+@triton.jit
+def _slots(
+    row_table, table_stride, source, at, end, BLOCK_N: tl.constexpr, CONTIGUOUS: tl.constexpr
+):
+    """[BLOCK_N] int64: where the keys at positions [at, at + BLOCK_N) lie."""
+    seen = at + tl.arange(0, BLOCK_N)
+    if CONTIGUOUS:
+        return (source + seen).to(tl.int64)
+    else:
+        table = row_table + source.to(tl.int64) * table_stride
+        return tl.load(table + seen, mask=seen < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _add_keys(
+    most,
+    total,
+    result,
+    slots,
+    query,
+    at,
+    end,
+    asked,
+    slopes,
+    keys,
+    values,
+    row_table,
+    source,
+    kv_head,
+    key_slot_stride,
+    key_head_stride,
+    value_slot_stride,
+    value_head_stride,
+    table_stride,
+    scale,
+    softcap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take the keys at positions [at, at + BLOCK_N) into the softmax and the result.
+
+    `slots` are those of these positions, and returned for the next block's.
+    """
+    seen = at + tl.arange(0, BLOCK_N)
+    if DESCRIBED:
+        key = keys.load([source + at, kv_head * HEAD_DIM])
+        value = values.load([source + at, kv_head * HEAD_DIM])
+        if SCALED:
+            value = value.to(query.dtype)
+        if MASKED:
+            # Slots after the row's last are another's: 0 · NaN would be NaN.
+            value = tl.where((seen < end)[:, None], value, 0.0)
+    else:
+        is_key = (seen < end)[:, None]
+        dims = tl.arange(0, DIM)
+        from_keys = (
+            keys + kv_head * key_head_stride + slots[:, None] * key_slot_stride + dims[None, :]
+        )
+        from_values = (
+            values
+            + kv_head * value_head_stride
+            + slots[:, None] * value_slot_stride
+            + dims[None, :]
+        )
+        if MASKED or DIM != HEAD_DIM:
+            is_key = is_key & (dims < HEAD_DIM)[None, :]
+            key = tl.load(from_keys, mask=is_key, other=0.0)
+            value = tl.load(from_values, mask=is_key, other=0.0)
+        else:
+            key = tl.load(from_keys)
+            value = tl.load(from_values)
+    if not DESCRIBED:
+        slots = _slots(row_table, table_stride, source, at + BLOCK_N, end, BLOCK_N, CONTIGUOUS)
+
+    if SCALED:
+        key, value = key.to(query.dtype), value.to(query.dtype)
+    products = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+    distance = asked[:, None] - seen[None, :]
+    logits = logits_of(products, scale, softcap, slopes, distance, SOFTCAP, ALIBI)
+    if MASKED:
+        visible = distance >= 0
+        if WINDOWED:
+            visible = visible & (distance < window)
+        logits = tl.where(visible, logits, float("-inf"))
+    factor = base2_factor(scale, SOFTCAP, ALIBI)
+    weights, most, total, shrink = add_block(logits, factor, most, total, WINDOWED and MASKED)
+    result = tl.dot(
+        weights.to(value.dtype), value, result * shrink[:, None], input_precision="tf32x3"
+    )
+    return most, total, result, slots

@@ -1,0 +1,94 @@
+"""The tiles of rows with several queries: listed on the host, before any layer is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenpod.kernels.attention.attention_tiles import ExtendTile
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, Run
+
+#: What a tile says: its first token, its queries, the position of the first, and where keys are:
+#: the row of the table, or the slot at which position 0 would lie if the run reached back to it.
+FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TileList:
+    """Tiles on the device, int32 [tiles, FIELDS], each kind heaviest first."""
+
+    #: Their keys lie in one run.
+    contiguous: torch.Tensor
+    #: Their keys are to be gathered.
+    scattered: torch.Tensor
+
+
+def list_tiles(batch: ForwardBatch, window: int | None, queries: int) -> TileList:
+    """Cut the rows after the first `single_rows` into tiles of up to `queries` queries."""
+    rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
+    contiguous, scattered = cut_rows(rows, window, queries)
+    listed = np.concatenate([contiguous, scattered])
+    on_device = _upload(torch.from_numpy(listed), batch.t_slot.device)
+    return TileList(on_device[: len(contiguous)], on_device[len(contiguous) :])
+
+
+def cut_rows(
+    rows: RaggedRows, window: int | None, queries: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """[tiles, FIELDS] each, heaviest first: those with contiguous keys, and the others."""
+    several = range(rows.single_rows, rows.rows)
+    cut = [_cut_row(rows, row, window, queries) for row in several if rows.b_context[row]]
+    tiles = np.concatenate([np.empty((0, FIELDS + 2), np.int64), *cut])
+    tiles = tiles[np.argsort(-tiles[:, FIELDS], kind="stable")]
+    is_contiguous = tiles[:, FIELDS + 1] == 1
+    fields = tiles[:, :FIELDS].astype(np.int32)
+    return fields[is_contiguous], fields[~is_contiguous]
+
+
+def unpack_tiles(packed: torch.Tensor) -> TileList:
+    """Two lists [n, FIELDS], contiguous and scattered, of packed [2 · n · FIELDS] int32; views."""
+    contiguous, scattered = packed.view(2, -1, FIELDS)
+    return TileList(contiguous, scattered)
+
+
+def _cut_row(
+    batch: RaggedRows, row: int, window: int | None, queries: int
+) -> npt.NDArray[np.int64]:
+    """[tiles, FIELDS + 2]: the fields, then the number of keys and whether they are contiguous."""
+    token, end = batch.b_start[row], batch.b_start[row + 1]
+    prefix = batch.b_context[row] - (end - token)
+    done = np.arange(0, end - token, queries)
+    position = prefix + done
+    counts = np.minimum(queries, end - token - done)
+    first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    base, is_contiguous = _bases(batch.b_runs[row], first, position + counts)
+    source = np.where(is_contiguous, base, batch.b_row[row])
+    keys = position + counts - first
+    return np.stack([token + done, counts, position, source, keys, is_contiguous], axis=1)
+
+
+def _bases(
+    runs: list[Run], first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Of positions [first, last): slot less position, and whether one run holds all of them."""
+    bounds = np.array(runs, dtype=np.int64).reshape(-1, 2)
+    starts = np.concatenate(([0], np.cumsum(bounds[:, 1] - bounds[:, 0])))
+    if starts[-1] < last[-1]:
+        # Where the keys lie was not noted on the host: the row table knows.
+        return np.zeros_like(first), np.zeros(len(first), np.bool_)
+    run = np.searchsorted(starts, first, side="right") - 1
+    return bounds[run, 0] - starts[run], last <= starts[run + 1]
+
+
+def _upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def queries_per_tile(heads: int, kv_heads: int, tile: ExtendTile) -> int:
+    """How many queries' heads fit."""
+    return tile.block_m // (heads // kv_heads)

@@ -1,0 +1,228 @@
+"""Attention of rows that process one token, over their KV runs, in one loop for all of them.
+
+Softmax goes block by block of positions (Milakov and Gimelshein 2018): keys and values are read
+once, in the order in which they lie, all heads of a position together. Numbers of a pool of int8
+are widened in registers; their scales meet the scores, and the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenpod.kernels.attention.cpu_attention import (
+    Extend,
+    Pools,
+    are_fast,
+    attend_extends,
+    attend_rows,
+    plan_extends,
+    visible_runs,
+)
+from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
+from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.compiled.kinds import KINDS, tensor, wide
+from tokenpod.kernels.compiled.loops import (
+    END,
+    FIRST,
+    Loop,
+    arguments,
+    floats,
+    integers,
+    loop,
+    take,
+)
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch
+
+#: Positions whose scores are made before their values are read.
+BLOCK = 64
+
+_F = np.float32
+_LEAST = _F(-1e30)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Leading rows of one token by their runs, the others as torch wants them."""
+
+    single_rows: int
+    #: [runs, 2] int64: first slot and end of each run.
+    runs: torch.Tensor
+    #: [single_rows + 1] int64: row b has runs b_first[b] to b_first[b + 1].
+    b_first: torch.Tensor
+    extends: list[Extend]
+    batch: ForwardBatch
+    window: int | None
+
+
+def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+    """See `ops.PlanAttention`."""
+    firsts, runs = [0], []
+    for row in range(batch.single_rows):
+        runs += visible_runs(batch, row, 1, window)
+        firsts.append(len(runs))
+    return Plan(
+        single_rows=batch.single_rows,
+        runs=torch.tensor(runs, dtype=torch.int64),
+        b_first=torch.tensor(firsts, dtype=torch.int64),
+        extends=plan_extends(batch, window),
+        batch=batch,
+        window=window,
+    )
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """See `ops.Attention`; scales of int8 alone.
+
+    Raises:
+        NotImplementedError: there are others.
+    """
+    refuse_other_scales(keys, scales)
+    pools = Pools(keys, values, scales, q.dtype)
+    if not are_fast(options):
+        return attend_rows(q, pools, plan.batch, plan.window, options)
+    _, heads, head_dim = q.shape
+    slots, kv_heads, _ = keys.shape
+    out = torch.empty_like(q)
+    rows = plan.single_rows
+    if rows:
+        # Sums are float32; where queries are too, they are made in place.
+        queries, sums = q, out
+        if q.dtype != torch.float32:
+            queries, sums = q[:rows].float(), torch.empty(rows, heads, head_dim)
+        # Few rows are shared out by their heads, so that every thread has something to do.
+        parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
+        _decode(heads // kv_heads, head_dim, options.scale_of(head_dim), keys.dtype)(
+            rows * parts,
+            *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
+            *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
+            *(rows, slots, kv_heads, parts, len(plan.runs)),
+            *(scale.data_ptr() for scale in scales or ()),
+        )
+        if sums is not out:
+            out[:rows] = sums
+    attend_extends(plan.extends, q, pools, out, options.scale)
+    return out.flatten(1)
+
+
+@functools.cache
+def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loop:
+    """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
+    scale, kind, scaled = _F(factor) * LOG2_E, KINDS[dtype], dtype == torch.int8
+
+    def body(address):
+        a = arguments(address)
+        rows, slots, kv_heads, parts = a[FIRST + 6], a[FIRST + 7], a[FIRST + 8], a[FIRST + 9]
+        queries = floats(a[FIRST], (rows, kv_heads, group, head_dim))
+        keys = tensor(a[FIRST + 1], (slots, kv_heads, head_dim), kind)
+        values = tensor(a[FIRST + 2], (slots, kv_heads, head_dim), kind)
+        out = floats(a[FIRST + 3], (rows, kv_heads, group, head_dim))
+        runs = integers(a[FIRST + 4], (a[FIRST + 10], 2))
+        b_first = integers(a[FIRST + 5], (rows + 1,))
+        key_scales = floats(a[FIRST + 11], (slots, kv_heads))
+        value_scales = floats(a[FIRST + 12], (slots, kv_heads))
+        heads = kv_heads * group
+        scores = np.empty((heads, BLOCK), np.float32)
+        highest = np.empty(heads, np.float32)
+        total = np.empty(heads, np.float32)
+        item = take(a)
+        while item < a[END]:
+            row = item // parts
+            first_head = kv_heads * (item % parts) // parts
+            end_head = kv_heads * (item % parts + 1) // parts
+            for k in range(first_head, end_head):
+                for g in range(group):
+                    highest[k * group + g] = _LEAST
+                    total[k * group + g] = _F(0)
+                    for d in range(head_dim):
+                        out[row, k, g, d] = _F(0)
+            for run in range(b_first[row], b_first[row + 1]):
+                for start in range(runs[run, 0], runs[run, 1], BLOCK):
+                    count = min(BLOCK, runs[run, 1] - start)
+                    fours = count // 4 * 4
+                    for j in range(0, fours, 4):
+                        at = start + j
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                h = k * group + g
+                                s0, s1, s2, s3 = _F(0), _F(0), _F(0), _F(0)
+                                for d in range(head_dim):
+                                    x = queries[row, k, g, d]
+                                    s0 += x * wide(keys[at, k, d])
+                                    s1 += x * wide(keys[at + 1, k, d])
+                                    s2 += x * wide(keys[at + 2, k, d])
+                                    s3 += x * wide(keys[at + 3, k, d])
+                                if scaled:
+                                    s0 *= key_scales[at, k]
+                                    s1 *= key_scales[at + 1, k]
+                                    s2 *= key_scales[at + 2, k]
+                                    s3 *= key_scales[at + 3, k]
+                                scores[h, j], scores[h, j + 1] = s0 * scale, s1 * scale
+                                scores[h, j + 2], scores[h, j + 3] = s2 * scale, s3 * scale
+                    for j in range(fours, count):
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                score = _F(0)
+                                for d in range(head_dim):
+                                    score += queries[row, k, g, d] * wide(keys[start + j, k, d])
+                                if scaled:
+                                    score *= key_scales[start + j, k]
+                                scores[k * group + g, j] = score * scale
+                    for k in range(first_head, end_head):
+                        for g in range(group):
+                            h = k * group + g
+                            top = highest[h]
+                            for j in range(count):
+                                top = scores[h, j] if scores[h, j] > top else top
+                            fade = exp2(highest[h] - top)
+                            highest[h] = top
+                            added = _F(0)
+                            for j in range(count):
+                                weight = exp2(scores[h, j] - top)
+                                scores[h, j] = weight
+                                added += weight
+                            total[h] = total[h] * fade + added
+                            if scaled:
+                                for j in range(count):
+                                    scores[h, j] *= value_scales[start + j, k]
+                            for d in range(head_dim):
+                                out[row, k, g, d] *= fade
+                    for j in range(0, fours, 4):
+                        at = start + j
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                h = k * group + g
+                                w0, w1 = scores[h, j], scores[h, j + 1]
+                                w2, w3 = scores[h, j + 2], scores[h, j + 3]
+                                for d in range(head_dim):
+                                    out[row, k, g, d] += (
+                                        w0 * wide(values[at, k, d])
+                                        + w1 * wide(values[at + 1, k, d])
+                                        + w2 * wide(values[at + 2, k, d])
+                                        + w3 * wide(values[at + 3, k, d])
+                                    )
+                    for j in range(fours, count):
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                weight = scores[k * group + g, j]
+                                for d in range(head_dim):
+                                    out[row, k, g, d] += weight * wide(values[start + j, k, d])
+            for k in range(first_head, end_head):
+                for g in range(group):
+                    whole = _F(1) / total[k * group + g]
+                    for d in range(head_dim):
+                        out[row, k, g, d] *= whole
+            item = take(a)
+
+    return loop(body)

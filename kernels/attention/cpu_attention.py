@@ -1,0 +1,322 @@
+"""Attention over views of contiguous KV runs.
+
+A row's KV is one run most of the time (a cached prefix adds one or two), so keys and values are
+read where they lie: no gather, no repeated heads. Softmax over several runs is exact: each part
+comes with the logarithm of its sum, by which parts are weighted together. Rows whose KV is
+scattered are gathered, which costs 3 to 7 times more.
+
+Of a pool of int8 what a row reads is first made float, layer by layer. Decoding rows are spared
+that by the compiled loop, which widens numbers in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.kernels.attention.reference_attention import attend
+from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch, Run
+
+#: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask, scale) -> (output like q,
+#: logarithms of the softmax's sums [N, H, n] float32). Causal: query i sees keys 0 to i.
+_flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+)
+
+#: Gathering a row is cheaper than visiting more runs than this one by one.
+MAX_PARTS = 4
+
+#: Attention by the definition has so many scores of a row at a time, at most: those of 4,096 tokens
+#: that see 16,384 would be gigabytes.
+SCORES_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """A layer's keys and values, read as numbers of `dtype`: views where they are held so."""
+
+    #: [slots + 1, K, D]
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: KVScales | None
+    dtype: torch.dtype
+
+    def run(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [end - start, K, D] of slots `start` to `end`."""
+        keys, values, scales = self.keys[start:end], self.values[start:end], self.scales
+        if scales is None:
+            return keys, values
+        own = KVScales(scales.keys[start:end], scales.values[start:end])
+        return self._widened(keys, own.keys), self._widened(values, own.values)
+
+    def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, K, D] of the slots in `index` [n]."""
+        keys, values = (pool.index_select(0, index) for pool in (self.keys, self.values))
+        if self.scales is None:
+            return keys, values
+        own = KVScales(*(scale.index_select(0, index) for scale in self.scales))
+        return self._widened(keys, own.keys), self._widened(values, own.values)
+
+    def _widened(self, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (numbers * scale[..., None]).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """A row that processes one token: it sees all of `runs`, or of the slots in `index`."""
+
+    runs: list[Run]
+    index: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """A row that processes tokens `start` to `end`: all see `prefix`, and among `own` the past."""
+
+    start: int
+    end: int
+    prefix: list[Run]
+    own: list[Run]
+    #: Slots to gather, if prefix and own are to be gathered together and masked.
+    index: torch.Tensor | None
+    #: [end - start, len(index)]: 0 where visible, else minus infinity.
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to read for each row, for all layers with one window."""
+
+    singles: list[Single]
+    extends: list[Extend]
+    batch: ForwardBatch
+    window: int | None
+
+
+def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+    """See `ops.PlanAttention`."""
+    singles = [
+        _plan_single(visible_runs(batch, row, 1, window)) for row in range(batch.single_rows)
+    ]
+    return Plan(singles, plan_extends(batch, window), batch, window)
+
+
+def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
+    """What to read for each row of several tokens."""
+    return [_plan_extend(batch, row, window) for row in range(batch.single_rows, batch.rows)]
+
+
+def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None) -> list[Run]:
+    """Where the positions lie that any of the last `queries` tokens of `row` sees."""
+    return _cut(batch.b_runs[row], _seen(batch.b_context[row], queries, window))
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """See `ops.Attention`; scales of int8 alone.
+
+    Raises:
+        NotImplementedError: there are others.
+    """
+    refuse_other_scales(keys, scales)
+    pools = Pools(keys, values, scales, q.dtype)
+    if not are_fast(options):
+        return attend_rows(q, pools, plan.batch, plan.window, options)
+    out = torch.empty_like(q)
+    scale = options.scale
+    if plan.singles:
+        _attend_singles(plan.singles, _grouped(q, keys), pools, _grouped(out, keys), scale)
+    attend_extends(plan.extends, q, pools, out, scale)
+    return out.flatten(1)
+
+
+def are_fast(options: AttentionOptions) -> bool:
+    """Whether flash attention, which knows a scale only, can do it."""
+    return options.softcap is None and options.alibi_slopes is None and options.sinks is None
+
+
+def attend_rows(
+    q: torch.Tensor,
+    pools: Pools,
+    batch: ForwardBatch,
+    window: int | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """See `ops.Attention`: row by row by the definition, what a window hides left out."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q)
+    for row in range(batch.rows):
+        start, end = batch.b_start[row], batch.b_start[row + 1]
+        at_once = max(SCORES_AT_ONCE // max(q.shape[1] * batch.b_context[row], 1), 1)
+        for first in range(start, end, at_once):
+            last = min(first + at_once, end)
+            runs = _drop(batch.b_runs[row], end - last)
+            context = batch.b_context[row] - (end - last)
+            slots = _slots(_cut(runs, _seen(context, last - first, window)))
+            k, v = (read.to(exact) for read in pools.gather(slots))
+            out[first:last] = attend(q[first:last].to(exact), k, v, window, options).to(q.dtype)
+    return out.flatten(1)
+
+
+def attend_extends(
+    extends: list[Extend],
+    q: torch.Tensor,
+    pools: Pools,
+    out: torch.Tensor,
+    scale: float | None = None,
+) -> None:
+    """Write the rows of several tokens to `out`, like q [T, H, D]."""
+    grouped, grouped_out = _grouped(q, pools.keys), _grouped(out, pools.keys)
+    for extend in extends:
+        rows = slice(extend.start, extend.end)
+        # The heads of a group share keys and values: groups are the batch, stride 0 repeats.
+        queries = grouped[rows].permute(1, 2, 0, 3)
+        grouped_out[rows] = _attend_extend(extend, queries, pools, scale).permute(2, 0, 1, 3)
+
+
+def _grouped(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] -> a view [T, K, H/K, D]."""
+    kv_heads = keys.shape[1]
+    return q.view(q.shape[0], kv_heads, q.shape[1] // kv_heads, q.shape[2])
+
+
+def _seen(context: int, queries: int, window: int | None) -> int:
+    """How many of the last positions any of the last `queries` tokens sees."""
+    return context if window is None else min(context, window + queries - 1)
+
+
+def _cut(runs: list[Run], length: int) -> list[Run]:
+    """The last `length` positions of `runs`."""
+    if len(runs) == 1:
+        end = runs[0][1]
+        return [(end - length, end)]
+    kept: list[Run] = []
+    for start, end in reversed(runs):
+        if length <= 0:
+            break
+        kept.append((max(start, end - length), end))
+        length -= end - start
+    return kept[::-1]
+
+
+def _length(runs: list[Run]) -> int:
+    return sum(end - start for start, end in runs)
+
+
+def _slots(runs: list[Run]) -> torch.Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in runs])
+
+
+def _plan_single(runs: list[Run]) -> Single:
+    return Single(runs, _slots(runs) if len(runs) > MAX_PARTS else None)
+
+
+def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
+    start, end = batch.b_start[row], batch.b_start[row + 1]
+    context = batch.b_context[row]
+    queries = end - start
+    seen = _seen(context, queries, window)
+    runs = visible_runs(batch, row, queries, window)
+    own = _cut(runs, queries)
+    prefix = _drop(runs, queries)
+    windowed = window is not None and context > window
+    if windowed or len(own) > 1 or len(prefix) > MAX_PARTS:
+        mask = _causal_mask(queries, seen, window)
+        return Extend(start, end, prefix, own, _slots(runs), mask)
+    return Extend(start, end, prefix, own, None, None)
+
+
+def _drop(runs: list[Run], length: int) -> list[Run]:
+    """`runs` without their last `length` positions."""
+    kept = list(runs)
+    while length:
+        start, end = kept.pop()
+        if end - start > length:
+            kept.append((start, end - length))
+            break
+        length -= end - start
+    return kept
+
+
+def _causal_mask(queries: int, seen: int, window: int | None) -> torch.Tensor:
+    """[queries, seen] float32: the queries are the last of the positions seen."""
+    asked_at = torch.arange(seen - queries, seen)[:, None]
+    seen_at = torch.arange(seen)
+    hidden = seen_at > asked_at
+    if window is not None:
+        hidden |= seen_at <= asked_at - window
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+
+
+def _attend_singles(
+    singles: list[Single],
+    q: torch.Tensor,
+    pools: Pools,
+    out: torch.Tensor,
+    scale: float | None,
+) -> None:
+    """Rows of one token: the heads of a group are queries of one product with their keys."""
+    count = len(singles)
+
+    def heads_first(read: torch.Tensor) -> torch.Tensor:
+        return read.transpose(0, 1).unsqueeze(0)
+
+    results = []
+    for single, query in zip(singles, q[:count].unsqueeze(1).unbind(), strict=True):
+        if single.index is not None:
+            k, v = map(heads_first, pools.gather(single.index))
+            results.append(_flash(query, k, v, scale=scale)[0])
+            continue
+        parts = [
+            _flash(query, *map(heads_first, pools.run(*run)), scale=scale) for run in single.runs
+        ]
+        results.append(parts[0][0] if len(parts) == 1 else _merge(parts))
+    torch.cat(results, out=out[:count])
+
+
+def _attend_extend(
+    extend: Extend,
+    q: torch.Tensor,
+    pools: Pools,
+    scale: float | None,
+) -> torch.Tensor:
+    """Q [K, H/K, n, D] -> the same shape."""
+    group = q.shape[1]
+
+    if extend.index is not None:
+        k, v = (_spread(read, group) for read in pools.gather(extend.index))
+        mask = None if extend.mask is None else extend.mask.to(q.dtype)
+        return _flash(q, k, v, attn_mask=mask, scale=scale)[0]
+    (own,) = extend.own
+    parts = [
+        _flash(q, *(_spread(read, group) for read in pools.run(*run)), scale=scale)
+        for run in extend.prefix
+    ]
+    k, v = (_spread(read, group) for read in pools.run(*own))
+    parts.append(_flash(q, k, v, is_causal=True, scale=scale))
+    return parts[0][0] if len(parts) == 1 else _merge(parts)
+
+
+def _spread(run: torch.Tensor, group: int) -> torch.Tensor:
+    """[n, K, D] -> a view [K, group, n, D]: every query head of a group reads the same."""
+    return run.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+
+
+def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Outputs over disjoint keys and the logarithms of their softmax sums -> the whole."""
+    out, log_sum = parts[0]
+    for other, other_log_sum in parts[1:]:
+        share = torch.sigmoid(other_log_sum - log_sum).unsqueeze(-1)
+        out = torch.lerp(out, other, share.to(out.dtype))
+        log_sum = torch.logaddexp(log_sum, other_log_sum)
+    return out

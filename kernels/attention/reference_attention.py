@@ -1,0 +1,93 @@
+"""Attention as its definition says: row by row, gathered by slot, an explicit mask.
+
+In float32, or in float64 where queries, keys and values are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """The step as it came: the reference works nothing out in advance."""
+
+    batch: ForwardBatch
+    window: int | None
+
+
+def plan_attention(batch: ForwardBatch, window: int | None) -> ReferencePlan:
+    """See `ops.PlanAttention`."""
+    return ReferencePlan(batch, window)
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: ReferencePlan,
+    options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """See `ops.Attention`."""
+    batch = plan.batch
+    exact = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q)
+    for row, context in enumerate(batch.b_context):
+        tokens = slice(batch.b_start[row], batch.b_start[row + 1])
+        slots = batch.row_table[batch.b_row[row], :context].long()
+        if context == 0:  # padding
+            out[tokens] = 0
+            continue
+        out[tokens] = attend(
+            q[tokens].to(exact),
+            _read(keys, slots, exact, scales and scales.keys),
+            _read(values, slots, exact, scales and scales.values),
+            plan.window,
+            options,
+        ).to(q.dtype)
+    return out.flatten(1)
+
+
+def _read(
+    pool: torch.Tensor, slots: torch.Tensor, exact: torch.dtype, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """[slots, K, D]: what the pool's numbers stand for."""
+    read = pool[slots].to(exact)
+    if scale is None:
+        return read
+    return read * (scale[slots] if scale.dim() == 2 else scale)[..., None]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """The last len(q) positions of one row, q [n, H, D], against k and v [context, K, D]."""
+    heads, context = q.shape[1], len(k)
+    k = k.repeat_interleave(heads // k.shape[1], dim=1)
+    v = v.repeat_interleave(heads // v.shape[1], dim=1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * options.scale_of(q.shape[2])
+    seen_at = torch.arange(context, device=q.device)
+    asked_at = seen_at[context - len(q) :, None]
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    if options.alibi_slopes is not None:
+        logits = logits - options.alibi_slopes[:, None, None] * (asked_at - seen_at)
+    visible = seen_at <= asked_at
+    if window is not None:
+        visible &= seen_at > asked_at - window
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(logits.dtype)[:, None, None].expand(-1, len(q), 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(dim=-1)[..., :context]
+    return torch.einsum("hqk,khd->qhd", weights, v)

@@ -1,0 +1,199 @@
+"""Attention over the paged pool: decode rows by one kernel, the others by another.
+
+See `attention_decode` and `attention_extend`. Both read slots through the row table, so that it
+does not matter where a row's KV lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenpod.kernels.attention.attention_decode import choose_splits, decode
+from tokenpod.kernels.attention.attention_extend import extend
+from tokenpod.kernels.attention.attention_plan import (
+    FIELDS,
+    TileList,
+    cut_rows,
+    list_tiles,
+    queries_per_tile,
+    unpack_tiles,
+)
+from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
+from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows
+
+#: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
+LARGEST_HEAD_DIM = 256
+LARGEST_GROUP = 128
+
+#: A captured step has room for so many rows with several tokens, and for tiles of so many queries.
+MOST_CAPTURED_EXTENDS = 64
+LEAST_CAPTURED_TILE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What kernels are shaped by."""
+
+    processors: int
+    #: Compute capability.
+    capability: tuple[int, int]
+
+
+#: Where there is no GPU to ask: kernels are interpreted.
+INTERPRETED = Device(processors=8, capability=HOPPER)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's rows, for all layers with one window.
+
+    The tiles of rows with several queries depend on the shape of the heads, so the first layer of a
+    shape lists them.
+    """
+
+    batch: ForwardBatch
+    paged: PagedRows
+    window: int | None
+    _tiles: dict[int, TileList] = field(default_factory=dict)
+
+    def tiles(self, queries: int) -> TileList:
+        """Tiles of up to `queries` queries."""
+        if self.paged.tiles is not None:
+            return unpack_tiles(self.paged.tiles[self.window])
+        if queries not in self._tiles:
+            self._tiles[queries] = list_tiles(self.batch, self.window, queries)
+        return self._tiles[queries]
+
+
+def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+    """See `ops.PlanAttention`.
+
+    Of a batch of single rows only, nothing but their number is read on the host: a graph captured
+    with this plan stays right when contexts, rows and slots on the device change.
+
+    Raises:
+        ValueError: the batch has no rows on the device.
+    """
+    if batch.paged is None:
+        raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
+    return Plan(batch, batch.paged, window)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedTiles:
+    """See `ops.StepTiles`: for each window both lists of tiles, filled up with empty ones."""
+
+    windows: tuple[int | None, ...]
+    #: Of a tile, at most.
+    queries: int
+    #: Rows with several tokens that a captured step has room for.
+    rows: int
+
+    def count(self, tokens: int) -> int:
+        """Tiles have several queries, but for a row's last."""
+        tiles = tokens // LEAST_CAPTURED_TILE + self.rows
+        return len(self.windows) * 2 * tiles * FIELDS
+
+    def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
+        """See `ops.StepTiles.fill`."""
+        lists = into.reshape(len(self.windows), 2, -1, FIELDS)
+        for window, packed in zip(self.windows, lists, strict=True):
+            for tiles, room in zip(cut_rows(rows, window, self.queries), packed, strict=True):
+                if len(tiles) > len(room):
+                    return False
+                room[: len(tiles)], room[len(tiles) :] = tiles, 0
+        return True
+
+    def by_window(self, numbers: torch.Tensor) -> dict[int | None, torch.Tensor]:
+        """See `ops.StepTiles.by_window`."""
+        return dict(zip(self.windows, numbers.view(len(self.windows), -1), strict=True))
+
+
+def prepare_capture(heads: Heads, windows: Sequence[int | None], rows: int) -> CapturedTiles:
+    """See `ops.PrepareCapture`."""
+    if not windows:
+        return CapturedTiles((), queries=0, rows=0)
+    group = heads.heads // heads.kv_heads
+    capability = describe_device(heads.device).capability
+    tile = extend_tile_for(heads.head_dim, heads.dtype, capability, group)
+    queries = queries_per_tile(heads.heads, heads.kv_heads, tile)
+    return CapturedTiles(tuple(windows), queries, min(rows, MOST_CAPTURED_EXTENDS))
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """See `ops.Attention`.
+
+    Raises:
+        ValueError: heads larger than 256, or more than 128 of them to a key/value head.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    _check_heads(heads, kv_heads, head_dim)
+    device, group = describe_device(q.device), heads // kv_heads
+    batch = plan.batch
+    out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
+    if batch.single_rows:
+        pairs = batch.single_rows * kv_heads
+        decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs, group)
+        splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded)
+        decode(
+            q,
+            keys,
+            values,
+            out,
+            batch.row_table,
+            plan.paged,
+            batch.single_rows,
+            plan.window,
+            decoded,
+            splits,
+            options,
+            scales,
+        )
+    if batch.rows > batch.single_rows:
+        # By the queries' type, as `prepare_capture` has it: a pool may be of fewer bits.
+        extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
+        tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended))
+        extend(
+            q,
+            keys,
+            values,
+            out,
+            batch.row_table,
+            tiles,
+            plan.window,
+            extended,
+            options,
+            scales,
+        )
+    return out
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    if head_dim > LARGEST_HEAD_DIM:
+        raise ValueError(f"heads of size {head_dim}: at most {LARGEST_HEAD_DIM}")
+    if heads // kv_heads > LARGEST_GROUP:
+        raise ValueError(
+            f"{heads} query heads share {kv_heads} key/value heads: at most {LARGEST_GROUP} each"
+        )
+
+
+def describe_device(device: torch.device) -> Device:
+    """Of a GPU, or of what stands in for one where kernels are interpreted."""
+    if device.type == "cpu":
+        return INTERPRETED
+    found = torch.cuda.get_device_properties(device)
+    return Device(found.multi_processor_count, (found.major, found.minor))

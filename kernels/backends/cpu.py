@@ -1,0 +1,61 @@
+"""The operations for a CPU: few calls, views of contiguous KV runs, products by row count.
+
+In float32 and bfloat16, loops that are compiled at run time (`backends.compiled`) take the place
+of what costs torch one call per row. In float16, which those don't read, torch's calls stay.
+"""
+
+from tokenpod.kernels.adapters.reference_adapters import (
+    adapt,
+    adapt_rows,
+    own_linear,
+    plan_adapters,
+)
+from tokenpod.kernels.attention.composed_latent import latent_of
+from tokenpod.kernels.attention.cpu_attention import attention, plan_attention
+from tokenpod.kernels.attention.reference_latent import store_latent
+from tokenpod.kernels.cache.cpu_rotary import rotate, store_key_value
+from tokenpod.kernels.experts.cpu_experts import experts_of
+from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
+from tokenpod.kernels.operations.ops import FormatProducts, Operations
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.pointwise.cpu_pointwise import act_mul, activate, embed, layer_norm, rms_norm
+from tokenpod.kernels.products.cpu_product import (
+    prepare_int4_linear,
+    prepare_int8_linear,
+    prepare_linear,
+)
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+
+plan_latent, attend_latent = latent_of(plan_attention, attention)
+
+#: Of formats of fewer bits that have a product of their own.
+QUANTISED: dict[type[QuantisedWeight], FormatProducts] = {
+    Int8Weight: FormatProducts(prepare_int8_linear),
+    Int4Weight: FormatProducts(prepare_int4_linear),
+}
+
+#: For weights of any float type.
+OPERATIONS = Operations(
+    embed=embed,
+    rms_norm=rms_norm,
+    layer_norm=layer_norm,
+    rotate=rotate,
+    store_key_value=store_key_value,
+    plan_attention=plan_attention,
+    attention=attention,
+    store_latent=store_latent,
+    plan_latent=plan_latent,
+    attend_latent=attend_latent,
+    act_mul=act_mul,
+    activate=activate,
+    prepare_linear=prepare_linear,
+    prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
+    prepare_add_linear=add_linear_of(prepare_linear),
+    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul, QUANTISED),
+    plan_adapters=plan_adapters,
+    adapt=adapt,
+    adapt_rows=adapt_rows,
+    own_linear=own_linear,
+    quantised=QUANTISED,
+)

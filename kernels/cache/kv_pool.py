@@ -1,0 +1,142 @@
+"""The KV pool: one slot a token and layer, preallocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenpod.kernels.cache.kv_rounding import store
+from tokenpod.kernels.operations.attention_ops import KVScales
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What a layer of a pool has for a token."""
+
+    heads: int
+    #: Numbers of a head's key, and of its value.
+    key_dim: int
+    value_dim: int
+    #: A value is the first `value_dim` numbers of its key, and not stored apart.
+    shared: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """That are stored."""
+        return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
+
+    @property
+    def scales(self) -> int:
+        """That are stored with numbers of type int8."""
+        return 2 * self.heads
+
+
+def alike(heads: int, head_dim: int) -> KVLayout:
+    """Keys and values of one size."""
+    return KVLayout(heads, head_dim, head_dim)
+
+
+class KVPool:
+    """Keys and values of every layer: per layer `[slots + 1, heads, key_dim or value_dim]`.
+
+    Slots are handed out by the scheduler; the last one is the sink that padding writes to.
+    Separate tensors a layer: one mutated tensor for all layers costs compilers several times more.
+
+    Args:
+        layouts: what each layer has for a token, on this rank.
+        slots: tokens that it holds.
+        dtype: of the numbers; float8_e4m3fn with `scales` only. Of int8 each slot has scales.
+        device: where it lies.
+        scales: [layers, heads] each: what numbers of type float8_e4m3fn are multiples of.
+    """
+
+    def __init__(
+        self,
+        *,
+        layouts: Sequence[KVLayout],
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: KVScales | None = None,
+    ) -> None:
+        self.slots = slots
+        #: A layer's each, [heads] or, of int8, [slots + 1, heads]; None: stored as they are.
+        self.scales: list[KVScales | None] = [None] * len(layouts)
+        if scales is not None:
+            self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        #: All that is stored: of each layer keys, and values unless they are part of these.
+        self.stored: list[torch.Tensor] = []
+        for layout in layouts:
+            keys = _zeros((slots + 1, layout.heads, layout.key_dim), dtype, device)
+            self.stored.append(keys)
+            values = keys[..., : layout.value_dim]
+            if not layout.shared:
+                values = _zeros((slots + 1, layout.heads, layout.value_dim), dtype, device)
+                self.stored.append(values)
+            self.keys.append(keys)
+            self.values.append(values)
+        if dtype == torch.int8:
+            self.scales = [self._slot_scales(layout, device) for layout in layouts]
+
+    def take_pages(self) -> None:
+        """Have the system give all memory now; on a CPU it comes when it is first written."""
+        for tensor in self.stored:
+            tensor.zero_()
+
+    def _slot_scales(self, layout: KVLayout, device: torch.device) -> KVScales:
+        shape = (self.slots + 1, layout.heads)
+        scales = KVScales(*(_zeros(shape, torch.float32, device) for _ in range(2)))
+        self.stored += scales
+        return scales
+
+    def take_row(self, row: int, prompt: int) -> None:
+        """A sequence with so many prompt tokens gets a row. All that it has lies in slots."""
+
+    def release_rows(self, rows: Sequence[int]) -> None:
+        """Rows are free again; their slots are the scheduler's."""
+
+    def write(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Write ready keys and values to slots.
+
+        Args:
+            slots: [n], on any device.
+            numbers: [layers, 2, n, heads, head_dim] keys and values, as attention would have them,
+                on the host; for layouts that store both.
+        """
+        device = self.keys[0].device
+        at, there = slots.long().to(device), numbers.to(device, non_blocking=True)
+        for layer, scales in enumerate(self.scales):
+            pair = (self.keys[layer], self.values[layer])
+            for index, (tensor, own) in enumerate(zip(pair, there[layer], strict=True)):
+                store(own, tensor, at, scales and scales[index])
+
+    @staticmethod
+    def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
+        """Bytes of device memory that one token costs in all layers."""
+        numbers = sum(layout.numbers for layout in layouts) * dtype.itemsize
+        if dtype != torch.int8:
+            return numbers
+        return numbers + sum(layout.scales for layout in layouts) * torch.float32.itemsize
+
+    @property
+    def sink(self) -> int:
+        """The slot that padding writes to."""
+        return self.slots
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU they take no memory until they are written to.
+
+    torch.zeros would touch every page at once: seconds of start-up, and memory that a quiet server
+    never needs.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

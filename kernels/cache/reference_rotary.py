@@ -1,0 +1,60 @@
+"""Rotary position embedding (Su et al. 2021) and the write of keys and values to the pool."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tokenpod.kernels.cache.kv_rounding import store
+from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
+from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
+
+
+class Rotation(NamedTuple):
+    """Angles of rotary position embedding for the tokens of a step."""
+
+    #: [T, 1, D/2]
+    cos: torch.Tensor
+    #: [T, 1, D/2]
+    sin: torch.Tensor
+
+
+def rotate(
+    t_position: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> Rotation:
+    """See `ops.Rotate`."""
+    angles = (t_position.float()[:, None] * inverse_frequencies)[:, None, :]
+    scales = torch.where(inverse_frequencies == 0, 1.0, scale)
+    return Rotation((angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype))
+
+
+def apply_rotation(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """X [T, heads, D] -> its pairs (i, i + D/2) turned by the token's angles."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = rotation
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def store_key_value(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    norm: HeadNorm | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    t_slot: torch.Tensor,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """See `ops.StoreKeyValue`."""
+    kv_heads, head_dim = keys.shape[1:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    split = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = split.tensor_split((heads, heads + kv_heads), dim=1)
+    if norm is not None:
+        q = rms_norm(q, norm.query_weight, norm.epsilon)
+        k = rms_norm(k, norm.key_weight, norm.epsilon)
+    k = apply_rotation(k, rotation)
+    store(k, keys, t_slot, scales and scales.keys)
+    store(v, values, t_slot, scales and scales.values)
+    return apply_rotation(q, rotation)

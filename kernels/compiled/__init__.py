@@ -1,0 +1,1 @@
+"""Loops compiled to machine code for a CPU: what all of them share."""

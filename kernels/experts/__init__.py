@@ -1,0 +1,1 @@
+"""Mixtures of experts: the reference, on a CPU, and on a GPU."""

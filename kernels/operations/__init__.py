@@ -1,0 +1,1 @@
+"""What each operation that models call promises, and operations made of others."""

@@ -1,0 +1,146 @@
+"""One step's input to the model: views of tensors that live as long as the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenpod.kernels.operations.adapter_ops import AdapterPlan
+
+#: A run of adjacent KV slots: [first, end).
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The rows of a step as kernels see them, on the device; B may count padding.
+
+    A padding row has context 0: nothing is read for it, and its output is zero.
+    """
+
+    #: [B] int32: each row's row of `row_table`.
+    b_row: torch.Tensor
+    #: [B + 1] int32 offsets into the tokens.
+    b_start: torch.Tensor
+    #: [B] int32: tokens of KV per row after this step, these tokens included.
+    b_context: torch.Tensor
+    #: In a captured step, what its rows with several tokens are, by window: see `ops.StepTiles`.
+    tiles: Mapping[int | None, torch.Tensor] | None = None
+    #: [T] int64: each token's row of `row_table`; None where nobody asks by token.
+    t_row: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """The rows of a step as the host knows them; see `ForwardBatch`."""
+
+    b_start: list[int]
+    b_context: list[int]
+    b_runs: list[list[Run]]
+    b_row: list[int]
+    single_rows: int
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.b_context)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenEmbeddings:
+    """What stands in for rows of the embedding's table (soft prompts, images)."""
+
+    #: [g] int64: for which tokens; their ids mean nothing.
+    t_index: torch.Tensor
+    #: [g, width] in the model's dtype.
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of B rows, ragged: row b owns tokens `b_start[b]` to `b_start[b + 1]`.
+
+    Rows that process one token come first (`single_rows` of them: decode), so that both kinds of
+    attention find their rows as a slice.
+    """
+
+    #: [T] int64: token ids.
+    t_token: torch.Tensor
+    #: [T] int64: positions in their sequences, from 0.
+    t_position: torch.Tensor
+    #: [T] int64: the KV slot that each token's key and value are written to.
+    t_slot: torch.Tensor
+    #: B + 1 offsets into the tokens.
+    b_start: list[int]
+    #: Tokens of KV per row after this step, these tokens included.
+    b_context: list[int]
+    #: Per row: where its KV lies, in order of position; the lengths add up to `b_context`. Where
+    #: there is a `row_table` they may be fewer: then nobody has noted where all of it lies.
+    b_runs: list[list[Run]]
+    #: Per row: its row of `row_table`.
+    b_row: list[int]
+    #: [rows, max_positions] int32: the slot of (row, position), for kernels that gather by pointer;
+    #: empty on a CPU, which reads `b_runs`.
+    row_table: torch.Tensor
+    #: Leading rows with one token.
+    single_rows: int
+    #: [n] int64: the tokens whose logits are wanted; None: all, in order.
+    logit_index: torch.Tensor | None
+    #: Where kernels gather by pointer; None on a CPU, which reads `b_runs`.
+    paged: PagedRows | None = None
+    #: Tokens that have no id.
+    given: GivenEmbeddings | None = None
+    #: [T] int64: each token's adapter, from 1; 0: none. None: no token has one.
+    t_adapter: torch.Tensor | None = None
+    #: What `Operations.plan_adapters` made of that; None: no product is adapted.
+    adapters: AdapterPlan = None
+
+    def at(self, t_index: torch.Tensor) -> ForwardBatch:
+        """The step for products of the tokens at t_index [N] int64 alone, as rows 0 to N - 1."""
+        if self.t_adapter is None:
+            return self
+        return replace(self, t_adapter=self.t_adapter.index_select(0, t_index), adapters=None)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.b_start[-1]
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.b_context)
+
+
+def cut_runs(runs: list[Run], length: int) -> bool:
+    """Forget all but the first `length` positions of `runs`; False if there are fewer."""
+    for at, (first, end) in enumerate(runs):
+        if length <= end - first:
+            runs[at:] = [(first, first + length)] if length else []
+            return True
+        length -= end - first
+    return length == 0
+
+
+def append_slots(runs: list[Run], slots: npt.NDArray[np.integer[Any]]) -> None:
+    """Add `slots` at the end of `runs`, joining what is adjacent."""
+    if not len(slots):
+        return
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    firsts = slots[np.concatenate(([0], breaks))].tolist()
+    lasts = slots[np.concatenate((breaks - 1, [len(slots) - 1]))].tolist()
+    for first, last in zip(firsts, lasts, strict=True):
+        append_run(runs, first, last + 1)
+
+
+def append_run(runs: list[Run], first: int, end: int) -> None:
+    """Add a run at the end of `runs`, joining what is adjacent."""
+    if runs and runs[-1][1] == first:
+        runs[-1] = (runs[-1][0], end)
+    else:
+        runs.append((first, end))

@@ -1,0 +1,1 @@
+"""Embeddings, norms and the gated unit: the reference, on a CPU, and on a GPU."""

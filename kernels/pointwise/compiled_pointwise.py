@@ -1,0 +1,102 @@
+"""Norms and the gated unit: one pass over memory each, rows shared out among the team."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
+from tokenpod.kernels.compiled.loops import (
+    END,
+    FIRST,
+    Loop,
+    arguments,
+    bits,
+    inlined,
+    loop,
+    real,
+    take,
+)
+from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.pointwise import cpu_pointwise as cpu
+
+_F = np.float32
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """See `ops.RmsNorm`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    _norm(x.dtype, weight.dtype)(
+        rows, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, bits(epsilon)
+    )
+    return out
+
+
+def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `ops.ActMul`."""
+    if activation is not Activation.SILU:
+        return cpu.act_mul(gate_up, activation)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype)
+    _silu_mul(gate_up.dtype)(rows, gate_up.data_ptr(), out.data_ptr(), rows, width)
+    return out
+
+
+@inlined()
+def norm_factor(square_sum, width, epsilon):
+    """What a row is multiplied by, from the sum of its squares."""
+    return _F(1) / np.sqrt(square_sum / _F(width) + epsilon)
+
+
+@functools.cache
+def _norm(dtype: torch.dtype, weight_dtype: torch.dtype) -> Loop:
+    """The loop for rows of `dtype`; see `ops.RmsNorm` for what is rounded when."""
+    kind, weight_kind, rounds = KINDS[dtype], KINDS[weight_dtype], weight_dtype == dtype
+
+    def body(address):
+        a = arguments(address)
+        rows, width, epsilon = a[FIRST + 3], a[FIRST + 4], real(a, FIRST + 5)
+        x = tensor(a[FIRST], (rows, width), kind)
+        weight = tensor(a[FIRST + 1], (width,), weight_kind)
+        out = tensor(a[FIRST + 2], (rows, width), kind)
+        row = take(a)
+        while row < a[END]:
+            square_sum = _F(0)
+            for i in range(width):
+                square_sum += wide(x[row, i]) * wide(x[row, i])
+            factor = norm_factor(square_sum, width, epsilon)
+            for i in range(width):
+                y = wide(x[row, i]) * factor
+                if rounds:
+                    y = wide(narrow(y, kind))
+                out[row, i] = narrow(y * wide(weight[i]), kind)
+            row = take(a)
+
+    return loop(body)
+
+
+@functools.cache
+def _silu_mul(dtype: torch.dtype) -> Loop:
+    """The loop for numbers of `dtype`."""
+    kind = KINDS[dtype]
+
+    def body(address):
+        a = arguments(address)
+        rows, width = a[FIRST + 2], a[FIRST + 3]
+        gate_up = tensor(a[FIRST], (rows, 2, width), kind)
+        out = tensor(a[FIRST + 1], (rows, width), kind)
+        row = take(a)
+        while row < a[END]:
+            for i in range(width):
+                gate = wide(gate_up[row, 0, i])
+                active = gate / (_F(1) + exp2(-gate * LOG2_E))
+                out[row, i] = narrow(active * wide(gate_up[row, 1, i]), kind)
+            row = take(a)
+
+    return loop(body)

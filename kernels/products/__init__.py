@@ -1,0 +1,1 @@
+"""Products with a weight: the reference, on a CPU, and on a GPU."""

@@ -1,0 +1,81 @@
+"""Products with a weight that oneDNN has laid out in advance for this processor.
+
+One layout serves every number of rows. Laid out for 32 rows it is as fast as
+any other for one row and for hundreds, and it replaces the weight, so it costs no memory; a layout
+for each number of rows would cost the weights' size again, for little.
+
+For each number of rows it meets, oneDNN generates code and keeps it: a millisecond the first time,
+and some hundred kilobytes, that fragment the heap besides. Steps have any number of rows, so the
+rows are filled up to one of few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tokenpod.kernels.operations.ops import Linear
+from tokenpod.kernels.products import reference_product as reference
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+
+#: Rows that the layout is chosen for.
+LAYOUT_ROWS = 32
+
+
+def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """See `ops.PrepareLinear`. Keeps a copy of `weight` in another layout, not `weight`."""
+    if not can_lay_out(weight.dtype):
+        return reference.prepare_linear(weight, bias)
+    laid_out = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), LAYOUT_ROWS)
+    product: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    no_scalars: list[Any] = []
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        filled = filled_rows(rows)
+        if filled == rows:
+            return product(x, laid_out, bias, "none", no_scalars, "")
+        x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
+        return product(x, laid_out, bias, "none", no_scalars, "")[:rows]
+
+    return linear
+
+
+def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
+    """See `Int8Weight.multiply`. May keep a copy of `weight` in another layout, not `weight`."""
+    # Not above: that package is made of this one.
+    from tokenpod.kernels.products import compiled_int8 as int8
+    from tokenpod.kernels.products import compiled_whole as whole
+
+    return whole.prepare_int8(weight, bias) or int8.prepare_int8_linear(weight, bias)
+
+
+def prepare_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> Linear:
+    """See `Int4Weight.multiply`. May keep a copy of `weight` in another layout, not `weight`."""
+    from tokenpod.kernels.products import compiled_whole as whole
+
+    made = whole.prepare_int4(weight, bias)
+    return made or (lambda x: weight.multiply(x, bias))
+
+
+def filled_rows(rows: int) -> int:
+    """The number of rows that a product of `rows` is computed with: at most a sixteenth more.
+
+    Up to 32 any number, then 16 numbers from each power of two to the next.
+    """
+    if rows <= 32:
+        return rows
+    step = 1 << ((rows - 1).bit_length() - 5)
+    return -(-rows // step) * step
+
+
+def can_lay_out(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies numbers of `dtype` natively through oneDNN."""
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32

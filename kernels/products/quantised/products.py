@@ -1,0 +1,261 @@
+"""Products with weights of fewer bits: which kernel makes them, for how many tokens.
+
+Weights of 4 bits, and those of 8 in groups, go another way (`laned`). Of the others:
+
+- a handful: `multiply_add`, which norms, gates and adds as the product of 16 bits does;
+- more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch (`rounding`), and
+  multiplied on the matrix unit as they are (`matrix`);
+- many, bound by arithmetic: where the format rounds inputs the same, or the library's product of 8
+  bits; where it does not, the library's product of 16 bits with a float copy of the weight.
+
+What a token gets depends on which by rounding alone: where the format rounds inputs, all do.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch.nn import functional
+
+from tokenpod.kernels.gpu.launch import capability, launch_options
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.weight import QuantisedWeight
+from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
+from tokenpod.kernels.products.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.quantised.around import Around, Product, put
+from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
+from tokenpod.kernels.products.quantised.laned import prepare_lanes
+from tokenpod.kernels.products.quantised.lanes import Lanes, lanes_of
+from tokenpod.kernels.products.quantised.matrix import multiply_rounded
+from tokenpod.kernels.products.quantised.multiply_add import multiply_add_bytes
+from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS
+from tokenpod.kernels.products.quantised.quantised_tiles import (
+    AddTile,
+    MatrixTile,
+    Tiles,
+    TokenTile,
+    measured,
+)
+from tokenpod.kernels.products.quantised.token_product import THREAD_BYTES, multiply_token, token_of
+from tokenpod.kernels.products.quantised.widen import widen_bytes
+from tokenpod.kernels.products.triton_product import add_up, asks_rows
+
+#: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
+FP8_CAPABILITY = (8, 9)
+SCALED_CAPABILITY = (9, 0)
+
+Format = Int8Weight | Fp8Weight
+AnyFormat = Format | Int4Weight | GroupedWeight | Lanes
+
+
+def prepare_product(
+    weight: AnyFormat, bias: torch.Tensor | None, around: Around, tiles: Tiles | None = None
+) -> Product:
+    """The product with a weight: x after its norm, gated or added to y, as `around` says."""
+    if isinstance(weight, Lanes):
+        return prepare_lanes(weight, bias, around, tiles)
+    if isinstance(weight, (Int4Weight, GroupedWeight)):
+        made = lanes_of(weight)
+        if made is None:
+            return _composed(weight, bias, around)
+        return prepare_lanes(made, bias, around, tiles)
+    (n, k), kind = weight.shape, kind_of(weight)
+    chosen = tiles or measured(capability(weight.numbers.device))
+    plain = _composed(weight, bias, around)
+    but = None if _can_take_token(weight) else TokenTile
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> None:
+        tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), but=but)
+        if isinstance(tile, AddTile) and _can_add(weight):
+            _multiply_add(x, weight, bias, y, around, tile)
+        elif isinstance(tile, TokenTile):
+            token = token_of(x, weight.rounding, around.norm, tile)
+            multiply_token(
+                *(token, around.norm, kind, weight.numbers, weight.scale),
+                *(bias, y, around.activation, around.add, tile),
+            )
+        elif isinstance(tile, MatrixTile) and _can_round(weight):
+            rounded = round_inputs(x, weight.rounding, norm=around.norm)
+            multiply(rounded, weight, bias, y, around.activation, around.add, tile)
+        else:
+            plain(x, y)
+
+    return product
+
+
+def kind_of(weight: Format) -> str:
+    """The name under which its tiles are."""
+    if isinstance(weight, Int8Weight):
+        if not weight.numbers.is_contiguous():
+            raise ValueError(f"a weight {list(weight.shape)} of 8 bits is not contiguous")
+        return "int8" if weight.rounding is None else "int8-rounded"
+    return "fp8" if weight.by_output else "fp8-blocks"
+
+
+def _can_add(weight: Format) -> bool:
+    """Whether inputs stay as they are, and a row has one scale and whole words."""
+    by_output = weight.by_output if isinstance(weight, Fp8Weight) else True
+    return weight.rounding is None and by_output and weight.shape[1] % 4 == 0
+
+
+def _can_round(weight: Format) -> bool:
+    """Whether the matrix unit may have it with rounded inputs."""
+    if not isinstance(weight, Fp8Weight):
+        return True
+    generation = capability(weight.numbers.device)
+    if weight.rounding is None or (generation is not None and generation < FP8_CAPABILITY):
+        return False
+    if weight.by_output:
+        return weight.rounding.group is None
+    return weight.rounding.group == weight.columns and weight.columns % 32 == 0
+
+
+def _can_take_token(weight: Format) -> bool:
+    """Whether `token_product` has it: one scale per row, and inputs that it can round."""
+    by_output = weight.by_output if isinstance(weight, Fp8Weight) else weight.rounding is None
+    return by_output and _can_round(weight) and weight.shape[1] % THREAD_BYTES == 0
+
+
+def _composed(weight: QuantisedWeight, bias: torch.Tensor | None, around: Around) -> Product:
+    """One operation after the other."""
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> None:
+        if isinstance(weight, Fp8Weight) and _library_scales(weight, x):
+            made = _scaled_by_rows(x, weight, bias, around.norm)
+        else:
+            if around.norm is not None:
+                x = rms_norm(x, around.norm.weight, around.norm.epsilon)
+            made = _many(x, weight, bias)
+        put(made, y, around)
+
+    return product
+
+
+def _scaled_by_rows(
+    x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, norm: RowNorm | None
+) -> torch.Tensor:
+    """X after its norm · weightᵀ + bias by the library, both of e4m3 with a scale per row."""
+    rounded = round_inputs(x, weight.rounding, norm=norm)
+    return torch._scaled_mm(
+        rounded.numbers,
+        weight.numbers.t(),
+        scale_a=rounded.scale,
+        scale_b=weight.scale.t(),
+        bias=bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+
+
+def _many(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """X · weightᵀ + bias by the library, for as many tokens as there may be."""
+    if isinstance(weight, Fp8Weight) and x.itemsize == 2:
+        rounded_x = weight.rounded_inputs(x).to(x.dtype)
+        return functional.linear(rounded_x, weight.dequantised(x.dtype), bias)
+    if isinstance(weight, Int8Weight) and weight.rounding is None and x.itemsize == 2:
+        return functional.linear(x, widen_bytes(weight, x.dtype), bias)
+    return weight.multiply(x, bias)
+
+
+def _library_scales(weight: Fp8Weight, x: torch.Tensor) -> bool:
+    """Its product with a scale per row of both, which makes bfloat16 of multiples of 16."""
+    generation = capability(x.device)
+    return (
+        generation is not None
+        and generation >= SCALED_CAPABILITY
+        and x.dtype == torch.bfloat16
+        and weight.by_output
+        and weight.rounding is not None
+        and weight.rounding.group is None
+        and not any(size % 16 for size in weight.shape)
+    )
+
+
+def _multiply_add(
+    x: torch.Tensor,
+    weight: Format,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    around: Around,
+    tile: AddTile,
+) -> None:
+    tokens, n = y.shape
+    k = weight.shape[1]
+    norm = around.norm
+    block_n = max(1, tile.block_n // 2 if around.gated else tile.block_n)
+    strides = (x.stride(0), y.stride(0), tokens, n, k)
+    norm_weight, epsilon = (None, 0.0) if norm is None else norm
+    multiply_add_bytes[(triton.cdiv(n, block_n),)](
+        *(
+            x,
+            weight.numbers.view(torch.int8).view(torch.int32),
+            weight.scale,
+            bias,
+            norm_weight,
+            y,
+        ),
+        *(*strides, epsilon),
+        FP8=isinstance(weight, Fp8Weight),
+        EVEN=k % tile.block_k == 0,
+        BLOCK_T=triton.next_power_of_2(tokens),
+        BLOCK_K=tile.block_k,
+        AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
+        ASSEMBLY=capability(x.device) is not None,
+        ACTIVATION="none" if around.activation is None else around.activation.value,
+        ADD=around.add,
+        BLOCK_N=block_n,
+        num_warps=tile.warps,
+        **launch_options(x.device),
+    )
+
+
+def multiply(
+    x: Rounded,
+    weight: Format,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: Activation | None,
+    add: bool,
+    tile: MatrixTile,
+) -> None:
+    """Y [T, n] = (or += with `add`) x · weightᵀ + bias on the matrix unit; gates come first."""
+    tokens, n = y.shape
+    width = x.numbers.shape[1]
+    layout, block_k = (1, 1, 1), tile.block_k
+    kind = "fp8" if isinstance(weight, Fp8Weight) else "int8"
+    if isinstance(weight, Fp8Weight) and not weight.by_output:
+        block_k = min(block_k, weight.columns)
+        layout = (weight.scale.shape[1], weight.rows, weight.columns // block_k)
+    numbers, stored = x.numbers, weight.numbers
+    if capability(y.device) is None:
+        numbers, stored = numbers.view(torch.int8), stored.view(torch.int8)
+    block_t = min(tile.block_t, triton.next_power_of_2(tokens))
+    splits = 1 if activation is not None else tile.splits
+    target = y
+    if splits > 1:
+        target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+    multiply_rounded[(triton.cdiv(n, tile.block_n) * triton.cdiv(tokens, block_t), splits)](
+        *(numbers, x.scale, stored, weight.scale),
+        *(bias, target, target.stride(-2), tokens, n, width, *layout),
+        KIND=kind,
+        DIGITS=len(x.numbers) // tokens,
+        GROUPED=layout[0] > 1,
+        ACTIVATION="none" if activation is None else activation.value,
+        ADD=add and splits == 1,
+        EVEN=width % (block_k * tile.parts * splits) == 0,
+        SPLITS=splits,
+        PARTS=tile.parts,
+        COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
+        BLOCK_T=block_t,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k,
+        PANEL=tile.panel,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **launch_options(y.device),
+    )
+    if splits > 1:
+        add_up(target, bias, y, add=add)

@@ -1,0 +1,222 @@
+"""Products of one token with a weight of 8 or 4 bits, bound by reading it.
+
+The token is rounded to numbers of 8 bits by a launch of its own (`rounding`). A program has BLOCK_N
+rows and walks along them: what a thread has loaded, 16 bytes of a row at a time, it multiplies
+itself, four numbers per instruction, so nothing changes its place before the sums of rows are added
+up. Whole numbers are multiplied by both digits of an input, exactly; pairs of e4m3 as float16, four
+words at a time, whose sums go on in float32.
+
+The first tile of the weight is on its way before the input is there, and AHEAD bytes more of every
+row are asked into the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.formats.rounding import Rounding
+from tokenpod.kernels.products.product_kernels import ask_rows
+from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
+from tokenpod.kernels.products.quantised.quantised_tiles import TokenTile
+from tokenpod.kernels.products.quantised.token_dots import add_step
+from tokenpod.kernels.products.quantised.token_inputs import ask_first, ask_norm, token_steps
+from tokenpod.kernels.products.quantised.token_rows import (
+    finish_rows,
+    rows_of,
+    scales_of,
+    tile_of,
+    token_inputs,
+)
+from tokenpod.kernels.products.quantised.token_walk import token_walk
+from tokenpod.kernels.products.triton_product import asks_rows
+
+#: Bytes that a thread loads of a row at a time.
+THREAD_BYTES = 16
+
+
+def token_of(
+    x: torch.Tensor,
+    rounding: Rounding | None,
+    norm: RowNorm | None,
+    tile: TokenTile,
+    width: int | None = None,
+) -> torch.Tensor | Rounded:
+    """What `multiply_token` takes: x [1, inputs] itself where its programs round, or rounded."""
+    own = tile.rounds and (rounding is None or rounding.static is None)
+    return x if own else round_inputs(x, rounding, norm=norm, width=width)
+
+
+def multiply_token(
+    x: torch.Tensor | Rounded,
+    norm: RowNorm | None,
+    kind: str,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    activation: Activation | None,
+    add: bool,
+    tile: TokenTile,
+    *,
+    width: int = 64,
+    group: int = 64,
+) -> None:
+    """Y [1, n] = (or += with `add`) x · weightᵀ + bias; with an activation gates come first.
+
+    Args:
+        x: one token [1, inputs], which programs round; or as it is rounded: two digits for "int8"
+            and "int4", of this in the order of its lanes; e4m3 for "fp8".
+        norm: of a token that programs round.
+        kind: "int8", "fp8" or "int4".
+        weight: [rows, inputs] of 8 bits, or lanes (`lanes`) without zeros whose blocks are full; a
+            row is a multiple of `THREAD_BYTES`.
+        scale: of each row; of "int4" [groups, rows].
+        bias: [rows] or None.
+        y: [1, n], contiguous.
+        activation: of the gates; None: there are none.
+        add: to what y holds.
+        tile: how a program works.
+        width: lanes of a plane.
+        group: inputs that share a scale.
+    """
+    n = y.shape[1]
+    words = weight.view(torch.int8).view(torch.int32)
+    row_words = words.shape[1]
+    block_n = max(1, tile.block_n // (1 if activation is None else 2))
+    inputs: tuple[torch.Tensor | None, ...]
+    if isinstance(x, Rounded):
+        inputs = (x.numbers.view(torch.int8).view(torch.int32), x.scale, None)
+    else:
+        inputs = (x, None, None if norm is None else norm.weight)
+    blocks = triton.cdiv(n, block_n)
+    walks = tile.programs > 0 and row_words == tile.words
+    asks = asks_rows(words)
+    own = {
+        "EVEN": row_words % tile.words == 0,
+        "WORDS": tile.words,
+        "AHEAD": tile.ahead if asks else 0,
+    }
+    (token_walk if walks else token_product)[(min(blocks, tile.programs) if walks else blocks,)](
+        *inputs,
+        *(words, scale, bias, y, n, len(scale), 0.0 if norm is None else norm.epsilon),
+        tile.chunks,
+        KIND=kind,
+        ROW_WORDS=row_words,
+        WIDTH=width,
+        PER_GROUP=group // width,
+        ACTIVATION="none" if activation is None else activation.value,
+        ADD=add,
+        ASSEMBLY=capability(y.device) is not None,
+        ASKS=asks and tile.chunks > 0,
+        BLOCK_N=block_n,
+        num_warps=tile.warps,
+        **({} if walks else own),
+        **launch_options(y.device),
+    )
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def token_product(
+    x,
+    x_scale,
+    norm_weight,
+    weight,
+    scale,
+    bias,
+    y,
+    n,
+    groups,
+    epsilon,
+    chunks,
+    KIND: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ASKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Y [n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first."""
+    GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
+    ALL: tl.constexpr = GATES * BLOCK_N
+    FOURS: tl.constexpr = WORDS // 4
+    first_row = tl.program_id(0) * BLOCK_N
+    own = rows_of(first_row, n, GATES, BLOCK_N, ASSEMBLY)
+    word = tl.arange(0, WORDS)[None, :]
+    four = tl.arange(0, FOURS)[None, :]
+    at_row = weight + own.to(tl.int64)[:, None] * ROW_WORDS
+    ROUNDS: tl.constexpr = x.dtype.element_ty != tl.int32
+    WHOLE: tl.constexpr = KIND == "int8"
+    sums = tl.zeros((ALL, FOURS), tl.int32 if WHOLE else tl.float32)
+    low_sums = tl.zeros((ALL, FOURS) if WHOLE else (1, 1), tl.int32)
+
+    # Nothing here depends on the kernel before.
+    w = tile_of(at_row + word, word, ROW_WORDS, EVEN)
+    s = scales_of(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
+    of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
+    if ASKS:
+        if ROUNDS and norm_weight is not None:
+            ask_norm(norm_weight, KIND, ROW_WORDS)
+        ask_first(weight, n * ROW_WORDS, chunks // GATES)
+        if GATES == 2:
+            ask_first(weight + n * ROW_WORDS, n * ROW_WORDS, chunks // GATES)
+    if AHEAD > 0:
+        ask_rows(weight, first_row, n, WORDS, ROW_WORDS, BLOCK_N, AHEAD)
+        if GATES == 2:
+            ask_rows(weight, first_row + n, 2 * n, WORDS, ROW_WORDS, BLOCK_N, AHEAD)
+    await_inputs(OVERLAP)
+    before = tl.zeros((BLOCK_N,), tl.float32)
+    if ADD:
+        row = first_row + tl.arange(0, BLOCK_N)
+        before = tl.load(y + row, mask=row < n, other=0.0).to(tl.float32)
+    if ROUNDS:
+        unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, WIDTH, WORDS)
+    else:
+        unit, times = tl.load(x_scale), 1.0
+    LAST: tl.constexpr = (ROW_WORDS - 1) // WORDS * WORDS
+    for start in tl.range(0, LAST, WORDS, loop_unroll_factor=2):
+        # The next tile is on its way while this one is multiplied.
+        at = start + WORDS
+        next_w = tile_of(at_row + (at + word), at + word, ROW_WORDS, EVEN)
+        next_s = scales_of(scale, own, at // 4 + four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
+        v = token_inputs(
+            x,
+            norm_weight,
+            times,
+            start // 4 + four,
+            start + word,
+            KIND,
+            ROW_WORDS,
+            WIDTH,
+            EVEN,
+            ROUNDS,
+            ASSEMBLY,
+        )
+        sums, low_sums = add_step(sums, low_sums, w, s, v, KIND, PER_GROUP, ASSEMBLY)
+        w, s = next_w, next_s
+    v = token_inputs(
+        x,
+        norm_weight,
+        times,
+        LAST // 4 + four,
+        LAST + word,
+        KIND,
+        ROW_WORDS,
+        WIDTH,
+        EVEN,
+        ROUNDS,
+        ASSEMBLY,
+    )
+    sums, low_sums = add_step(sums, low_sums, w, s, v, KIND, PER_GROUP, ASSEMBLY)
+
+    finish_rows(sums, low_sums, of_row * unit, before, bias, y, n, first_row, KIND, ACTIVATION, ADD)

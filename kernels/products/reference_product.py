@@ -1,0 +1,14 @@
+"""The product with a weight."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tokenpod.kernels.operations.ops import Linear
+
+
+def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """See `ops.PrepareLinear`."""
+
+    return lambda x: functional.linear(x, weight, bias)

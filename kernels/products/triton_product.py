@@ -1,0 +1,273 @@
+"""Products with a weight, made the way that suits the number of tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch.nn import functional
+
+from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, launch_options
+from tokenpod.kernels.gpu.peers import SymmetricBuffers
+from tokenpod.kernels.operations.ops import AddLinear, Linear
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
+from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add
+from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
+from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
+
+#: The matrix unit's smallest side.
+LEAST_MATRIX_ROWS = 16
+
+#: Outputs that one program sums the partial sums of.
+PARTIALS_BLOCK = 512
+
+#: A bulk request's address and size are multiples of this many bytes.
+BULK_BYTES = 16
+
+
+def prepare_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
+) -> Linear:
+    """See `ops.PrepareLinear`; `tiles` None means those measured."""
+    table, (n, k) = table_for(weight, tiles), weight.shape
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        tile = table.choose(n, k, len(x))
+        if tile.kind is Kind.LIBRARY:
+            return functional.linear(x, weight, bias)
+        y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
+        multiply(x, weight, bias, y, tile)
+        return y
+
+    return linear
+
+
+def prepare_norm_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: RowNorm,
+    activation: Activation | None,
+    tiles: Tiles | None = None,
+) -> Linear:
+    """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
+    table, (n, k) = table_for(weight, tiles), weight.shape
+    outputs = n if activation is None else n // 2
+
+    def normed_product(x: torch.Tensor) -> torch.Tensor:
+        tile = table.choose(n, k, len(x))
+        inner = None if tile.kind is Kind.MULTIPLY_ADD else norm
+        if inner is not None:
+            x = rms_norm(x, inner.weight, inner.epsilon)
+        if tile.kind is Kind.LIBRARY:
+            y = functional.linear(x, weight, bias)
+            return y if activation is None else act_mul(y, activation)
+        y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+        multiply(x, weight, bias, y, tile, norm=None if inner else norm, activation=activation)
+        return y
+
+    return normed_product
+
+
+def prepare_add_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
+) -> AddLinear:
+    """See `ops.PrepareAddLinear`: the sum is made where the product ends."""
+    table, (n, k) = table_for(weight, tiles), weight.shape
+    transposed = weight.t()
+
+    def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+        tile = table.choose(n, k, len(x))
+        if tile.kind is not Kind.LIBRARY:
+            multiply(x, weight, bias, residual, tile, add=True)
+        elif bias is None:
+            residual.addmm_(x, transposed)
+        else:
+            residual += functional.linear(x, weight, bias)
+
+    return add_product
+
+
+def prepare_sum_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    buffers: SymmetricBuffers,
+    apart: AddLinear,
+    tiles: Tiles | None = None,
+) -> AddLinear:
+    """See `ops.PrepareSumLinear`: one kernel for few tokens, whose programs join their outputs."""
+    table, (n, k) = table_for(weight, tiles), weight.shape
+
+    def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+        tile = table.choose_own(n, k, len(x))
+        whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
+        if whole and fits(residual, buffers, _outputs_of(tile, gated=False)):
+            multiply(x, weight, bias, residual, tile, buffers=buffers)
+        else:
+            apart(x, residual)
+
+    return sum_product
+
+
+class MoreRows(NamedTuple):
+    """First factors of one token's adapter, as rows behind the weight's: a kernel's argument."""
+
+    #: See `AdapterWeights`, whose strides follow.
+    down: torch.Tensor
+    #: [1] int64, see `PlanAdapters`, as the next.
+    t_adapter: torch.Tensor
+    ranks: torch.Tensor
+    #: [parts · width] float32, written.
+    inner: torch.Tensor
+    slot_stride: int
+    part_stride: int
+    rank_stride: int
+    parts: int
+    #: Ranks of a part that there is room for.
+    width: int
+
+
+def _outputs_of(tile: Tile, *, gated: bool) -> int:
+    """Of a token, in one program."""
+    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
+    return max(least, tile.block_n // 2 if gated else tile.block_n)
+
+
+def table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
+    """Also makes sure that kernels may walk along the weight's rows."""
+    if not weight.is_contiguous():
+        raise ValueError(f"a weight [{len(weight)}, {weight.shape[1]}] is not contiguous")
+    if tiles is not None:
+        return tiles
+    if weight.is_cuda and weight.itemsize > 2:
+        return ALL_LIBRARY  # tiles were measured, and fit, for numbers of 2 bytes
+    return measured(capability(weight.device))
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+    *,
+    norm: RowNorm | None = None,
+    activation: Activation | None = None,
+    add: bool = False,
+    buffers: SymmetricBuffers | None = None,
+    more: MoreRows | None = None,
+) -> None:
+    """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
+
+    With an `activation` the weight is [2n, k], gates first. Rows of x, y and weight are contiguous;
+    `norm` needs `Kind.MULTIPLY_ADD`. Only a `Kind.MATRIX` without activation heeds `splits`.
+
+    With `buffers` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
+    are neither splits nor an activation, and all ranks call this with the same tile.
+
+    With `more`, of one token and `Kind.MULTIPLY_ADD` without an activation, its rows are multiplied
+    too.
+    """
+    tokens, n = y.shape
+    k = weight.shape[1]
+    block_n, block_k = _outputs_of(tile, gated=activation is not None), tile.block_k
+    block_t = triton.next_power_of_2(tokens)
+    if tile.kind is Kind.MATRIX:
+        block_t = max(block_t, LEAST_MATRIX_ROWS)
+    common = {
+        "BIAS": bias is not None,
+        "ACTIVATION": "none" if activation is None else activation.value,
+        "ADD": add,
+        "KIND": str(y.dtype).removeprefix("torch."),
+        "RANK": buffers.rank if buffers else 0,
+        "WORLD": buffers.world if buffers else 1,
+        "COPIES": copies(block_t, block_n, tile.warps, y.dtype) if buffers else 1,
+        "EVEN": k % block_k == 0,
+        "BLOCK_T": block_t,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        **launch_options(x.device),
+    }
+    common["AHEAD"] = tile.ahead if common["OVERLAP"] else 0
+    common["BULK"] = tile.bulk and _allows_bulk(weight, block_k)
+    splits = tile.splits if tile.kind is Kind.MATRIX and activation is None else 1
+    grid = (triton.cdiv(n, block_n), splits)
+    biases = weight if bias is None else bias
+    ranks = RanksOut.of(y, buffers) if buffers else None
+    if tile.kind is Kind.MULTIPLY_ADD:
+        norm_weight, epsilon = (weight, 0.0) if norm is None else norm
+        rows = more.parts * more.width if more else 0
+        grid = (grid[0] + triton.cdiv(rows, block_n), 1)
+        multiply_add[grid](
+            x,
+            weight,
+            biases,
+            norm_weight,
+            y,
+            x.stride(0),
+            y.stride(0),
+            tokens,
+            n,
+            k,
+            epsilon,
+            ranks,
+            more,
+            MORE=rows,
+            NORM=norm is not None,
+            **common,
+        )
+    else:
+        assert norm is None
+        target = y
+        if splits > 1:
+            target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+            common |= {"BIAS": False, "ADD": False}
+        matrix[grid](
+            x,
+            weight,
+            biases,
+            target,
+            x.stride(0),
+            target.stride(-2),
+            tokens,
+            n,
+            k,
+            ranks,
+            SPLITS=splits,
+            **common,
+        )
+        if splits > 1:
+            add_up(target, bias, y, add=add)
+
+
+def add_up(
+    partials: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, *, add: bool
+) -> None:
+    """Y [T, n] = (or += with `add`) what programs have summed, [splits, T, n] float32, + bias."""
+    splits, tokens, n = partials.shape
+    add_partials[(tokens, triton.cdiv(n, PARTIALS_BLOCK))](
+        *(partials, y if bias is None else bias, y, y.stride(0), tokens, n),
+        BIAS=bias is not None,
+        ADD=add,
+        SPLITS=splits,
+        BLOCK=PARTIALS_BLOCK,
+        num_warps=2,
+        **launch_options(y.device),
+    )
+
+
+def asks_rows(weight: torch.Tensor) -> bool:
+    """Whether programs may ask for rows before an input is there, each by one request."""
+    generation = capability(weight.device)
+    starts = (weight.data_ptr(), weight.stride(0) * weight.itemsize)
+    overlaps = generation is not None and generation >= OVERLAPPING_CAPABILITY
+    return overlaps and all(start % BULK_BYTES == 0 for start in starts)
+
+
+def _allows_bulk(weight: torch.Tensor, block_k: int) -> bool:
+    """Every row, and every block of it, begins where a bulk request may."""
+    starts = (weight.data_ptr(), weight.stride(0) * weight.itemsize, block_k * weight.itemsize)
+    return all(start % BULK_BYTES == 0 for start in starts)

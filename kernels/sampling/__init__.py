@@ -1,0 +1,1 @@
+"""How a GPU draws tokens, in the order of `engine.sampling`, its specification."""

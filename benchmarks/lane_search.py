@@ -35,16 +35,16 @@ from benchmarks.support.timing import (
     graph_seconds,
     synchronise,
 )
-from tokenpod.kernels.formats.int4 import Int4Weight
-from tokenpod.kernels.pointwise_ops import Activation
-from tokenpod.kernels.triton import product as dense_product
-from tokenpod.kernels.triton import quantised as quantised_product
-from tokenpod.kernels.triton.launch import await_inputs, launch_options
-from tokenpod.kernels.triton.pointwise import gated_unit, rms_norm
-from tokenpod.kernels.triton.product import add_up
-from tokenpod.kernels.triton.product_kernels import ask_rows
-from tokenpod.kernels.triton.quantised.lanes import lanes_of
-from tokenpod.kernels.triton.quantised.parts import sum_parts
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.products import triton_product as dense_product
+from tokenpod.kernels.products.quantised import format_products as quantised_product
+from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
+from tokenpod.kernels.products.triton_product import add_up
+from tokenpod.kernels.products.product_kernels import ask_rows
+from tokenpod.kernels.products.quantised.lanes import lanes_of
+from tokenpod.kernels.products.quantised.parts import sum_parts
 
 BF16 = torch.bfloat16
 
@@ -492,7 +492,7 @@ def vars_of(tile):
 
 def products(module, weights, x, y, beside):
     if beside in ("gate", "norm"):
-        from tokenpod.kernels.pointwise_ops import RowNorm
+        from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
         activation = Activation.SILU if beside == "gate" else None
         norm = RowNorm(torch.ones(x.shape[1], device=DEVICE, dtype=BF16), 1e-5)

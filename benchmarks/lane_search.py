@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 import types
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from benchmarks.support.timing import (
     DEVICE,
     compile_ahead,
     error_of,
-    graph_seconds,
+    events_seconds,
     synchronise,
 )
 from tokenpod.kernels.products.formats.int4 import Int4Weight
@@ -43,14 +43,16 @@ from tokenpod.kernels.gpu.launch import await_inputs, launch_options
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.triton_product import add_up
 from tokenpod.kernels.products.product_kernels import ask_rows
+from tokenpod.kernels.products.quantised import lanes as lanes_module
 from tokenpod.kernels.products.quantised.lanes import lanes_of
 from tokenpod.kernels.products.quantised.parts import sum_parts
 
 BF16 = torch.bfloat16
+_ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @triton.jit
-def _scaled(packed, large, small, less, large2, small2, less2):
+def _scaled(packed, large, small, less):
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 high;
@@ -61,37 +63,11 @@ def _scaled(packed, large, small, less, large2, small2, less2):
         and.b32 $3, high, 0x00F000F0;
         fma.rn.bf16x2 $0, $0, $5, $7;
         fma.rn.bf16x2 $1, $1, $6, $7;
-        fma.rn.bf16x2 $2, $2, $8, $10;
-        fma.rn.bf16x2 $3, $3, $9, $10;
+        fma.rn.bf16x2 $2, $2, $5, $7;
+        fma.rn.bf16x2 $3, $3, $6, $7;
         }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r",
-        [packed, large, small, less, large2, small2, less2],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _whole(packed):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 high, large, less_large, less;
-        mov.b32 large, 0x7F007F00;
-        mov.b32 less_large, 0x7D007D00;
-        mov.b32 less, 0xBE00BE00;
-        shr.u32 high, $4, 8;
-        and.b32 $0, $4, 0x000F000F;
-        and.b32 $1, $4, 0x00F000F0;
-        and.b32 $2, high, 0x000F000F;
-        and.b32 $3, high, 0x00F000F0;
-        fma.rn.bf16x2 $0, $0, large, less;
-        fma.rn.bf16x2 $1, $1, less_large, less;
-        fma.rn.bf16x2 $2, $2, large, less;
-        fma.rn.bf16x2 $3, $3, less_large, less;
-        }""",
-        "=&r,=&r,=&r,=&r,r",
-        [packed],
+        "=&r,=&r,=&r,=&r,r,r,r,r",
+        [packed, large, small, less],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=2,
@@ -100,7 +76,12 @@ def _whole(packed):
 
 @triton.jit
 def _over(v, w):
-    return tl.broadcast_to(v.to(tl.bfloat16)[:, None], w.shape)
+    return tl.broadcast_to(v.to(tl.bfloat16)[:, :, None], w.shape)
+
+
+@triton.jit
+def _plane(packed, shift, s, DTYPE: tl.constexpr):
+    return ((((packed >> shift) & 15) - 8).to(tl.float32) * s[:, :, None]).to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -115,9 +96,6 @@ def lanes_kernel(
     n,
     k,
     row_lanes,
-    MODE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -125,6 +103,7 @@ def lanes_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     STAGES: tl.constexpr,
@@ -132,7 +111,8 @@ def lanes_kernel(
 ):
     GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
     ALL: tl.constexpr = GATES * PARTS * BLOCK_N
-    SUB: tl.constexpr = WIDTH // LANES
+    LANES: tl.constexpr = 32 * BLOCKS
+    INPUTS: tl.constexpr = 4 * LANES
     steps = row_lanes // LANES
     share = steps // (PARTS * SPLITS)
     blocks_t = tl.cdiv(tokens, BLOCK_T)
@@ -147,15 +127,12 @@ def lanes_kernel(
     column = tl.arange(0, COLUMNS)
     part, token = column // BLOCK_T, block_t * BLOCK_T + column % BLOCK_T
     is_x = (token < tokens) & (part < PARTS)
-    first = (tl.program_id(1) * PARTS + part) * share
     rows = GATES * n
     lane = tl.arange(0, LANES)
-    if PARTS == 1:
-        begin = tl.program_id(1) * share
-        at_x = x + token.to(tl.int64) * x_stride
-    else:
-        begin = 0
-        at_x = x + token.to(tl.int64) * x_stride + first * LANES * 4
+    block = tl.arange(0, BLOCKS)
+    at_s = scale + first_step * (BLOCKS * rows) + own
+    at_x = x + token.to(tl.int64) * x_stride
+    at_x += (tl.program_id(1) * PARTS + part) * share * INPUTS
     if AHEAD > 0:
         start = tl.program_id(1) * PARTS * share * LANES
         ask_rows(weight, block_n * BLOCK_N, n, start, row_lanes, BLOCK_N, AHEAD)
@@ -164,49 +141,31 @@ def lanes_kernel(
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
     for step in tl.range(0, share, num_stages=STAGES):
-        its = begin + step
-        i = its // SUB * (4 * WIDTH) + its % SUB * LANES
-        at = at_x[None, :] + (i + lane)[:, None]
-        v0 = tl.load(at, mask=is_x[None, :], other=0.0)
-        v1 = tl.load(at + WIDTH, mask=is_x[None, :], other=0.0)
-        v2 = tl.load(at + 2 * WIDTH, mask=is_x[None, :], other=0.0)
-        v3 = tl.load(at + 3 * WIDTH, mask=is_x[None, :], other=0.0)
-        at_lane = at_w[:, None] + (step * LANES + lane)[None, :]
-        packed = tl.load(at_lane, eviction_policy="evict_first")
-        word = tl.load(scale + ((first_step + step) // SUB) * rows + own)
-        s0 = (word << 16).to(tl.float32, bitcast=True)
-        s2 = (word & -65536).to(tl.float32, bitcast=True)
-        if MODE == "numbers":
-            a, b, c = s0 * 2.0**121, s0 * 2.0**117, s0 * (-8 * 2.0**-12)
-            d, e, f = s2 * 2.0**121, s2 * 2.0**117, s2 * (-8 * 2.0**-12)
+        i = step * INPUTS + tl.arange(0, INPUTS)
+        v = tl.load(at_x[None, :] + i[:, None], mask=is_x[None, :], other=0.0)
+        packed = tl.load(
+            at_w[:, None] + (step * LANES + lane)[None, :], eviction_policy="evict_first"
+        )
+        s = tl.load(at_s[:, None] + ((step * BLOCKS + block) * rows)[None, :])
+        s = s.to(tl.float32, bitcast=True)
+        packed = tl.reshape(packed, (ALL, BLOCKS, 32))
+        if ASSEMBLY:
             w0, w1, w2, w3 = _scaled(
                 packed,
-                _over(a, packed),
-                _over(b, packed),
-                _over(c, packed),
-                _over(d, packed),
-                _over(e, packed),
-                _over(f, packed),
+                _over(s * 2.0**121, packed),
+                _over(s * 2.0**117, packed),
+                _over(s * (-8 * 2.0**-12), packed),
             )
-            sums = tl.dot(w0, v0, sums)
-            sums = tl.dot(w1, v1, sums)
-            sums = tl.dot(w2, v2, sums)
-            sums = tl.dot(w3, v3, sums)
         else:
-            if ASSEMBLY:
-                w0, w1, w2, w3 = _whole(packed)
-            else:
-                w0 = (((packed & 15) - 8).to(tl.float32) / 64).to(x.dtype.element_ty)
-                w1 = ((((packed >> 4) & 15) - 8).to(tl.float32) / 64).to(x.dtype.element_ty)
-                w2 = ((((packed >> 8) & 15) - 8).to(tl.float32) / 64).to(x.dtype.element_ty)
-                w3 = ((((packed >> 12) & 15) - 8).to(tl.float32) / 64).to(x.dtype.element_ty)
-            dot = tl.dot(w0, v0)
-            dot = tl.dot(w1, v1, dot)
-            sums += dot * s0[:, None]
-            dot = tl.dot(w2, v2)
-            dot = tl.dot(w3, v3, dot)
-            sums += dot * s2[:, None]
-    sums *= 4096.0 if MODE == "numbers" else 64.0
+            w0 = _plane(packed, 0, s, x.dtype.element_ty)
+            w1 = _plane(packed, 4, s, x.dtype.element_ty)
+            w2 = _plane(packed, 8, s, x.dtype.element_ty)
+            w3 = _plane(packed, 12, s, x.dtype.element_ty)
+        w = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        w = tl.reshape(tl.permute(w, (0, 1, 3, 4, 2)), (ALL, INPUTS))
+        sums = tl.dot(w, v, sums)
+    if ASSEMBLY:
+        sums *= 4096.0
     row = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     token = block_t * BLOCK_T + tl.arange(0, BLOCK_T)
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
@@ -229,10 +188,9 @@ def lanes_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    mode: str
     rows: int  # of a tile: gates, parts and all
     columns: int  # tokens of a tile
-    lanes: int
+    blocks: int  # of 128 inputs, of a step
     warps: int
     stages: int
     splits: int = 1
@@ -243,32 +201,29 @@ class Tile:
     def shared(self) -> int:
         """Bytes, about."""
         columns = max(self.columns * self.parts, 8)
-        v, w = columns * self.lanes * 8, self.rows * (self.lanes * 2 + 4)
+        v, w = columns * self.blocks * 256, self.rows * self.blocks * 68
         return v * self.stages + w * max(self.stages - 1, 1)
 
     @property
     def registers(self) -> int:
         """Of a thread, about."""
-        sums = self.rows * max(self.columns * self.parts, 8) // (32 * self.warps)
-        return sums * (2 if self.mode == "sums" else 1) + self.rows * self.lanes * 2 // (
-            32 * self.warps
-        )
+        sums = self.rows * max(self.columns * self.parts, 8)
+        return (sums + self.rows * self.blocks * 64) // (32 * self.warps)
 
 
 SHAPES = {
-    "qkv": (6144, 4096, "norm"),
-    "output": (4096, 4096, "add"),
     "gate_up": (28672, 4096, "gate"),
     "down": (4096, 14336, "add"),
+    "qkv": (6144, 4096, "norm"),
+    "output": (4096, 4096, "add"),
 }
 
 
 class Words:
     def __init__(self, made):
         self.numbers = made.numbers
-        bits = made.scale.view(torch.int16).to(torch.int32) & 0xFFFF
-        self.scale = (bits[0::2] | bits[1::2] << 16).contiguous()
-        self.rows, self.inputs, self.width = made.rows, made.inputs, made.width
+        self.scale = made.scale.float().view(torch.int32).contiguous()
+        self.rows, self.inputs = made.rows, made.inputs
 
 
 def multiply(x, weight, y, beside, tile):
@@ -282,9 +237,6 @@ def multiply(x, weight, y, beside, tile):
     lanes_kernel[(triton.cdiv(n, block_n) * triton.cdiv(tokens, block_t), splits)](
         *(x, weight.numbers, weight.scale, target, x.stride(0), target.stride(-2)),
         *(tokens, n, weight.inputs, weight.numbers.shape[1]),
-        MODE=tile.mode,
-        WIDTH=weight.width,
-        LANES=tile.lanes,
         ACTIVATION="silu" if beside == "gate" else "none",
         ADD=beside == "add" and splits == 1,
         SPLITS=splits,
@@ -292,8 +244,9 @@ def multiply(x, weight, y, beside, tile):
         COLUMNS=max(tile.parts * block_t, 8),
         BLOCK_T=block_t,
         BLOCK_N=block_n,
+        BLOCKS=tile.blocks,
         AHEAD=tile.ahead,
-        ASSEMBLY=y.is_cuda,
+        ASSEMBLY=_ASSEMBLY,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **launch_options(y.device),
@@ -314,47 +267,43 @@ _NORM = {k: torch.ones(k, device=DEVICE, dtype=BF16) for k in (4096, 14336)}
 def tiles_of(tokens: int, name: str) -> list[Tile]:
     n, k, beside = SHAPES[name]
     found = []
-    modes = ("numbers", "sums")
     if tokens == 1:
-        for mode in modes:
-            for rows, parts in ((64, 4), (64, 8), (128, 8), (128, 16), (64, 16), (64, 2)):
-                for warps, stages, lanes in ((4, 2, 64), (4, 3, 64), (4, 4, 32), (8, 2, 64)):
-                    found.append(Tile(mode, rows, 1, lanes, warps, stages, 1, parts))
-                if parts == 8:
-                    found.append(Tile(mode, rows, 1, 64, 4, 2, 1, parts, 4096))
-                    found.append(Tile(mode, rows, 1, 64, 4, 2, 2, parts))
+        for rows, parts in ((64, 4), (64, 8), (128, 8), (128, 16), (64, 16), (64, 2)):
+            for warps, stages, blocks in (
+                (4, 2, 1), (4, 3, 1), (4, 4, 1), (4, 6, 1), (4, 2, 2), (4, 3, 2), (4, 2, 4), (8, 3, 2),
+            ):  # fmt: skip
+                for splits in (1, 2):
+                    found.append(Tile(rows, 1, blocks, warps, stages, splits, parts))
+            found.append(Tile(rows, 1, 2, 4, 2, 1, parts, 2048))
+            found.append(Tile(rows, 1, 1, 4, 4, 1, parts, 2048))
     elif tokens <= 16:
-        for mode in modes:
-            for rows, parts in ((64, 1), (128, 1), (64, 2), (64, 4), (128, 4), (128, 2)):
-                for warps, stages, lanes in ((4, 3, 64), (4, 4, 32), (4, 2, 64), (8, 3, 64)):
-                    for splits in (1, 2, 4, 8):
-                        found.append(Tile(mode, rows, 16, lanes, warps, stages, splits, parts))
+        for rows, parts in ((64, 1), (128, 1), (64, 2), (64, 4), (128, 4), (128, 2)):
+            for warps, stages, blocks in (
+                (4, 3, 1), (4, 4, 1), (4, 6, 1), (4, 2, 2), (4, 3, 2), (4, 4, 2), (8, 3, 2), (8, 4, 1),
+            ):  # fmt: skip
+                for splits in (1, 2, 4, 8):
+                    found.append(Tile(rows, 16, blocks, warps, stages, splits, parts))
     elif tokens <= 64:
-        for mode in modes:
-            for rows in (64, 128, 256):
-                for warps in (4, 8):
-                    for lanes, stages in ((64, 2), (64, 3), (32, 3), (32, 4), (32, 5)):
-                        for splits in (1, 2, 3, 4, 8):
-                            found.append(Tile(mode, rows, tokens, lanes, warps, stages, splits))
+        for rows in (64, 128, 256):
+            for warps in (4, 8):
+                for blocks, stages in ((1, 3), (1, 4), (1, 6), (2, 2), (2, 3), (2, 4)):
+                    for splits in (1, 2, 3, 4, 8):
+                        found.append(Tile(rows, 64, blocks, warps, stages, splits))
     else:
-        for mode in modes:
-            for rows, columns in ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256)):
-                for warps in (4, 8, 16):
-                    for lanes, stages in ((64, 2), (64, 3), (32, 2), (32, 3), (32, 4)):
-                        for splits in (1, 2, 3, 4, 8):
-                            found.append(Tile(mode, rows, columns, lanes, warps, stages, splits))
+        for rows, columns in ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256)):
+            for warps in (4, 8, 16):
+                for blocks, stages in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3)):
+                    for splits in (1, 2, 3, 4, 8):
+                        found.append(Tile(rows, columns, blocks, warps, stages, splits))
     return [tile for tile in found if fits(tile, tokens, n, k, beside)]
 
 
 def fits(tile, tokens, n, k, beside):
     gates = 2 if beside == "gate" else 1
-    steps = k // 4 // tile.lanes
+    steps = k // 128 // tile.blocks
     if tile.rows < 64 * tile.warps // 4 or (tile.splits > 1 and gates == 2):
         return False
-    share = steps // (tile.parts * tile.splits)
-    if share * tile.parts * tile.splits != steps or share % (64 // tile.lanes):
-        return False
-    if tile.shared > 225_000 or tile.registers > 215:
+    if steps % (tile.parts * tile.splits) or tile.shared > 225_000 or tile.registers > 220:
         return False
     if tile.columns > triton.next_power_of_2(tokens):
         return False
@@ -365,28 +314,46 @@ def fits(tile, tokens, n, k, beside):
         return False
     if tokens > 64 and tile.splits > 1 and programs > 132 * 2.1:
         return False
-    # Both modes and every small variant everywhere would take too long.
-    if tokens > 64 and tile.mode == "sums" and (tile.stages == 2 or tile.splits == 3):
-        return False
-    return not (tokens == 64 and tile.splits in (3, 8) and tile.mode == "sums")
+    return not (tokens > 256 and tile.columns < 128)
 
 
 def compile_one(job):
     tile, tokens, beside = job
-    n, k = 1024, 12288
+    n, k = 1024, 14336 * 6
     try:
         with torch.inference_mode():
             gates = 2 if beside == "gate" else 1
             weight = Words.__new__(Words)
             weight.numbers = torch.zeros((n * gates, k // 4), dtype=torch.int16, device=DEVICE)
-            weight.scale = torch.zeros((k // 256, n * gates), dtype=torch.int32, device=DEVICE)
-            weight.rows, weight.inputs, weight.width = n * gates, k, 64
+            weight.scale = torch.zeros((k // 128, n * gates), dtype=torch.int32, device=DEVICE)
+            weight.rows, weight.inputs = n * gates, k
             x = torch.zeros((tokens, k), dtype=BF16, device=DEVICE)
             multiply(x, weight, torch.zeros((tokens, n), dtype=BF16, device=DEVICE), beside, tile)
             synchronise()
     except Exception as error:
         return f"{tile} {str(error)[:120]}"
     return None
+
+
+_STREAM = torch.cuda.Stream() if DEVICE.type == "cuda" else None
+
+
+def seconds(runs, rounds, least):
+    """As `graph_seconds`, without the collection of garbage at each capture."""
+    for run in runs[:2]:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(_STREAM):
+        graph.capture_begin(capture_error_mode="thread_local")
+        for run in runs:
+            run()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    graph.replay()
+    calls = max(1, min(200, int(least / max(events_seconds(graph.replay), 1e-7))))
+    found = [events_seconds(graph.replay, calls) for _ in range(rounds)]
+    return statistics.median(found) / len(runs)
 
 
 def main():
@@ -404,7 +371,7 @@ def main():
             beside = SHAPES[name][2]
             for tile in tiles_of(tokens, name):
                 kind = beside if tile.splits == 1 and beside != "norm" else "plain"
-                jobs.append((tile, tokens if tokens < 64 else 64 if tokens == 64 else tile.columns, kind))
+                jobs.append((tile, min(tokens, tile.columns), kind))
     jobs = list(dict.fromkeys(jobs))
     measured = sum(len(tiles_of(t, s)) for t in asked.tokens for s in asked.shapes)
     print(len(jobs), "kernels,", measured, "measurements", flush=True)
@@ -418,13 +385,17 @@ def main():
             torch.manual_seed(1)
             dense = torch.randn(n, k, device=DEVICE) * k**-0.5
             first = Int4Weight.made_of(dense)
-            made = lanes_of(first)
             exact_weight = first.dequantised(torch.float32)
+            lanes_module.MOST_WIDTH = 64
+            made = lanes_of(first)
             count = max((200 << 20) // made.nbytes, 2)
-            many = [made, *(lanes_of(Int4Weight.made_of(dense.roll(i, 0))) for i in range(1, count))]
-            words = [Words(each) for each in many]
-            wide = [dense.to(BF16)] * 1
+            rolled = [dense.roll(i, 0) for i in range(1, count)] if count < 30 else []
+            many = [made, *(lanes_of(Int4Weight.made_of(each)) for each in rolled)]
+            lanes_module.MOST_WIDTH = 32
+            words = [Words(lanes_of(first)), *(Words(lanes_of(Int4Weight.made_of(e))) for e in rolled)]
+            wide = [dense.to(BF16)]
             wide += [dense.roll(i, 0).to(BF16) for i in range(1, max((200 << 20) // (2 * n * k), 2))]
+            del rolled
             outputs = n // 2 if beside == "gate" else n
             for tokens in asked.tokens:
                 x = torch.randn(tokens, k, device=DEVICE).to(BF16)
@@ -438,7 +409,7 @@ def main():
                     ("bf16", dense_product, wide),
                     ("today", quantised_product, many),
                 ):
-                    at[label] = graph_seconds(products(module, weights, x, y, beside), least=0.01)
+                    at[label] = seconds(products(module, weights, x, y, beside), 5, 0.01)
                 row = dict(shape=name, tokens=tokens, bf16=1e6 * at["bf16"], today=1e6 * at["today"])
                 ranked = []
                 for tile in tiles_of(tokens, name):
@@ -455,23 +426,23 @@ def main():
                             print("WRONG", name, tokens, tile, off, flush=True)
                             continue
                         each = [partial(around, x, w, y, beside, tile) for w in words]
-                        taken = graph_seconds(each, rounds=3, least=0.002)
+                        taken = seconds(each, 2, 0.001)
+                        ranked.append((1e6 * taken, off, tile))
                     except Exception as error:
                         print("FAILED", name, tokens, tile, str(error)[:100], flush=True)
-                        continue
-                    ranked.append((1e6 * taken, off, tile))
                 ranked.sort(key=lambda each: each[0])
+                for place, (_, off, tile) in enumerate(ranked[:6]):
+                    each = [partial(around, x, w, y, beside, tile) for w in words]
+                    ranked[place] = (1e6 * seconds(each, 5, 0.01), off, tile)
+                ranked[:6] = sorted(ranked[:6], key=lambda each: each[0])
                 base = row["bf16"]
                 print(
                     f"\n{name} {tokens}: bf16 {base:.1f} us, today {row['today']:.1f} "
                     f"({base / row['today']:.2f}); {len(ranked)} tiles",
                     flush=True,
                 )
-                of_mode = defaultdict(int)
-                for taken, off, tile in ranked:
-                    of_mode[tile.mode] += 1
-                    if of_mode[tile.mode] <= 4:
-                        print(f"  {taken:7.1f} ({base / taken:.2f}) {off:.1e} {tile}", flush=True)
+                for taken, off, tile in ranked[:6]:
+                    print(f"  {taken:7.1f} ({base / taken:.2f}) {off:.1e} {tile}", flush=True)
                 row["tiles"] = [(t, o, vars_of(tile)) for t, o, tile in ranked]
                 rows.append(row)
     if asked.json:
@@ -482,7 +453,10 @@ def main():
             dense = sum(row["bf16"] for row in some)
             best = sum(row["tiles"][0][0] for row in some)
             now = sum(row["today"] for row in some)
-            print(f"layer, {tokens} rows: bf16 {dense:.1f}, today {now:.1f} ({dense / now:.2f}), best {best:.1f} ({dense / best:.2f})")
+            print(
+                f"layer, {tokens} rows: bf16 {dense:.1f}, today {now:.1f} ({dense / now:.2f}), "
+                f"best {best:.1f} ({dense / best:.2f})"
+            )
     print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -1,0 +1,113 @@
+"""Every form of product keeps the same promises at every number of rows.
+
+A format that takes inputs as they are is exact until its result is rounded, once, at one row as at
+a thousand; and no weight is written out whole on the way.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from product_contract import FORMATS, RANKS, ROUNDED, ROWS, Case, made, pairs, product_of
+from quantised_weights import IN_LANES
+
+from tokenpod.kernels.backends import compiled, cpu
+from tokenpod.kernels.backends import triton as triton_backend
+
+N, K = 48, 256
+#: A layer's shape: more programs than a GPU has room for, splits, several tiles along rows.
+REAL_N, REAL_K = 6144, 4096
+TYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(poisoned_memory):
+    """Fresh tensors hold NaN: what a kernel does not write shows."""
+
+
+def most(case: Case) -> float:
+    """The error that is allowed, in those of the exact result rounded once."""
+    if case.dtype == torch.float32:
+        return 25  # of sums in another order
+    ranks = 1.8 if case.ranks[0] == "inputs" else 1.0  # each rank rounds its part
+    if case.format in ROUNDED:
+        # An input that lies between two numbers of the format can become the other one.
+        return 1.5 * ranks if case.dtype == torch.bfloat16 else 4 * ranks
+    # Gates of a dense weight may be rounded before they meet what they open.
+    gates = 2.4 if case.form == "gated" and case.format == "dense" else 1.0
+    return 1.1 * ranks * gates
+
+
+def check(case: Case, outcome) -> None:
+    assert outcome.got.dtype == case.dtype
+    assert outcome.got.shape == outcome.exact.shape
+    assert outcome.error < most(case) * outcome.least, (outcome.error / outcome.least, most(case))
+
+
+@pytest.mark.sampled(4, "slow")
+@pytest.mark.parametrize("case", pairs(TYPES), ids=str)
+def test_kernels(case, device):
+    check(case, made(case, triton_backend.OPERATIONS, device, N, K))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", pairs(TYPES), ids=str)
+def test_kernels_on_a_real_shape(case, device):
+    outcome = made(case, triton_backend.OPERATIONS, device, REAL_N, REAL_K)
+    if case.format in ROUNDED:
+        # The matrix unit keeps fewer bits of sums of e4m3 than float32 has.
+        assert outcome.error < (4.5e-2 if case.format != "int8-rounded" else 1e-2)
+    else:
+        check(case, outcome)
+
+
+@pytest.mark.sampled(4, "slow")
+@pytest.mark.parametrize("case", pairs([torch.float32, torch.bfloat16]), ids=str)
+def test_a_cpu(case):
+    outcome = made(case, compiled.OPERATIONS, torch.device("cpu"), N, K)
+    check_cpu(case, outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairs([torch.float32, torch.bfloat16, torch.float16]), ids=str)
+def test_a_cpu_without_compiled_loops(case):
+    check_cpu(case, made(case, cpu.OPERATIONS, torch.device("cpu"), N, K))
+
+
+def check_cpu(case: Case, outcome) -> None:
+    """A CPU's gates are an operation of their own, in whatever format."""
+    limit = most(case) * (2.4 if case.form == "gated" and case.dtype != torch.float32 else 1)
+    assert outcome.error < limit * outcome.least, (outcome.error / outcome.least, limit)
+
+
+@pytest.mark.parametrize("name", IN_LANES)
+def test_no_weight_is_written_out(name, device, monkeypatch):
+    case = Case(name, "plain", torch.bfloat16, 65, RANKS[0])
+    n, k = 512, 512
+    sizes = []
+    for maker in ("empty", "zeros", "full", "empty_like"):
+        monkeypatch.setattr(torch, maker, _noting(getattr(torch, maker), sizes))
+    product, x = product_of(case, triton_backend.OPERATIONS, device, n, k)
+    sizes.clear()
+    product(x)
+    assert max(sizes) < n * k
+
+
+def _noting(make, sizes):
+    def noted(*args, **named):
+        tensor = make(*args, **named)
+        sizes.append(tensor.numel())
+        return tensor
+
+    return noted
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "dense"])
+def test_a_token_is_the_same_in_any_company(name, device):
+    """But for the order of sums: some of its numbers are the other neighbour."""
+    tokens = []
+    for rows in (1, 64, 65):
+        case = Case(name, "plain", torch.bfloat16, ROWS[-1], RANKS[0])
+        tokens.append(made(case, triton_backend.OPERATIONS, device, N, K, rows).got[0].double())
+    for other in tokens[1:]:
+        assert (other - tokens[0]).norm() / tokens[0].norm() < 5e-4

@@ -362,7 +362,7 @@ def operations(kind: str, device: torch.device) -> object:
     if kind == "device" and device.type != "cuda":
         return interpreted_operations()
     package = "triton" if kind == "device" else kind
-    return importlib.import_module(f"tokenpod.kernels.{package}").OPERATIONS
+    return importlib.import_module(f"tokenpod.kernels.backends.{package}").OPERATIONS
 
 
 def make(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,11 @@ class Case:
     dtype: torch.dtype
     rows: int
     ranks: tuple[str, int]
+
+    @property
+    def normed(self) -> bool:
+        """Whether a norm comes first."""
+        return self.form in ("normed", "gated")
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -78,11 +84,19 @@ class Outcome:
 
 
 def made(
-    case: Case, ops: Operations, device: torch.device, n: int, k: int, tokens: int | None = None
+    case: Case,
+    ops: Operations,
+    device: torch.device,
+    n: int,
+    k: int,
+    tokens: int | None = None,
+    *,
+    narrow: bool = False,
 ) -> Outcome:
     """The case's product over `tokens` of its rows (all) by these operations, ranks together.
 
-    Ranks that divide inputs each round their part, whose sum is then rounded once more.
+    Ranks that divide inputs each round their part, whose sum is then rounded once more. With
+    `narrow` the weight is what its numbers are in the inputs' type.
     """
     generator = torch.Generator().manual_seed(case.rows)
 
@@ -99,11 +113,11 @@ def made(
     norm = RowNorm((draw(k) / 8).to(case.dtype), 1e-5)
     divided, ranks = case.ranks
     if divided == "inputs":
-        return _by_inputs(case, ops, x, weight, bias, residual, ranks)
+        return _by_inputs(case, ops, x, weight, bias, residual, ranks, narrow)
     got, exact = [], []
     for part in _outputs(weight, gates, ranks if divided else 1):
         stored = _rows(weight, part)
-        result, truth = _one(case, ops, x, stored, bias[part], residual, norm, part, n)
+        result, truth = _one(case, ops, x, stored, bias[part], residual, norm, part, narrow)
         got.append(result)
         exact.append(truth)
     return Outcome(torch.cat(got, 1), torch.cat(exact, 1))
@@ -130,13 +144,13 @@ def _one(
     residual: torch.Tensor,
     norm: RowNorm,
     part: torch.Tensor,
-    n: int,
+    narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     held = laid_out(ops, weight)
     if case.form == "added":
         stream = residual[:, part].clone()
         add = fused_add_linear(ops, held, bias)
-        exact = _exact(x, weight, bias)
+        exact = _exact(x, weight, bias, narrow)
         # Rounded before it is added, and once more behind.
         rounded = exact.to(case.dtype).double() + stream.double()
         if add is None:
@@ -145,7 +159,7 @@ def _one(
             add(x, stream)
         return stream, rounded
     if case.form == "plain":
-        return linear_of(ops, held, bias)(x), _exact(x, weight, bias)
+        return linear_of(ops, held, bias)(x), _exact(x, weight, bias, narrow)
     activation = Activation.SILU if case.form == "gated" else None
     normed = ops.rms_norm(x, norm.weight, norm.epsilon)
     product = fused_norm_linear(ops, held, bias, norm, activation)
@@ -154,7 +168,7 @@ def _one(
     else:
         got = linear_of(ops, held, bias)(normed)
         got = got if activation is None else ops.act_mul(got, activation)
-    exact = _exact(normed, weight, bias)
+    exact = _exact(normed, weight, bias, narrow)
     if activation is not None:
         gate, up = exact.chunk(2, 1)
         exact = functional.silu(gate) * up
@@ -169,18 +183,19 @@ def _by_inputs(
     bias: torch.Tensor,
     residual: torch.Tensor,
     ranks: int,
+    narrow: bool,
 ) -> Outcome:
     k = x.shape[1]
     edges = [round(k * at / ranks / 32) * 32 for at in range(ranks + 1)]
     got = torch.zeros(len(x), len(bias), dtype=torch.float64, device=x.device)
     exact = got.clone()
-    for rank, (first, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for rank, (first, end) in enumerate(itertools.pairwise(edges)):
         own = weight[:, first:end].contiguous() if isinstance(weight, torch.Tensor) else None
         stored = weight.inputs(range(first, end)) if own is None else own
         part = x[:, first:end].contiguous()
         its_bias = bias if rank == 0 else None
         got += linear_of(ops, laid_out(ops, stored), its_bias)(part).double()
-        exact += _exact(part, stored, its_bias)
+        exact += _exact(part, stored, its_bias, narrow)
     return Outcome(got.to(case.dtype), exact)
 
 
@@ -199,12 +214,13 @@ def _rows(weight: Any, part: torch.Tensor) -> Any:
     return weight.outputs(part.to(weight.scale.device))
 
 
-def _exact(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+def _exact(x: torch.Tensor, weight: Any, bias: torch.Tensor | None, narrow: bool) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         exact = x.double() @ weight.double().t()
     else:
         rounded = weight.rounded_inputs(x.float()).double()
-        exact = rounded @ weight.dequantised(torch.float64).t()
+        wide = weight.dequantised(x.dtype if narrow else torch.float64)
+        exact = rounded @ wide.double().t()
     return exact if bias is None else exact + bias.double()
 
 

@@ -80,6 +80,7 @@ def run(asked: argparse.Namespace, report: Report) -> None:
         if asked.search:
             search(cases, asked, report, found)
         else:
+            compile_ahead(served(cases, asked.tokens), compile_one)
             dense: dict[tuple[str, int], float] = {}
             for case in sorted(cases, key=lambda case: case.kind != "bf16"):
                 with reporting(f"{case.shape.name} {case.kind}"):
@@ -291,6 +292,18 @@ def compile_one(job: tuple[Case, int, Any]) -> str | None:
         if "out of resource" not in str(error):
             return f"{case} {tokens} {tile}: {str(error)[:150]}"
     return None
+
+
+def served(cases: list[Case], among: list[int]) -> list[tuple[Case, int, Any]]:
+    """What is to be compiled of the tables that are served."""
+    jobs = []
+    for case in cases:
+        size = case.shape.n, case.shape.k
+        for tokens in among:
+            which = size if case.kind == "bf16" else (case.table_name, *size)
+            tile = case.measured().choose(*which, tokens)
+            jobs += [(case, tokens, tile)] if tile else []
+    return jobs
 
 
 def kernels(cases: list[Case], among: list[int]) -> list[tuple[Case, int, Any]]:

@@ -19,7 +19,7 @@ from tokenpod.models.mxfp4 import VALUES
 
 FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)
 MATRIX = MatrixTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2, panel=2)
-LANES = LaneTile(block_n=32, block_t=16, parts=4, warps=2, stages=2)
+LANES = LaneTile(block_n=32, block_t=4, parts=4, warps=2, stages=2)
 
 
 def int4(dense, group, *, zeros=False, index=None):

@@ -80,14 +80,15 @@ def multiply_lanes(
     """
     tokens, n = y.shape
     gates = 1 if activation is None else 2
-    block_t = min(tile.block_t, triton.next_power_of_2(tokens))
+    block_t = tile.block_t
     block_n = max(tile.block_n // gates, LEAST_ROWS // (gates * tile.parts), 1)
     splits = tile.splits if activation is None else 1
-    blocks = max(tile.inputs // (weight.planes * weight.width), 1)
+    block = weight.planes * weight.width
+    lanes = weight.width * max(tile.inputs, weight.planes * LEAST_ROWS) // block
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
-    even = weight.inputs % (weight.planes * weight.width) == 0
+    even = weight.blocks * weight.width % (lanes * tile.parts * splits) == 0
     lane_product[(triton.cdiv(n, block_n) * triton.cdiv(tokens, block_t), splits)](
         *(x, weight.numbers, weight.scale, bias, target),
         *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.blocks),
@@ -97,11 +98,11 @@ def multiply_lanes(
         ZEROS=weight.zeros,
         PLANES=weight.planes,
         WIDTH=weight.width,
-        BLOCKS=blocks,
+        LANES=lanes,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
         ASSEMBLY=capability(y.device) is not None,
-        EVEN=even and weight.blocks % (blocks * tile.parts * splits) == 0,
+        EVEN=weight.inputs % block == 0 and even,
         SPLITS=splits,
         PARTS=tile.parts,
         COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
@@ -135,7 +136,7 @@ def lane_product(
     ZEROS: tl.constexpr,
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -152,17 +153,20 @@ def lane_product(
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
 
     Rows of a tile are [gates and what they open, PARTS, BLOCK_N], columns [PARTS, BLOCK_T] and
-    some that are nothing. A step takes BLOCKS of a row's `blocks`. AHEAD bytes of each row are
+    some that are nothing. A step takes LANES of a row. AHEAD bytes of each row are
     asked for at first. SPLITS programs share a row; they leave partial sums [SPLITS, tokens, n]
     float32. Programs of a block of rows follow each other, so that its weight is read once.
     """
     GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
     ALL: tl.constexpr = GATES * PARTS * BLOCK_N
-    LANES: tl.constexpr = BLOCKS * WIDTH
+    #: Blocks of a step, their lanes, and steps of a block.
+    BLOCKS: tl.constexpr = max(LANES // WIDTH, 1)
+    SOME: tl.constexpr = min(LANES, WIDTH)
+    SUB: tl.constexpr = WIDTH // SOME
     INPUTS: tl.constexpr = PLANES * LANES
     DTYPE: tl.constexpr = x.dtype.element_ty
     row_lanes = blocks * WIDTH
-    share = tl.cdiv(tl.cdiv(blocks, BLOCKS), PARTS * SPLITS)
+    share = tl.cdiv(tl.cdiv(row_lanes, LANES), PARTS * SPLITS)
     blocks_t = tl.cdiv(tokens, BLOCK_T)
     block_n, block_t = tl.program_id(0) // blocks_t, tl.program_id(0) % blocks_t
     tile_row = tl.arange(0, ALL)
@@ -172,8 +176,8 @@ def lane_product(
     column = tl.arange(0, COLUMNS)
     part, token = column // BLOCK_T, block_t * BLOCK_T + column % BLOCK_T
     is_x = (token < tokens) & (part < PARTS)
-    first_of_row = (tl.program_id(1) * PARTS + row_part) * share * BLOCKS
-    first = (tl.program_id(1) * PARTS + part) * share * INPUTS
+    first_of_row = (tl.program_id(1) * PARTS + row_part) * share
+    first = (tl.program_id(1) * PARTS + part) * share
     at_w = weight + own.to(tl.int64) * row_lanes
     at_x = x + token.to(tl.int64) * x_stride
     rows = GATES * n
@@ -184,13 +188,19 @@ def lane_product(
             ask_rows(weight, block_n * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
+    # A way around the loop would be one to the sums that no multiplication has made: then the
+    # compiler lets every multiplication wait for the one before.
+    tl.assume(share > 0)
     for step in tl.range(0, share, num_stages=STAGES):
-        i = (first + step * INPUTS)[None, :] + tl.arange(0, INPUTS)[:, None]
+        its = (first + step)[None, :]
+        of_step = tl.arange(0, INPUTS)[:, None]
+        i = its // SUB * (PLANES * WIDTH) * BLOCKS + its % SUB * SOME
+        i += of_step // SOME * WIDTH + of_step % SOME
         v = tl.load(at_x[None, :] + i, mask=_inside(is_x[None, :], i, k, EVEN), other=0.0)
-        lane = (first_of_row * WIDTH + step * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+        lane = ((first_of_row + step) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
         packed = _load(at_w[:, None] + lane, lane < row_lanes, EVEN)
-        packed = tl.reshape(packed, (ALL, BLOCKS, WIDTH))
-        block = (first_of_row + step * BLOCKS)[:, None] + tl.arange(0, BLOCKS)[None, :]
+        packed = tl.reshape(packed, (ALL, BLOCKS, SOME))
+        block = ((first_of_row + step) // SUB * BLOCKS)[:, None] + tl.arange(0, BLOCKS)[None, :]
         s, z = _scales(scale, own[:, None], block, blocks, rows, SCALES, ZEROS, PLANES, EVEN)
         w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
         if PLANES == 4:

@@ -66,9 +66,9 @@ class LaneTile:
 
     #: Rows of the weight: half of them gates where there are gates.
     block_n: int
-    #: Tokens, at most.
+    #: Tokens. One tile is for a range of them, so that few kernels are compiled.
     block_t: int = 64
-    #: Inputs of a step: at most, and at least a block of the weight.
+    #: Inputs of a step.
     inputs: int = 128
     #: Of each row's inputs, which are rows of the tile, too.
     parts: int = 1

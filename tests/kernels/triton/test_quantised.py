@@ -45,6 +45,7 @@ def poisoned(poisoned_memory):
 
 IN_BYTES = [name for name in KINDS if name not in IN_LANES]
 SPLIT_LANES = replace(LANES, parts=1, splits=2, inputs=256)
+HALF_LANES = replace(LANES, parts=2, block_t=8, inputs=64)
 #: What makes products of each kind.
 WAYS = {
     **{f"{name}-add": (name, ADD) for name in IN_BYTES},
@@ -52,9 +53,8 @@ WAYS = {
     **{f"{name}-splits": (name, replace(MATRIX, splits=2)) for name in IN_BYTES},
     **{f"{name}-parts": (name, replace(MATRIX, block_n=16, parts=4)) for name in IN_BYTES},
     **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
-    **{
-        f"{name}-splits": (name, replace(LANES, parts=1, splits=2, inputs=256)) for name in IN_LANES
-    },
+    **{f"{name}-splits": (name, SPLIT_LANES) for name in IN_LANES},
+    **{f"{name}-halves": (name, HALF_LANES) for name in IN_LANES},
 }
 each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 

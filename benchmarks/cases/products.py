@@ -56,7 +56,7 @@ TABLE_NAMES = {"nf4": "table4"}
 #: Of a result in bfloat16; and where the matrix unit sums e4m3, more if a gate multiplies.
 TOLERANCE, E4M3_TOLERANCE = 8e-3, 3e-2
 #: The fastest tiles of a search are timed again.
-TIMED_AGAIN = 6
+TIMED_AGAIN = 2
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE.type == "cuda" else None
 
 Product = Callable[[torch.Tensor], torch.Tensor]

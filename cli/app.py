@@ -31,7 +31,7 @@ CLIENT = {
     "tokens": Entry("Count the tokens of a text.", "calls:tokens"),
     "info": Entry("Show what a server runs, and what it allows.", "calls:info"),
     "health": Entry("Ask for a server's health.", "calls:health"),
-    "bench": Entry("Measure a running server under load.", "bench.flags:bench"),
+    "bench": Entry("Measure a running server under load.", "bench.entry:bench"),
 }
 #: Commands of the server's package.
 SERVER = ("serve", "size", "models", "download", "convert", "quantize")

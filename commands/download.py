@@ -37,7 +37,8 @@ def download(wanted: Wanted) -> int:
     """
     from tokenpod.service.download.download import download as fetch
     from tokenpod.service.download.progress import DownloadBar
-    from tokenpod.service.download.store import DownloadError, store_of
+    from tokenpod.service.download.store import DownloadError
+    from tokenpod.service.download.stores import store_of
     from tokenpod.service.telemetry.logs import configure_logging
 
     configure_logging(level="info", json_output=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tokenpod.service.settings import REMOVED
+from tokenpod.service.config.settings import REMOVED
 
 #: vLLM's flags that ours have other names for.
 _VLLM = {

@@ -14,14 +14,14 @@ from tokenpod.commands.foreign import (
     foreign_variables,
     removed_flag,
 )
-from tokenpod.service.config import (
+from tokenpod.service.config.settings import default_text, descriptions, group_of
+from tokenpod.service.config.sources import (
     ServerSettings,
     SettingsError,
     load_settings,
     unknown_variables,
     variable,
 )
-from tokenpod.service.settings import default_text, descriptions, group_of
 from tokenpod.service.telemetry.logs import print_error
 from tokenpod_client.cli.options import Argument, Command, Spec, parameter
 

@@ -17,7 +17,7 @@ from tokenpod.core.capacity import host_slots
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
 from tokenpod.scheduler.sequences.work import Limits
-from tokenpod.service.config import ServerSettings, SettingsError, load_settings
+from tokenpod.service.config.sources import ServerSettings, SettingsError, load_settings
 from tokenpod.simulator.machines import MACHINES, Machine
 from tokenpod.simulator.simulator import Outcome, Simulator
 from tokenpod.simulator.skipping import SkippingScheduler

@@ -17,7 +17,7 @@ from tokenpod.core.capability import eight_bits_problem, problem_of
 from tokenpod.core.capacity import GIB, Capacity, capacity, fewest_ranks, host_slots
 from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.core.model_size import Footprint, dtype_of, positions_of
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.model_store import ModelNotFound, draft_folder
 from tokenpod.service.pod.placement import lone_options
 

@@ -16,7 +16,7 @@ from tokenpod.commands.serve import ServerCommand, setting_flag
 from tokenpod.commands.size import Report, SizeError, as_json, as_text, report
 from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
-from tokenpod.service.config import ServerSettings, SettingsError, load_settings
+from tokenpod.service.config.sources import ServerSettings, SettingsError, load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 from tokenpod_client.cli.options import option, parameters
 

@@ -99,12 +99,12 @@ class Footprint(msgspec.Struct, frozen=True):
         return slots * (each * rank + fixed) * item_bytes + scales
 
     def slot_bytes(self, ranks: int, kv_dtype: str) -> int:
-        """Bytes of one token's keys and values in all layers of one rank."""
+        """Bytes of one token in all layers of one rank: keys and values, and what else is kept."""
         own = self.states.get(ITEM_BYTES[kv_dtype])
-        if own is not None:
-            return own.slot_bytes
         portion = self.portions[ranks]
         numbers = portion.kv_numbers * ITEM_BYTES[kv_dtype]
+        if own is not None:
+            return own.slot_bytes + numbers
         if kv_dtype != "int8":
             return numbers
         return numbers + portion.kv_scales * ITEM_BYTES["float32"]

@@ -217,7 +217,7 @@ def load(
         kv_cache_dtype=str(assembled.kv_dtype).removeprefix("torch."),
         device_type=device.type,
         attention="contiguous" if device.type == "cpu" else "paged",
-        requires_padding=own is not None,
+        requires_padding=own is not None and config.runs_on != "tokenpod",
         window_size=config.sliding_window,
         vocab_size=config.vocab_size,
         max_positions=positions,

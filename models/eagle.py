@@ -22,20 +22,23 @@ import torch
 
 from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.operations.attention_ops import Heads, StepTiles
+from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
+from tokenpod.models.attention import Attention
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families.family import gated_decoder
 from tokenpod.models.fields import read_fields
 from tokenpod.models.head_spec import HeadSpec
-from tokenpod.models.layer import Branch, Step, make_norm, mlp_branch, plain_write, read_attention
-from tokenpod.models.layer_spec import Attention, Mlp, Norm
+from tokenpod.models.layer import mixer_branch, mlp_branch
+from tokenpod.models.layer_spec import Mlp
 from tokenpod.models.linear import Products, Weights
+from tokenpod.models.mixer import MixerParts
+from tokenpod.models.norms import Norm, make_norm
 from tokenpod.models.reading import read_weights
-from tokenpod.models.rope import pair_frequencies
+from tokenpod.models.step_plans import StepPlans
 from tokenpod.models.verify import verified
 from tokenpod.models.weights import Axis, Source, Weight
 
@@ -210,14 +213,12 @@ class EagleHead:
         norm = Norm("rms", _epsilon(spec))
         self._token_norm = make_norm(norm, products, "0.token_in")
         self._feature_norm = make_norm(norm, products, "0.feature_in")
-        self._attention = Branch(
-            read_attention(attention, products, 0, 0, None), plain_write(products, "0.output")
-        )
-        self._mlp = mlp_branch(_mlp(spec), products, 0, norm)
+        self._plans = StepPlans([attention], ops, self._dtype, self._device)
+        parts = MixerParts(products, layer=0, cache=0, rotation=self._plans.rotation(attention))
+        self._attention = mixer_branch(attention.make(parts, None), parts)
+        self._mlp = mlp_branch(_mlp(spec), parts, norm)
         self._norm = make_norm(decoder.norm, products, "norm")
         self._fuse, self._head = products.linear("fc"), products.linear("head")
-        self._frequencies = pair_frequencies(attention.positions, attention.turned_dim)
-        self._frequencies = self._frequencies.to(self._device)
         self._guesses = None
         if spec.guesses < spec.vocab_size:
             self._guesses = guesses.to(self._device)
@@ -261,9 +262,7 @@ class EagleHead:
 
         Returns [T, hidden] streams.
         """
-        angles = self._ops.rotate(batch.t_position, self._frequencies, self._scale, self._dtype)
-        plan = self._ops.plan_attention(batch, None)
-        step = Step(batch, pool, plans={None: plan}, rotations=[angles])
+        step = self._plans.step(batch, pool)
         if self._table is None:
             embedded = self._served.embed_tokens(t_token)
         else:
@@ -285,18 +284,11 @@ class EagleHead:
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""
-        assert self._ops.prepare_capture is not None, "these operations are not captured"
-        kv, heads = self.config.decoder.kv, self.config.decoder.heads
-        shape = Heads(heads, kv.heads, kv.key_dim, self._dtype, self._device)
-        return self._ops.prepare_capture(shape, [None], rows)
-
-    @property
-    def _scale(self) -> float:
-        return getattr(_attention(self.config).positions, "scale", 1.0)
+        return self._plans.tiles(rows)
 
 
 def _attention(spec: EagleSpec) -> Attention:
-    attention = spec.decoder.layers[0].attention
+    attention = spec.decoder.layers[0].mixer
     assert isinstance(attention, Attention)
     return attention
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -97,13 +97,13 @@ class ModelFacts(Protocol):
 class LoadedModel(Protocol):
     """A model ready to run. It holds no state of sequences: that is all in the pool."""
 
-    #: Of the pool that it runs with.
-    pool_class: type[KVPool]
+    #: Makes the pool that it runs with, of what `KVPool` takes.
+    pool_class: Callable[..., KVPool]
 
     #: Whether steps can be captured.
     captures: bool
-    #: [layers, K] each, for keys and values of 8 bits; None: the checkpoint has none.
-    kv_scales: KVScales | None
+    #: Each layer's, for keys and values of 8 bits; None: the checkpoint has none.
+    kv_scales: Sequence[KVScales] | None
     #: Of the whole model.
     parameters_count: int
     #: Bytes that this rank holds.

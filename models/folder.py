@@ -19,10 +19,11 @@ from tokenpod.models.layout import Layout, stored_table, with_head
 from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
-from tokenpod.models.names import beyond_names, head_name, weights_of
+from tokenpod.models.names import head_name
 from tokenpod.models.nested import Nesting, Text, split, text_of
 from tokenpod.models.overrides import Overridden
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weight_table import beyond_names, weights_of
 
 if TYPE_CHECKING:
     from tokenpod.models.tier.choose import Loader
@@ -206,7 +207,10 @@ def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
 
 def _family(text: Text) -> Family | None:
     """None: we don't have the model; transformers may."""
-    return next((f for f in FAMILIES if text.architecture in f.architectures), None)
+    return next(
+        (f for f in FAMILIES if text.architecture in f.architectures and f.takes(text.fields)),
+        None,
+    )
 
 
 def unsupported(fields: Fields, reason: Exception | None) -> ModelError:

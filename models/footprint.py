@@ -178,6 +178,7 @@ def _through_transformers(
 
 def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
     spec, portions = layout.spec, dict(_portions(layout))
+    states = {dtype.itemsize: spec.own_state_of(dtype.itemsize) for dtype in _DTYPES}
     return Footprint(
         architecture=spec.architecture,
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
@@ -189,14 +190,15 @@ def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
         portions=portions,
         quantize=layout.reader.name if layout.reader else "none",
         repeated=portions[1].numbers - layout.parameters,
+        states={size: state for size, state in states.items() if state is not None},
     )
 
 
 def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
-    for world in range(1, layout.spec.heads + 1):
+    for world in layout.spec.rank_counts:
         shard = Shard(0, world)
         try:
-            local = shard.config(layout.spec)
+            local = layout.spec.on_rank(shard)
         except ModelError:
             continue
         fixed = slot_numbers(layout.weights, shard, 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import torch
 
+from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
@@ -25,25 +26,25 @@ def scale_names(
     found = []
     for name in (names.key_scale, names.value_scale):
         block, _, last = name.rpartition(".")
-        of_layers = [prefix + names.layer.format(i=i) for i in range(len(spec.layers))]
+        of_layers = [prefix + names.layer.format(i=i) for i in spec.storing]
         inside = [f"{at}{block}.{last[0]}_proj.{last}" for at in of_layers]
-        found.append(inside if inside[0] in there else [at + name for at in of_layers])
+        found.append(inside if inside and inside[0] in there else [at + name for at in of_layers])
     return found
 
 
 def read_scales(
     checkpoint: Checkpoint,
     names: list[list[str]],
-    kv_heads: int,
+    layouts: Sequence[KVLayout],
     shard: Shard,
     device: torch.device,
-) -> KVScales | None:
-    """[layers, K] each, float32, K this rank's heads; None if the checkpoint has none.
+) -> list[KVScales] | None:
+    """Each layer's, [K] float32, K this rank's heads; None if the checkpoint has none.
 
     Args:
         checkpoint: has one scale of keys and one of values per layer, for all heads or each.
         names: of each layer's scale of keys, and of values.
-        kv_heads: of the whole model.
+        layouts: of each layer's keys and values, of the whole model.
         shard: whose heads.
         device: where the scales go.
 
@@ -52,11 +53,10 @@ def read_scales(
     """
     if not any(name in checkpoint for layers in names for name in layers):
         return None
-    keys, values = (
-        torch.stack([_read(checkpoint, name, kv_heads, shard) for name in layers])
-        for layers in names
-    )
-    return KVScales(keys.to(device), values.to(device))
+    return [
+        KVScales(*(_read(checkpoint, name, layout.heads, shard).to(device) for name in pair))
+        for layout, *pair in zip(layouts, *names, strict=True)
+    ]
 
 
 def _read(checkpoint: Checkpoint, name: str, kv_heads: int, shard: Shard) -> torch.Tensor:

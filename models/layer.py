@@ -8,294 +8,335 @@ operation; otherwise they are several plain ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.operations.attention_ops import AttentionOptions, AttentionPlan, Rotation
-from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.expert_ops import ExpertWeights
+from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.models.heads import make_heads
-from tokenpod.models.latent import make_latent
-from tokenpod.models.layer_spec import (
-    SAME,
-    Alibi,
-    Attention,
-    Experts,
-    Join,
-    Latent,
-    LayerSpec,
-    Mlp,
-    Norm,
-)
+from tokenpod.models.layer_spec import SAME, Experts, Join, LayerSpec, Mlp, PerLayer
 from tokenpod.models.linear import AddProduct, Product, Products
+from tokenpod.models.mixer import Mix, MixerParts
+from tokenpod.models.normed import ActivatedProduct, normed_product
+from tokenpod.models.norms import Norm, NormRows, make_norm
+from tokenpod.models.step import Step
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step's tokens, and what all layers share of it."""
+class Layer(Protocol):
+    """A layer with its weights."""
 
-    batch: ForwardBatch
-    pool: KVPool
-    #: By window; of latent rows, which have none, under None.
-    plans: Mapping[int | None, AttentionPlan]
-    #: By the number of the rotation.
-    rotations: list[Rotation]
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The stream [T, hidden] before the layer -> the stream behind it; may change `x`."""
+        ...
 
 
-#: The stream [T, hidden] -> what the branch's last product reads.
-Read = Callable[[torch.Tensor, Step], torch.Tensor]
+class Branch(Protocol):
+    """A layer's mixer or its feed-forward block."""
 
-#: What was read, and the stream, changed in place.
-Write = Callable[[torch.Tensor, torch.Tensor, Step], None]
+    def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The stream [T, hidden] -> what the branch's last part reads."""
+        ...
 
-#: [T, n] -> the same, normed.
-NormRows = Callable[[torch.Tensor], torch.Tensor]
-
-#: The stream before a layer -> the stream behind it; may change its argument.
-Layer = Callable[[torch.Tensor, Step], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A layer's attention or its feed-forward block."""
-
-    read: Read
-    write: Write
+    def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """What was read, into the stream, which is changed in place."""
+        ...
 
 
-def make_layer(spec: LayerSpec, products: Products, i: int, rotation: int) -> Layer:
-    """Layer `i`, whose heads are turned by the step's rotation of that number."""
-    norms, post = spec.norms, spec.join is Join.POST_NORM
+def make_layer(spec: LayerSpec, parts: MixerParts) -> Layer:
+    """The layer of a spec, with its weights."""
+    norms, products = spec.norms, parts.products
+    post = spec.join is Join.POST_NORM
+    mixer_in = None if norms.mlp_in is SAME else norms.attention_in
+    mixer_out, mlp_out = (None, None) if post else (norms.attention_out, norms.mlp_out)
+    shared = None
+    if norms.mlp_in is SAME:
+        shared = make_norm(norms.attention_in, products, parts.named("attention_in"))
+    mixer = MixerBranch(
+        spec.mixer.make(parts, mixer_in),
+        _output(parts, "output", mixer_out, "attention_out", spec.branch_scale),
+    )
     mlp_in = None if norms.mlp_in is SAME else norms.mlp_in
-    same = norms.mlp_in is SAME
-    shared = make_norm(norms.attention_in, products, f"{i}.attention_in") if same else None
-    attention = Branch(
-        read_attention(spec.attention, products, i, rotation, None if same else norms.attention_in),
-        _write(
-            products,
-            f"{i}.output",
-            None if post else norms.attention_out,
-            f"{i}.attention_out",
-            spec.branch_scale,
-        ),
-    )
-    mlp_out = None if post else norms.mlp_out
+    mlp: Branch
     if isinstance(spec.mlp, Experts):
-        mlp = _experts(spec.mlp, products, i, mlp_in, mlp_out, spec.branch_scale)
+        mlp = ExpertsBranch(spec.mlp, parts, mlp_in, mlp_out, spec.branch_scale)
     else:
-        read = _read_mlp(spec.mlp, products, i, mlp_in)
-        mlp = Branch(
-            read, _write(products, f"{i}.down", mlp_out, f"{i}.mlp_out", spec.branch_scale)
-        )
+        mlp = mlp_branch(spec.mlp, parts, mlp_in, mlp_out, spec.branch_scale)
     if spec.join is Join.PARALLEL:
-        return _parallel(attention, mlp, shared)
+        return _followed(ParallelLayer(shared, mixer, mlp), spec, parts)
     if not post:
-        return _sequential(attention, mlp)
-    after_attention = make_norm(norms.attention_out, products, f"{i}.attention_out")
-    return _post_norm(
-        attention, mlp, after_attention, make_norm(norms.mlp_out, products, f"{i}.mlp_out")
+        return _followed(SequentialLayer(mixer, mlp), spec, parts)
+    return PostNormLayer(
+        mixer,
+        make_norm(norms.attention_out, products, parts.named("attention_out")),
+        mlp,
+        make_norm(norms.mlp_out, products, parts.named("mlp_out")),
     )
 
 
-def _sequential(attention: Branch, mlp: Branch) -> Layer:
-    def layer(x: torch.Tensor, step: Step) -> torch.Tensor:
-        attention.write(attention.read(x, step), x, step)
+@dataclass(frozen=True, slots=True)
+class SequentialLayer:
+    """The feed-forward block reads what the mixer has written."""
+
+    mixer: Branch
+    mlp: Branch
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Layer`."""
+        mixer, mlp = self.mixer, self.mlp
+        mixer.write(mixer.read(x, step), x, step)
         mlp.write(mlp.read(x, step), x, step)
         return x
 
-    return layer
 
+@dataclass(frozen=True, slots=True)
+class ParallelLayer:
+    """Both branches read the same."""
 
-def _parallel(attention: Branch, mlp: Branch, shared: NormRows | None) -> Layer:
-    def layer(x: torch.Tensor, step: Step) -> torch.Tensor:
-        seen = x if shared is None else shared(x)
-        attended, inner = attention.read(seen, step), mlp.read(seen, step)
+    #: Of what both read; None: each has its own, if any.
+    norm: NormRows | None
+    mixer: Branch
+    mlp: Branch
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Layer`."""
+        seen = x if self.norm is None else self.norm(x)
+        mixed, inner = self.mixer.read(seen, step), self.mlp.read(seen, step)
         # In this order: a mixture of experts reads the stream when it writes.
-        mlp.write(inner, x, step)
-        attention.write(attended, x, step)
+        self.mlp.write(inner, x, step)
+        self.mixer.write(mixed, x, step)
         return x
 
-    return layer
 
+@dataclass(frozen=True, slots=True)
+class PostNormLayer:
+    """The stream is normed behind each branch."""
 
-def _post_norm(
-    attention: Branch, mlp: Branch, after_attention: NormRows, after_mlp: NormRows
-) -> Layer:
-    def layer(x: torch.Tensor, step: Step) -> torch.Tensor:
-        attention.write(attention.read(x, step), x, step)
-        x = after_attention(x)
+    mixer: Branch
+    after_mixer: NormRows
+    mlp: Branch
+    after_mlp: NormRows
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Layer`."""
+        mixer, mlp = self.mixer, self.mlp
+        mixer.write(mixer.read(x, step), x, step)
+        x = self.after_mixer(x)
         mlp.write(mlp.read(x, step), x, step)
-        return after_mlp(x)
-
-    return layer
+        return self.after_mlp(x)
 
 
-def make_norm(norm: Norm | None, products: Products, name: str) -> NormRows:
-    """The norm whose weight is `name`; without one, nothing is done."""
-    if norm is None:
-        return lambda x: x
-    weight, bias = (
-        products.tensor(at) if has else None
-        for at, has in ((name, norm.weight), (f"{name}_bias", norm.bias))
-    )
-    epsilon = norm.epsilon
-    if norm.kind == "layer":
-        layer_norm = products.ops.layer_norm
-        return lambda x: layer_norm(x, weight, bias, epsilon)
-    assert weight is not None, "an rms norm has one"
-    rms_norm, scale = products.ops.rms_norm, weight
-    return lambda x: rms_norm(x, scale, epsilon)
+@dataclass(frozen=True, slots=True)
+class FollowedLayer:
+    """A layer, then a branch that reads an embedding of its own, then a factor (Gemma 4)."""
+
+    layer: Layer
+    per_layer: Branch | None
+    #: [1]
+    scale: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Layer`."""
+        x = self.layer(x, step)
+        if self.per_layer is not None:
+            self.per_layer.write(self.per_layer.read(x, step), x, step)
+        return x if self.scale is None else x.mul_(self.scale)
 
 
-def _norm_product(
-    products: Products, name: str, norm: Norm | None, norm_name: str, mlp: Mlp | None = None
-) -> Product:
-    """The product `name` of the normed stream, activated as `mlp` says."""
-    ops = products.ops
-    gate = mlp.activation if mlp and mlp.gated else None
-    if norm is not None and norm.kind == "rms":
-        row_norm = RowNorm(products.tensor(norm_name), norm.epsilon)
-        return _activated(products, products.norm_linear(name, row_norm, gate), mlp)
-    before, product = make_norm(norm, products, norm_name), products.linear(name)
-
-    def of_normed(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-        y = product(before(x), step)
-        return y if gate is None else ops.act_mul(y, gate)
-
-    return _activated(products, of_normed, mlp)
+def _followed(layer: Layer, spec: LayerSpec, parts: MixerParts) -> Layer:
+    if spec.per_layer is None and not spec.scaled:
+        return layer
+    branch = None if spec.per_layer is None else PerLayerBranch(spec.per_layer, parts)
+    scale = parts.products.tensor(parts.named("layer_scale")) if spec.scaled else None
+    return FollowedLayer(layer, branch, scale)
 
 
-def _activated(products: Products, product: Product, mlp: Mlp | None) -> Product:
-    """With the activation of a block without gates; gates have had theirs."""
-    if mlp is None or mlp.gated:
-        return product
-    activate, kind = products.ops.activate, mlp.activation
-    return lambda x, step: activate(product(x, step), kind)
+class PerLayerBranch:
+    """What a layer makes of the stream and of the token's embedding of that layer."""
+
+    def __init__(self, spec: PerLayer, parts: MixerParts) -> None:
+        products = parts.products
+        self._layer, self._activation = parts.layer, spec.activation
+        self._activate = products.ops.activate
+        self._gate = products.linear(parts.named("per_layer_gate"))
+        norm = make_norm(spec.norm, products, parts.named("per_layer_norm"))
+        self._output = ScaledOutput(products.linear(parts.named("per_layer_out")), norm, 1.0)
+
+    def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Branch`."""
+        assert step.per_layer is not None, "the decoder has embeddings per layer"
+        gate = self._activate(self._gate(x, step.batch), self._activation)
+        return gate * step.per_layer[:, self._layer]
+
+    def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """See `Branch`."""
+        self._output(inner, x, step)
 
 
-def _read_latent(
-    spec: Latent, products: Products, i: int, rotation: int, norm: Norm | None
-) -> Read:
-    first = _norm_product(products, f"{i}.latent_in", norm, f"{i}.attention_in")
-    attend = make_latent(spec, products, i, first)
-    return lambda x, step: attend(
-        x, step.batch, step.pool, step.rotations[rotation], step.plans[None]
-    )
+class Output(Protocol):
+    """The end of a branch."""
+
+    def __call__(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """What the branch made, into the stream `x`, which is changed in place."""
+        ...
 
 
-def read_attention(
-    spec: Attention | Latent, products: Products, i: int, rotation: int, norm: Norm | None
-) -> Read:
-    """What attention of layer `i` reads: heads' results [T, H * D], of a product of the stream."""
-    if isinstance(spec, Latent):
-        return _read_latent(spec, products, i, rotation, norm)
-    ops = products.ops
-    qkv = _norm_product(products, f"{i}.qkv", norm, f"{i}.attention_in")
-    heads = make_heads(spec, products, i)
-    options = _options(spec, products, i)
-    window = spec.window
+@dataclass(frozen=True, slots=True)
+class AddedOutput:
+    """A product that ends in the stream."""
 
-    def read(x: torch.Tensor, step: Step) -> torch.Tensor:
-        batch, pool = step.batch, step.pool
-        keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
-        angles = step.rotations[rotation]
-        y = heads.before(qkv(x, batch))
-        q = ops.store_key_value(y, angles, heads.norm, keys, values, batch.t_slot, scales)
-        q = heads.after(q, batch.t_position)
-        return ops.attention(q, keys, values, step.plans[window], options, scales)
+    product: AddProduct
 
-    return read
+    def __call__(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """See `Output`."""
+        self.product(inner, x, step.batch)
 
 
-def _options(spec: Attention, products: Products, i: int) -> AttentionOptions:
-    slopes = None
-    if isinstance(spec.positions, Alibi):
-        slopes = torch.tensor(spec.positions.slopes, device=products.device)
-    return AttentionOptions(
-        scale=spec.scale,
-        softcap=spec.softcap,
-        alibi_slopes=slopes,
-        sinks=products.tensor(f"{i}.sinks") if spec.sinks else None,
-    )
+@dataclass(frozen=True, slots=True)
+class ScaledOutput:
+    """A product, normed, of which a multiple is added to the stream."""
+
+    product: Product
+    norm: NormRows
+    scale: float
+
+    def __call__(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """See `Output`."""
+        x.add_(self.norm(self.product(inner, step.batch)), alpha=self.scale)
 
 
-def mlp_branch(spec: Mlp, products: Products, i: int, norm: Norm | None) -> Branch:
-    """A feed-forward block whose result is added to the stream as it is."""
-    return Branch(_read_mlp(spec, products, i, norm), plain_write(products, f"{i}.down"))
-
-
-def plain_write(products: Products, name: str) -> Write:
-    """The product `name`, added to the stream."""
-    return _write(products, name, None, "", 1.0)
-
-
-def _read_mlp(spec: Mlp, products: Products, i: int, norm: Norm | None) -> Read:
-    up = _norm_product(products, f"{i}.up", norm, f"{i}.mlp_in", spec)
-    return lambda x, step: up(x, step.batch)
-
-
-def _write(products: Products, name: str, norm: Norm | None, norm_name: str, scale: float) -> Write:
+def _output(
+    parts: MixerParts, name: str, norm: Norm | None, norm_name: str, scale: float
+) -> Output:
     """The product `name`, normed if there is a norm, times `scale`, added to the stream."""
+    products = parts.products
     if norm is None and scale == 1.0:
-        add: AddProduct = products.add_linear(name)
-        return lambda inner, x, step: add(inner, x, step.batch)
-    product, after = products.sum_linear(name), make_norm(norm, products, norm_name)
-
-    def write(inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        x.add_(after(product(inner, step.batch)), alpha=scale)
-
-    return write
+        return AddedOutput(products.add_linear(parts.named(name)))
+    product = products.sum_linear(parts.named(name))
+    return ScaledOutput(product, make_norm(norm, products, parts.named(norm_name)), scale)
 
 
-def _experts(
-    spec: Experts,
-    products: Products,
-    i: int,
+@dataclass(frozen=True, slots=True)
+class MixerBranch:
+    """A mixer, and the product behind it."""
+
+    mix: Mix
+    output: Output
+
+    def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Branch`."""
+        return self.mix(x, step)
+
+    def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """See `Branch`."""
+        self.output(inner, x, step)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpBranch:
+    """A dense feed-forward block."""
+
+    up: Product
+    output: Output
+
+    def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Branch`."""
+        return self.up(x, step.batch)
+
+    def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """See `Branch`."""
+        self.output(inner, x, step)
+
+
+def mixer_branch(mix: Mix, parts: MixerParts) -> MixerBranch:
+    """A mixer whose result is added to the stream as it is."""
+    return MixerBranch(mix, _output(parts, "output", None, "", 1.0))
+
+
+def mlp_branch(
+    spec: Mlp,
+    parts: MixerParts,
     norm_in: Norm | None,
-    norm_out: Norm | None,
-    scale: float,
-) -> Branch:
-    """One operation from the stream to the stream, or two: that and the shared block."""
-    assert norm_in is not None, "a mixture has a norm of its own"
-    fused = norm_in.kind == "rms" and spec.shared is None
-    row_norm = RowNorm(products.tensor(f"{i}.mlp_in"), norm_in.epsilon) if fused else None
-    before = make_norm(None if fused else norm_in, products, f"{i}.mlp_in")
-    at = f"{i}.experts"
-    weights = ExpertWeights(
-        products.tensor(f"{at}.router"),
-        products.experts(f"{at}.gate_up"),
-        products.experts(f"{at}.down"),
-        *(products.optional(f"{at}.{part}") for part in ExpertWeights._fields[3:]),
+    norm_out: Norm | None = None,
+    scale: float = 1.0,
+) -> MlpBranch:
+    """A dense feed-forward block, with its weights."""
+    return MlpBranch(
+        _up(spec, parts.products, parts.named("up"), norm_in, parts.named("mlp_in")),
+        _output(parts, "down", norm_out, "mlp_out", scale),
     )
-    block = products.ops.prepare_experts(weights, row_norm, spec.activation, spec.routing)
-    shared = None if spec.shared is None else _shared(spec.shared, spec.shared_gate, products, i)
-    after = make_norm(norm_out, products, f"{i}.mlp_out")
 
-    def write(inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        into = x if norm_out is None and scale == 1.0 else torch.zeros_like(x)
-        block(inner, into)
-        if shared is not None:
-            shared(inner, into, step)
+
+def _up(spec: Mlp, products: Products, name: str, norm: Norm | None, norm_name: str) -> Product:
+    """The first product of a block, of the stream behind a norm, activated."""
+    if spec.gated:
+        return normed_product(products, name, norm, norm_name, spec.activation)
+    product = normed_product(products, name, norm, norm_name)
+    return ActivatedProduct(product, products.ops.activate, spec.activation)
+
+
+class ExpertsBranch:
+    """A mixture of experts: one operation from the stream to the stream, or several."""
+
+    def __init__(
+        self,
+        spec: Experts,
+        parts: MixerParts,
+        norm_in: Norm | None,
+        norm_out: Norm | None,
+        scale: float,
+    ) -> None:
+        assert norm_in is not None, "a mixture has a norm of its own"
+        products, at = parts.products, parts.named("experts")
+        fused = norm_in.kind == "rms" and spec.shared is None
+        norm_name = parts.named("mlp_in")
+        row_norm = RowNorm(products.tensor(norm_name), norm_in.epsilon) if fused else None
+        #: Does nothing where the operation norms the stream.
+        self._before = make_norm(None if fused else norm_in, products, norm_name)
+        weights = ExpertWeights(
+            products.tensor(f"{at}.router"),
+            products.experts(f"{at}.gate_up"),
+            products.experts(f"{at}.down"),
+            *(products.optional(f"{at}.{part}") for part in ExpertWeights._fields[3:]),
+        )
+        self._experts: AddExperts = products.ops.prepare_experts(
+            weights, row_norm, spec.activation, spec.routing
+        )
+        self._shared = None
+        if spec.shared is not None:
+            self._shared = SharedExpert(spec.shared, spec.shared_gate, parts)
+        self._after = make_norm(norm_out, products, parts.named("mlp_out"))
+        self._scale = scale
+        #: Whether what the experts say is the stream's as it is.
+        self._plain = norm_out is None and scale == 1.0
+
+    def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Branch`."""
+        del step
+        return self._before(x)
+
+    def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """See `Branch`."""
+        into = x if self._plain else torch.zeros_like(x)
+        self._experts(inner, into)
+        if self._shared is not None:
+            self._shared(inner, into, step)
         if into is not x:
-            x.add_(after(into), alpha=scale)
-
-    return Branch(lambda x, step: before(x), write)
+            x.add_(self._after(into), alpha=self._scale)
 
 
-def _shared(spec: Mlp, has_gate: bool, products: Products, i: int) -> Write:
+class SharedExpert:
     """The block that works for every token; its gate, a number per token, acts before its end."""
-    up = _norm_product(products, f"{i}.shared_up", None, "", spec)
-    gate = products.linear(f"{i}.shared_gate") if has_gate else None
-    down = products.add_linear(f"{i}.shared_down")
 
-    def write(normed: torch.Tensor, into: torch.Tensor, step: Step) -> None:
-        inner = up(normed, step.batch)
-        if gate is not None:
-            inner = inner * gate(normed, step.batch).sigmoid()
-        down(inner, into, step.batch)
+    def __init__(self, spec: Mlp, has_gate: bool, parts: MixerParts) -> None:
+        products = parts.products
+        self._up = _up(spec, products, parts.named("shared_up"), None, "")
+        self._gate = products.linear(parts.named("shared_gate")) if has_gate else None
+        self._down = products.add_linear(parts.named("shared_down"))
 
-    return write
+    def __call__(self, normed: torch.Tensor, into: torch.Tensor, step: Step) -> None:
+        """What is read [T, hidden] is normed; the result is added to `into`."""
+        inner = self._up(normed, step.batch)
+        if self._gate is not None:
+            inner = inner * self._gate(normed, step.batch).sigmoid()
+        self._down(inner, into, step.batch)

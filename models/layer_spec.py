@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from tokenpod.kernels.cache.kv_pool import KVLayout, alike
-from tokenpod.kernels.operations.attention_ops import LatentShape
+import torch
+
 from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding: inverse wavelengths of pairs of dimensions, and a scale.
-
-    The first `rotated` dimensions of a head are turned, the others are left alone. Dimension i
-    pairs with i + rotated / 2, or, `interleaved`, 2i with 2i + 1.
-    """
-
-    #: [rotated / 2] radians per position.
-    inverse_frequencies: tuple[float, ...]
-    #: Multiplies sines and cosines.
-    scale: float = 1.0
-    interleaved: bool = False
-    #: Which of several sets of factors these frequencies were made with, for the operator.
-    variant: str = ""
-
-    @property
-    def rotated(self) -> int:
-        """Dimensions that are turned."""
-        return 2 * len(self.inverse_frequencies)
-
-
-@dataclass(frozen=True, slots=True)
-class Alibi:
-    """Logits fall by slope · distance (Press et al. 2021)."""
-
-    #: One per query head.
-    slopes: tuple[float, ...]
+from tokenpod.models.expert_names import ExpertNames
+from tokenpod.models.layer_tensors import LayerTensors, Rows, plain_weight
+from tokenpod.models.mixer import Mixer
+from tokenpod.models.names import Fused
+from tokenpod.models.norms import Norm
+from tokenpod.models.shard import Shard
+from tokenpod.models.weights import Axis, Division, Source, Stack, Weight
 
 
 class Same(Enum):
@@ -54,158 +32,6 @@ SAME: Final = Same.SAME
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """A norm over a token's features: root mean square ("rms") or layer norm ("layer")."""
-
-    kind: str
-    epsilon: float
-    #: Added to the stored weight.
-    offset: int = 0
-    weight: bool = True
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ModelError for a norm that there is not."""
-        if self.kind not in ("rms", "layer"):
-            raise ModelError(f"norm.kind is {self.kind!r}; supported: rms, layer")
-        if self.kind == "rms" and (self.bias or not self.weight):
-            raise ModelError("norm.kind is 'rms': it has a weight, and no bias")
-
-
-class NormOver(Enum):
-    """What a norm of queries and keys takes as one row."""
-
-    #: Each head, all with the same weight.
-    HEAD = "head"
-    #: Each head, each with a weight of its own.
-    HEADS = "heads"
-    #: All heads of queries together, and all of keys.
-    ALL = "all"
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Queries at position p are multiplied by 1 + rate · ln(1 + p // length) (Llama 4)."""
-
-    rate: float
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Queries, keys and values, softmax, and the product that ends in the stream."""
-
-    heads: int
-    #: Each serves heads // kv_heads query heads.
-    kv_heads: int
-    head_dim: int
-    positions: Rope | Alibi | None
-    #: How many positions back a token sees, itself included; None: all.
-    window: int | None = None
-    #: Of products of queries and keys; None: head_dim ** -0.5.
-    scale: float | None = None
-    #: Scaled products x become softcap · tanh(x / softcap).
-    softcap: float | None = None
-    #: One more logit per query head, without a value; the checkpoint has them.
-    sinks: bool = False
-    #: Queries, keys and values are kept within ±clip.
-    clip: float | None = None
-    #: Of queries and keys, before rotation.
-    qk_norm: Norm | None = None
-    qk_norm_over: NormOver = NormOver.HEAD
-    query_growth: QueryGrowth | None = None
-    qkv_bias: bool = False
-    output_bias: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ModelError for heads that can't be."""
-        if self.heads % self.kv_heads:
-            raise ModelError(
-                f"attention.heads is {self.heads}: they can't share {self.kv_heads} key/value heads"
-            )
-        if self.head_dim % 2:
-            raise ModelError(f"attention.head_dim is {self.head_dim}: heads are held in pairs")
-        if isinstance(self.positions, Alibi) and len(self.positions.slopes) != self.heads:
-            slopes = len(self.positions.slopes)
-            raise ModelError(f"attention.positions has {slopes} slopes for {self.heads} heads")
-        norm, over = self.qk_norm, self.qk_norm_over
-        if norm is None:
-            return
-        if not norm.weight or (norm.bias and over is not NormOver.HEAD):
-            raise ModelError(f"attention.qk_norm over {over.value} has a weight, and no bias")
-        if over is NormOver.ALL and norm.kind != "rms":
-            raise ModelError(
-                f"attention.qk_norm.kind is {norm.kind!r}; supported over all heads: rms"
-            )
-
-    @property
-    def kv(self) -> KVLayout:
-        """What the pool has for a token."""
-        return alike(self.kv_heads, self.head_dim)
-
-    @property
-    def turned_dim(self) -> int:
-        """Numbers of what is rotated, in part or as a whole."""
-        return self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Attention over one row per token, of which every head makes a key and a value of its own.
-
-    A row is a normed latent of `kv_rank` numbers and a rotated key of `rope_dim` numbers, which
-    all heads share (DeepSeek-AI 2024). Ranks divide heads; each has all rows.
-    """
-
-    heads: int
-    kv_rank: int
-    #: Numbers of queries and keys that are not rotated, and that are.
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    #: Of latents.
-    kv_norm: Norm
-    positions: Rope
-    #: Of products of queries and keys.
-    scale: float
-    #: Queries are made of a normed vector of so many numbers; None: of the stream.
-    query_rank: int | None = None
-    query_norm: Norm | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ModelError for norms and rotations that can't be."""
-        for norm in (self.kv_norm, self.query_norm):
-            if norm is not None and norm.kind != "rms":
-                raise ModelError(f"attention: a latent's norm is {norm.kind!r}; supported: rms")
-        if (self.query_rank is None) != (self.query_norm is None):
-            raise ModelError("attention.query_rank and query_norm go together")
-        if self.positions.rotated != self.rope_dim:
-            raise ModelError(
-                f"attention.positions rotates {self.positions.rotated} of {self.rope_dim} numbers"
-            )
-
-    @property
-    def window(self) -> None:
-        """A token sees everything before it."""
-        return None
-
-    @property
-    def kv(self) -> KVLayout:
-        """What the pool has for a token: the latent is the value, too."""
-        return KVLayout(1, self.kv_rank + self.rope_dim, self.kv_rank, shared=True)
-
-    @property
-    def shape(self) -> LatentShape:
-        """Of its heads."""
-        return LatentShape(self.kv_rank, self.rope_dim, self.nope_dim, self.value_dim)
-
-    @property
-    def turned_dim(self) -> int:
-        """Numbers of what is rotated."""
-        return self.rope_dim
-
-
-@dataclass(frozen=True, slots=True)
 class Mlp:
     """down(activation(up(x))), or down(activation(gate(x)) · up(x))."""
 
@@ -214,6 +40,27 @@ class Mlp:
     gated: bool
     up_bias: bool = False
     down_bias: bool = False
+
+    def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
+        """Its products, `up` with gates first, and `down`."""
+        return self.named_weights(tensors, "", tensors.names.up, tensors.names.down)
+
+    def named_weights(
+        self, tensors: LayerTensors, name: str, up: tuple[str, ...] | Fused, down: str
+    ) -> Iterator[Weight]:
+        """The same, whose names begin with `name`, of these tensors."""
+        width = Axis(self.width, Division.EVEN)
+        rows: list[Rows] = [(width, None)] * (2 if self.gated else 1)
+        yield from tensors.stacked(f"{name}up", up, rows, 1, self.up_bias)
+        yield from tensors.product(f"{name}down", down, tensors.hidden, width, self.down_bias)
+
+    def problem(self, world: int) -> str | None:
+        """Why so many ranks can't divide it, as the beginning of a sentence."""
+        return _undivided(self.width, "features of a feed-forward block", world)
+
+    def on_rank(self, shard: Shard) -> Mlp:
+        """With a rank's features."""
+        return replace(self, width=self.width // shard.world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +101,59 @@ class Experts:
         if self.shared_gate and (self.shared is None or self.shared.down_bias):
             raise ModelError("experts.shared_gate needs a shared block without a bias at its end")
 
+    def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
+        """The router, all experts' products, and what there is for every token."""
+        names, at, count, hidden = tensors.names.experts, tensors.at, self.count, tensors.hidden
+        assert names is not None, "a family with experts names them"
+        width = Axis(self.width, Division.EVEN)
+        weights = {
+            "gate_up": ((names.gate, names.up), (width, hidden)),
+            "down": ((names.down,), (hidden, width)),
+        }
+        yield plain_weight("experts.router", at + names.router, Axis(count), hidden)
+        for name, (stored, axes) in weights.items():
+            each = tuple(t.source(at, e, count, axes) for e in range(count) for t in stored)
+            yield Weight(f"experts.{name}", each, experts=count)
+            if self.biases:
+                rows = axes[0]
+                each = tuple(
+                    t.bias_source(at, e, count, rows) for e in range(count) for t in stored
+                )
+                yield Weight(f"experts.{name}_bias", each, experts=count)
+        yield from self._router_biases(at, names)
+        if self.shared is not None:
+            own = names.shared_up, names.shared_down
+            yield from self.shared.named_weights(tensors, "shared_", *own)
+        if self.shared_gate:
+            yield plain_weight("shared_gate", at + names.shared_gate, Axis(1), hidden)
+
+    def _router_biases(self, at: str, names: ExpertNames) -> Iterator[Weight]:
+        """In float32: rounding does not choose."""
+        rows = Axis(self.count)
+        if self.router_bias:
+            source = Source(f"{at}{names.router}.bias", (rows,))
+            yield Weight("experts.router_bias", (source,), dtype=torch.float32)
+        if self.correction:
+            stack = Stack(0, 1) if names.correction_rows else None
+            source = Source(at + names.correction, (rows,), stack=stack)
+            yield Weight("experts.correction", (source,), dtype=torch.float32)
+
+    def problem(self, world: int) -> str | None:
+        """Why so many ranks can't divide it, as the beginning of a sentence."""
+        problem = _undivided(self.width, "features of an expert", world)
+        if problem is None and self.shared is not None:
+            problem = _undivided(self.shared.width, "features of the shared experts", world)
+        return problem
+
+    def on_rank(self, shard: Shard) -> Experts:
+        """With a rank's features of each expert."""
+        shared = self.shared and self.shared.on_rank(shard)
+        return replace(self, width=self.width // shard.world, shared=shared)
+
+
+def _undivided(count: int, what: str, world: int) -> str | None:
+    return f"{count} {what} can't be divided among {world} ranks" if count % world else None
+
 
 @dataclass(frozen=True, slots=True)
 class Norms:
@@ -280,15 +180,28 @@ class Join(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayer:
+    """A third branch: norm(out(activation(gate(x)) · the token's embedding of this layer))."""
+
+    #: Features of that embedding.
+    width: int
+    activation: Activation
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
-    attention: Attention | Latent
+    mixer: Mixer
     mlp: Mlp | Experts
     norms: Norms
     join: Join = Join.SEQUENTIAL
     #: Multiplies what each branch adds to the stream.
     branch_scale: float = 1.0
+    per_layer: PerLayer | None = None
+    #: The stream behind the layer is multiplied by a number that the checkpoint has.
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         """Raise ModelError for branches that can't be joined like that."""
@@ -298,3 +211,33 @@ class LayerSpec:
             )
         if isinstance(self.mlp, Experts) and not isinstance(self.norms.mlp_in, Norm):
             raise ModelError("norms.mlp_in: a mixture of experts has a norm of its own")
+
+    def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
+        """All of the layer, without its number."""
+        norms, names = self.norms, tensors.names
+
+        def norm(name: str, norm: Norm | None, stored: str) -> Iterator[Weight]:
+            return tensors.norm(name, norm, stored, tensors.hidden)
+
+        yield from norm("attention_in", norms.attention_in, names.attention_in)
+        yield from self.mixer.weights(tensors)
+        yield from norm("attention_out", norms.attention_out, names.attention_out)
+        if not isinstance(norms.mlp_in, Same):
+            yield from norm("mlp_in", norms.mlp_in, names.mlp_in)
+        yield from self.mlp.weights(tensors)
+        yield from norm("mlp_out", norms.mlp_out, names.mlp_out)
+        if self.per_layer is not None:
+            own, width = names.per_layer, Axis(self.per_layer.width)
+            yield from tensors.product("per_layer_gate", own.gate, width, tensors.hidden, False)
+            yield from tensors.product("per_layer_out", own.output, tensors.hidden, width, False)
+            yield from norm("per_layer_norm", self.per_layer.norm, own.output_norm)
+        if self.scaled:
+            yield tensors.single("layer_scale", names.layer_scale, Axis(1))
+
+    def problem(self, world: int) -> str | None:
+        """Why so many ranks can't divide it, as the beginning of a sentence."""
+        return self.mixer.problem(world) or self.mlp.problem(world)
+
+    def on_rank(self, shard: Shard) -> LayerSpec:
+        """With a rank's heads and features."""
+        return replace(self, mixer=self.mixer.on_rank(shard), mlp=self.mlp.on_rank(shard))

@@ -90,7 +90,7 @@ def load_model(
     read = describe(folder, max_total_tokens, override)
     family, spec = read.family, read.spec
     _check_length(spec, max_total_tokens)
-    shard.check(spec)
+    spec.check(shard.world)
     with (
         _opened(folder, fuse) as checkpoint,
         verified(folder, checkpoint.files, required=require_manifest, share=share),
@@ -126,7 +126,7 @@ def load_model(
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
-        scales = read_scales(checkpoint, layout.scales, spec.kv.heads, shard, device)
+        scales = read_scales(checkpoint, layout.scales, spec.kv_layouts, shard, device)
     ops = operations_for(device, dtype)
     store = None
     if adapters is not None:
@@ -135,7 +135,7 @@ def load_model(
         targets = targets_of(family, spec)
         store = store_of(targets, weights, tensors, adapters, virtual, ops, group, folder)
     return Decoder(
-        shard.config(spec),
+        spec.on_rank(shard),
         tensors,
         parallel(ops, group) if group else ops,
         parameters=layout.parameters,

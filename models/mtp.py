@@ -27,15 +27,17 @@ from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint, tensors_of
-from tokenpod.models.decoder import Decoder, rotations_of, step_of, tiles_of
+from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_layout, read_text
 from tokenpod.models.head_spec import HeadSpec
-from tokenpod.models.layer import make_layer, make_norm
-from tokenpod.models.layer_spec import Norm
+from tokenpod.models.layer import make_layer
 from tokenpod.models.layout import Layout
 from tokenpod.models.linear import Products, Weights
+from tokenpod.models.mixer import MixerParts
+from tokenpod.models.norms import Norm, make_norm
 from tokenpod.models.reading import read_weights
+from tokenpod.models.step_plans import StepPlans
 from tokenpod.models.verify import verified
 from tokenpod.models.weights import Axis, Source, Weight
 
@@ -135,7 +137,7 @@ class MtpHead:
     def __init__(self, spec: HeadSpec, weights: Weights, ops: Operations, served: Decoder) -> None:
         self.config = spec
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
-        self._ops, self._served, self._dtype = ops, served, served.dtype
+        self._served, self._dtype = served, served.dtype
         products, decoder = Products(ops, weights), spec.decoder
         assert decoder.norm is not None
         norm = Norm("rms", decoder.norm.epsilon)
@@ -143,8 +145,10 @@ class MtpHead:
             make_norm(norm, products, name) for name in ("enorm", "hnorm", "norm")
         )
         self._join = products.linear("join")
-        self._rotations, numbers = rotations_of(decoder, served.device)
-        self._layer = make_layer(decoder.layers[0], products, 0, numbers[0])
+        layer = decoder.layers[0]
+        self._plans = StepPlans([layer.mixer], ops, self._dtype, served.device)
+        rotation = self._plans.rotation(layer.mixer)
+        self._layer = make_layer(layer, MixerParts(products, 0, cache=0, rotation=rotation))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,7 +170,7 @@ class MtpHead:
         self, t_token: torch.Tensor, t_before: torch.Tensor, batch: ForwardBatch, pool: KVPool
     ) -> torch.Tensor:
         """Compute entries; see `EagleHead.forward`."""
-        step = step_of(self.config.decoder, self._ops, self._rotations, batch, pool, self._dtype)
+        step = self._plans.step(batch, pool)
         embedded = self._token_norm(self._served.embed_tokens(t_token))
         feature = self._feature_norm(self.features(pool).index_select(0, t_before))
         return self._layer(self._join(torch.cat([embedded, feature], dim=1), None), step)
@@ -178,5 +182,4 @@ class MtpHead:
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""
-        device = self._served.device
-        return tiles_of(self.config.decoder, self._ops, self._dtype, device, rows)
+        return self._plans.tiles(rows)

@@ -17,7 +17,7 @@ import torch
 
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Alibi, Rope
+from tokenpod.models.positions import Alibi, Rope
 
 DEFAULT_THETA = 10_000.0
 #: What parameters of yarn come to, at most: 32 turns and 1 are usual.
@@ -80,6 +80,8 @@ def rope_of(
     scaling = rope_parameters(config, layer_type)
     theta = scaling.real("rope_theta", config.real(theta_name, theta))
     factor = scaling.real("partial_rotary_factor", config.real("partial_rotary_factor", factor))
+    if scaling.text("rope_type", "") == "proportional" and head_dim % 2 == 0 and factor <= 1:
+        return _proportional(head_dim, theta, factor, scaling)
     rotated = int(head_dim * min(factor, 2.0))
     if head_dim % 2:
         raise ModelError(f"{config.source}: head_dim is {head_dim}; rotation needs an even number")
@@ -92,6 +94,14 @@ def rope_of(
     plain = 1.0 / (theta**exponents)
     rope = _stretched(plain, theta, config, scaling, max_positions, served)
     return replace(rope, interleaved=interleaved)
+
+
+def _proportional(head_dim: int, theta: float, factor: float, scaling: Fields) -> Rope:
+    """Pairs of the whole head, of which the first are turned as if all were (Gemma 4)."""
+    turned = int(factor * head_dim // 2)
+    exponents = torch.arange(0, 2 * turned, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (theta**exponents) / scaling.real("factor", 1.0)
+    return _rope(torch.cat([frequencies, torch.zeros(head_dim // 2 - turned)]))
 
 
 def _stretched(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from tokenpod.core.model_size import Expansion
-from tokenpod.kernels.attention.composed_latent import expansion_of
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.cache.kv_pool import KVLayout
+from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.models.errors import ModelError
-from tokenpod.models.layer_spec import Experts, Latent, LayerSpec, Mlp, Norm, Rope
+from tokenpod.models.layer_spec import Experts, LayerSpec, Mlp
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Rope
+from tokenpod.models.shard import Shard
 
 #: Of all layers: each has tensors of its own. Kimi K2 has 23,040.
 MOST_EXPERTS = 1 << 15
@@ -26,6 +30,16 @@ class Positions:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerRows:
+    """A table with a row per token for all layers, each of which has `width` numbers of it."""
+
+    rows: int
+    width: int
+    #: Of what is made of the stream for each layer.
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """From tokens to the stream: rows · scale, projected, plus positions, normed."""
 
@@ -36,6 +50,8 @@ class Embedding:
     width: int | None = None
     positions: Positions | None = None
     norm: Norm | None = None
+    #: What layers read besides the stream.
+    per_layer: PerLayerRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +94,45 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raise ModelError if layers need pools of different shapes, or have too many experts."""
+        """Raise ModelError if layers have too many experts."""
         experts = sum(x.mlp.count for x in self.layers if isinstance(x.mlp, Experts))
         if experts > MOST_EXPERTS:
             raise ModelError(
                 f"{len(self.layers):,} layers have {experts:,} experts; at most {MOST_EXPERTS:,}"
                 " are supported"
             )
-        shapes = {layer.attention.kv for layer in self.layers}
-        if len(shapes) != 1:
-            raise ModelError(f"layers have key/value heads of {len(shapes)} shapes; 1 is supported")
-
-    @property
-    def heads(self) -> int:
-        """Query heads, of each layer."""
-        return self.layers[0].attention.heads
-
-    @property
-    def kv(self) -> KVLayout:
-        """What each layer's pool has for a token."""
-        return self.layers[0].attention.kv
 
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
-        """Of each layer."""
-        return tuple(layer.attention.kv for layer in self.layers)
+        """What the pool has for a token, cache by cache."""
+        found = (self.layers[i].mixer.cache.kv for i in self.storing)
+        return tuple(layout for layout in found if layout is not None)
+
+    @cached_property
+    def state_layouts(self) -> tuple[StateLayout, ...]:
+        """What the pool has for a row, state by state."""
+        found = (layer.mixer.cache.state for layer in self.layers)
+        return tuple(layout for layout in found if layout is not None)
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        """Query heads of each layer."""
-        return tuple(layer.attention.heads for layer in self.layers)
+        """Query heads of each layer that has keys and values."""
+        return tuple(self.layers[i].mixer.heads for i in self.storing)
+
+    @cached_property
+    def storing(self) -> tuple[int, ...]:
+        """The layers that have keys and values of their own."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(
+            i for i, x in enumerate(mixers) if x.reads_layer is None and x.cache.kv is not None
+        )
+
+    def cache_of(self, i: int) -> int:
+        """Which of the pool's caches layer `i` reads."""
+        reads = self.layers[i].mixer.reads_layer
+        if self.layers[i].mixer.cache.state is not None:
+            return sum(layer.mixer.cache.state is not None for layer in self.layers[:i])
+        return self.storing.index(i if reads is None else reads)
 
     @property
     def runs_on(self) -> str:
@@ -115,31 +140,33 @@ class ModelSpec:
         return "tokenpod"
 
     @property
-    def own_state(self) -> None:
-        """All that is kept of a sequence lies in the pool's slots."""
+    def own_state(self) -> OwnState | None:
+        """What rows keep besides keys and values; None: all lies in the pool's slots."""
+        return self.own_state_of((self.dtype or torch.float32).itemsize)
 
-    @property
-    def latent(self) -> Latent | None:
-        """The attention over latent rows, if layers have that."""
-        attention = self.layers[0].attention
-        return attention if isinstance(attention, Latent) else None
+    def own_state_of(self, item_bytes: int) -> OwnState | None:
+        """The same of a model whose numbers take so many bytes."""
+        if not self.state_layouts:
+            return None
+        return OwnState(sum(layout.nbytes(item_bytes) for layout in self.state_layouts), 0)
 
     @property
     def expansion(self) -> Expansion | None:
-        """What attention over latent rows makes of them; None: there are none."""
-        latent = self.latent
-        return None if latent is None else expansion_of(latent.heads, latent.shape)
+        """The largest of what attention over latent rows makes of them; None: there are none."""
+        made = {layer.mixer.expansion for layer in self.layers}
+        return max((x for x in made if x is not None), key=_expanded, default=None)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's."""
-        return tuple(layer.attention.window for layer in self.layers)
+        return tuple(layer.mixer.cache.window for layer in self.layers)
 
     @property
     def sliding_window(self) -> int | None:
         """The furthest that any layer looks back; None if one sees everything."""
-        reach = [window for window in self.windows if window is not None]
-        return max(reach) if len(reach) == len(self.layers) else None
+        reach = [self.windows[i] for i in self.storing]
+        known = [window for window in reach if window is not None]
+        return max(known) if known and len(known) == len(reach) else None
 
     @property
     def embedding_width(self) -> int:
@@ -149,7 +176,9 @@ class ModelSpec:
     @property
     def widest(self) -> int:
         """Features that one token has within a feed-forward block, at most."""
-        return max(
+        per_layer = self.embedding.per_layer
+        own = 0 if per_layer is None else 2 * per_layer.width * len(self.layers)
+        return own + max(
             mlp.width if isinstance(mlp, Mlp) else mlp.width * mlp.routing.per_token + _width(mlp)
             for mlp in (layer.mlp for layer in self.layers)
         )
@@ -157,10 +186,48 @@ class ModelSpec:
     @property
     def rope_variant(self) -> str:
         """Which factors rotation uses where the checkpoint has several; empty if it has not."""
-        positions = self.layers[0].attention.positions
-        return positions.variant if isinstance(positions, Rope) else ""
+        turned = (layer.mixer.turned for layer in self.layers)
+        ropes = (each.positions for each in turned if each is not None)
+        return next((x.variant for x in ropes if isinstance(x, Rope) and x.variant), "")
+
+    def problem(self, world: int) -> str | None:
+        """Why so many ranks can't divide the model, as the beginning of a sentence."""
+        problems = (layer.problem(world) for layer in dict.fromkeys(self.layers))
+        return next((problem for problem in problems if problem), None)
+
+    def check(self, world: int) -> None:
+        """Raise ModelError, in one line, if the model can't be divided among so many ranks."""
+        problem = self.problem(world)
+        if problem:
+            fitting = [each for each in self.rank_counts if not self.problem(each)]
+            raise ModelError(f"{problem}; {self.architecture} here runs on {_either(fitting)}")
+
+    @property
+    def rank_counts(self) -> range:
+        """Among how many ranks it may be divided, at most one per query head."""
+        return range(1, max(layer.mixer.heads for layer in self.layers) + 1)
+
+    def on_rank(self, shard: Shard) -> ModelSpec:
+        """The same with a rank's heads and features; raises as `check` does.
+
+        The vocabulary stays whole: it is what tokens are checked and sampled against.
+        """
+        self.check(shard.world)
+        local = {layer: layer.on_rank(shard) for layer in set(self.layers)}
+        return replace(self, layers=tuple(local[layer] for layer in self.layers))
 
 
 def _width(experts: Experts) -> int:
     """Features of the shared block."""
     return 0 if experts.shared is None else experts.shared.width
+
+
+def _expanded(expansion: Expansion) -> int:
+    """Numbers that there are for a token, in all heads."""
+    return expansion.heads * expansion.head_numbers + expansion.token_numbers
+
+
+def _either(worlds: list[int]) -> str:
+    """The numbers in words, as "1, 2 or 4 ranks"."""
+    *most, last = map(str, worlds)
+    return f"{', '.join(most)} or {last} ranks" if most else f"{last} rank only"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import sys
@@ -30,51 +29,44 @@ from typing import Any
 import uvloop
 
 from tokenpod.core.messages import Ready, Vocabulary
-from tokenpod.service.config import ServerSettings, SettingsError
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.pod.adapters import adapter_folders
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.config.sources import ServerSettings, SettingsError
+from tokenpod.service.listeners import listen
+from tokenpod.service.overview import overview, summary
+from tokenpod.service.pod.adapter_folders import adapter_folders
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
-from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import ModelNotFound, draft_folder, model_folder
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
-from tokenpod.service.pod.shutdown import (
+from tokenpod.service.pod.startup import GroupStartup
+from tokenpod.service.pod.stopping import Stopping
+from tokenpod.service.pod_state import PodState, Renewal
+from tokenpod.service.protocols import TABLE
+from tokenpod.service.rpc.certificates import expiry
+from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.listen import (
+    StartError,
+)
+from tokenpod.service.rpc.relay import serve_relay
+from tokenpod.service.serving.backend import Backend
+from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.serving.serving import check_limits, request_limits
+from tokenpod.service.serving.shard import ShardService
+from tokenpod.service.shutdown import (
     drain,
     drain_for_follower,
     end_stalled,
     send_away,
     stop_follower,
 )
-from tokenpod.service.pod.startup import GroupStartup
-from tokenpod.service.pod.state import Listener, PodState, Public, Renewal
-from tokenpod.service.pod.stopping import Stopping
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.certificates import credentials, expiry
-from tokenpod.service.rpc.health import HealthBoard, serve_health
-from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import (
-    StartError,
-    authorising_adapters,
-    bind_all,
-    check_ports,
-    public_server,
-    reason,
-)
-from tokenpod.service.rpc.relay import serve_relay
-from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.serving.backend import Backend
-from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.serving.overview import overview, summary
-from tokenpod.service.serving.serving import check_limits, request_limits
-from tokenpod.service.serving.shard import ShardService
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.readings import PodReadings
-from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import TokenizerError
@@ -123,7 +115,7 @@ class Server:
 
     async def _pod_state(self, stack: contextlib.AsyncExitStack) -> PodState:
         settings = self.settings
-        telemetry = Telemetry.start(settings)
+        telemetry = telemetry_of(settings)
         stack.callback(telemetry.shutdown)
         # Front ends that admit calls at the same instant may let one too many in, each.
         names = settings.resolved_concurrent_requests + settings.resolved_front_ends
@@ -138,7 +130,7 @@ class Server:
         generate = GenerateService(admission, telemetry)
         backend = Backend(TABLE, admission, generate, healthy=board.is_serving)
         stopping = Stopping.by_signals()
-        listener = await self._listen(backend, telemetry, board, stack)
+        listener = await listen(settings, backend, telemetry, board, stack)
         # Whatever the way out, also while a group forms.
         stack.push_async_callback(listener.stop, 0.5, stopping.sleep)
         state = PodState(
@@ -170,51 +162,6 @@ class Server:
             most_call_bytes=self.settings.resolved_front_end_bytes,
             certificate_expires=None if cert is None else expiry(cert),
         )
-
-    async def _public(
-        self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
-    ) -> Public:
-        """A server that listens on `address`. Raises StartError."""
-        recording = telemetry.interceptors(TABLE.untraced)
-        server, closing = public_server(self.settings, backend, recording)
-        await board.add_to(server, TABLE.served)
-        with_tls = credentials(self.settings)
-        port = bind_all(server, address, self.settings.tgis_address, with_tls)
-        await server.start()
-        return Public(server, closing, port)
-
-    async def _listen(
-        self,
-        backend: Backend,
-        telemetry: Telemetry,
-        board: HealthBoard,
-        stack: contextlib.AsyncExitStack,
-    ) -> Listener:
-        settings = self.settings
-        if settings.resolved_front_ends > 1:
-            check_ports(settings)
-        make = functools.partial(self._public, backend, telemetry, board)
-        public = await make(settings.address)
-        stack.push_async_callback(public.server.stop, None)
-        address = f"{settings.address.rpartition(':')[0]}:{public.port}"
-        shard_url, socket = address, None
-        if (path := settings.socket_path) is not None:
-            trusting = [*telemetry.interceptors(TABLE.untraced), ErrorInterceptor()]
-            trusting += authorising_adapters(settings, TABLE)
-            trusting.append(intake_of(settings, backend, trusted=True))
-            socket = await RouterSocket.listen(settings, path, backend, board, trusting)
-            stack.push_async_callback(socket.stop, None)
-            shard_url = f"unix://{path}"
-        if (health_address := settings.health_address) is not None:
-            health, _ = await serve_health(health_address, board)
-            stack.push_async_callback(health.stop, None)
-        try:
-            stack.callback(telemetry.listen())
-        except OSError as error:
-            where = settings.metrics_address or ""
-            why = reason(where, error)
-            raise StartError(f"cannot listen on {where} (--metrics-port): {why}") from error
-        return Listener(public, make, address, shard_url, socket)
 
     # -- one life of the engines -----------------------------------------------------------------
 

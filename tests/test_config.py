@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tokenpod.service.config import (
+from tokenpod.service.config.rules import flag
+from tokenpod.service.config.settings import Group, descriptions, group_of
+from tokenpod.service.config.sources import (
     LAUNCHER_VARIABLES,
     ServerSettings,
     SettingsError,
@@ -18,8 +20,6 @@ from tokenpod.service.config import (
     unknown_variables,
     variable,
 )
-from tokenpod.service.config_rules import flag
-from tokenpod.service.settings import Group, descriptions, group_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenpod.service.dialects.registry import TABLE
+from tokenpod.service.protocols import TABLE
 from tokenpod_client.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ import pytest
 from image import BILL, canonical, check_bill, check_files, compilers, found, size
 from packaging.requirements import Requirement
 
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod_client.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -46,7 +46,7 @@ def modules(folder: str) -> Iterator[Path]:
 
 
 def folder_of(module: str) -> str | None:
-    """The folder of one of our modules: `tokenpod.service.config` lies in `service`."""
+    """The folder of one of our modules: `tokenpod.service.config.sources` lies in `service`."""
     package, _, rest = module.partition(".")
     if package not in OWN or not rest:
         return None

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.settings import REMOVED, descriptions
+from tokenpod.service.config.settings import REMOVED, descriptions
+from tokenpod.service.config.sources import ServerSettings
 
 SCHEMA = (
     Path(__file__).resolve().parent.parent / "deploy" / "helm" / "tokenpod" / "values.schema.json"

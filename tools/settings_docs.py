@@ -10,16 +10,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from tokenpod.service.config import ServerSettings, variable
-from tokenpod.service.config_rules import flag
-from tokenpod.service.settings import Group, default_text, descriptions, group_of
+from tokenpod.service.config.rules import flag
+from tokenpod.service.config.settings import Group, default_text, descriptions, group_of
+from tokenpod.service.config.sources import ServerSettings, variable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
 HEAD = """\
 # Settings
 
-<!-- Written by tools/settings_docs.py from service/settings.py; `make docs` writes it again. -->
+<!-- Written by tools/settings_docs.py from the table of settings; `make docs` writes it again. -->
 
 What `tokenpod serve` takes. A flag wins over its variable, a variable over the file that `--config`
 names, that over the default; a variable that is set to nothing counts as not set. Keys of the file

@@ -33,8 +33,9 @@ from tokenpod.models.adapters.files import Base
 from tokenpod.models.adapters.store import AdapterStore, Space
 from tokenpod.models.adapters.targets import Targets, products_of, vocabulary_products
 from tokenpod.models.decoder import Decoder
-from tokenpod.models.names import Names, weights_of
+from tokenpod.models.names import Names
 from tokenpod.models.shard import WHOLE
+from tokenpod.models.weight_table import weights_of
 
 SMOKE = {
     "cpu": "--shape nano --rank 4 --slots 2 --cases 2x16x2 --rounds 0",

@@ -1,6 +1,7 @@
 """The attention kernels: decode (TB/s) and prompts (TFLOP/s), by tile.
 
-Of an 8B Llama (32 heads, 8 key/value heads of 128), with keys and values of 16 and of 8 bits.
+Of an 8B Llama (32 heads, 8 key/value heads of 128) unless `--shape` says otherwise, with keys and
+values of 16 and of 8 bits.
 Decode runs as replayed graphs over pools that exceed the L2 cache together. Every case is compared
 with the reference first, where that is small enough. `--search` tries the neighbours of the table's
 tiles, for kernels/attention/attention_tiles.py.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -40,7 +42,6 @@ from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, KVScales
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 
 GPU = DEVICE.type == "cuda"
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SMOKE = {
     "cpu": "--decode 1x40 --prompts 16/24",
     "gpu": "--decode 1x256 16x1024 --prompts 512/512",
@@ -51,31 +52,47 @@ CHECKED = 40_000_000
 TOLERANCE = {2: 7e-3, 1: 2e-2}
 
 
+class Shape(NamedTuple):
+    """Of heads: of queries, of keys and values, and numbers of one."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     decode = ["1x1024", "1x8192", "1x32768", "16x1024", "16x8192", "64x1024", "200x1024", "512x300"]
     parser.add_argument("--decode", nargs="*", default=decode, metavar="ROWSxCONTEXT")
     prompts = ["2048/2048", "8192/8192", "32768/32768", "512/32768", "16/8192"]
     parser.add_argument("--prompts", nargs="*", default=prompts, metavar="QUERIES/CONTEXT")
+    parser.add_argument("--shape", nargs=3, type=int, default=Shape(), metavar=("H", "K", "D"))
     parser.add_argument("--search", action="store_true", help="other tiles, too")
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
     torch.manual_seed(1)
+    shape = Shape(*asked.shape)
     with torch.inference_mode():
         for dtype in (DTYPE, torch.float8_e4m3fn):
             sizes = [tuple(map(int, spec.split("x"))) for spec in asked.decode]
             most = max((rows * context for rows, context in sizes), default=0)
-            slots = max(2 * most, ROTATED_BYTES // (KV_HEADS * HEAD_DIM * 2)) if GPU else most
-            pools = torch.empty((2, slots + 1000, KV_HEADS, HEAD_DIM), device=DEVICE, dtype=DTYPE)
+            slots = (
+                max(2 * most, ROTATED_BYTES // (shape.kv_heads * shape.head_dim * 2))
+                if GPU
+                else most
+            )
+            pools = torch.empty(
+                (2, slots + 1000, shape.kv_heads, shape.head_dim), device=DEVICE, dtype=DTYPE
+            )
             pools = pools.normal_().to(dtype)
             for rows, context in sizes:
                 with reporting(f"decode {rows} x {context} {dtype}"):
-                    time_decode(DecodeCase(rows, context, pools), asked, report)
+                    time_decode(DecodeCase(shape, rows, context, pools), asked, report)
             del pools
         for spec in asked.prompts:
             queries, context = map(int, spec.split("/"))
             with reporting(f"{queries} queries of {context}"):
-                time_extend(ExtendCase(queries, context), asked, report)
+                time_extend(ExtendCase(shape, queries, context), asked, report)
 
 
 def batch_of(tokens: list[int], contexts: list[int], first: int = 3) -> tuple[ForwardBatch, int]:
@@ -109,12 +126,13 @@ def batch_of(tokens: list[int], contexts: list[int], first: int = 3) -> tuple[Fo
 class DecodeCase:
     """One batch and context, laid out in several places of the pools [2, slots, K, D]."""
 
-    def __init__(self, rows: int, context: int, pools: torch.Tensor) -> None:
+    def __init__(self, shape: Shape, rows: int, context: int, pools: torch.Tensor) -> None:
+        self.shape = shape
         self.rows, self.context, self.pools = rows, context, pools
-        self.bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * pools.itemsize
+        self.bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * pools.itemsize
         self.scales = None
         if pools.itemsize == 1:
-            self.scales = KVScales(*torch.full((2, KV_HEADS), 0.02, device=DEVICE))
+            self.scales = KVScales(*torch.full((2, shape.kv_heads), 0.02, device=DEVICE))
         copies = min(max(2 * ROTATED_BYTES // self.bytes, 1), 160) if GPU else 1
         self.batches: list[ForwardBatch] = []
         first = 3
@@ -123,8 +141,8 @@ class DecodeCase:
             if first >= pools.shape[1] and self.batches:
                 break
             self.batches.append(batch)
-        self.q = torch.randn(rows, HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)
-        self.out = torch.empty(rows, HEADS * HEAD_DIM, device=DEVICE, dtype=DTYPE)
+        self.q = torch.randn(rows, shape.heads, shape.head_dim, device=DEVICE, dtype=DTYPE)
+        self.out = torch.empty(rows, shape.heads * shape.head_dim, device=DEVICE, dtype=DTYPE)
 
     def launch(self, batch: ForwardBatch, tile: DecodeTile, splits: int) -> None:
         assert batch.paged is not None
@@ -141,7 +159,7 @@ class DecodeCase:
 
     def error(self, tile: DecodeTile, splits: int) -> float | None:
         """Against the reference; None where that is large."""
-        if self.rows * self.context * HEADS > CHECKED:
+        if self.rows * self.context * self.shape.heads > CHECKED:
             return None
         batch = self.batches[0]
         self.launch(batch, tile, splits)
@@ -154,11 +172,13 @@ class DecodeCase:
 def time_decode(case: DecodeCase, asked: argparse.Namespace, report: Report) -> None:
     """The table's tile; with --search the best ones of others."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count if GPU else 1
-    table = decode_tile_for(HEAD_DIM, case.pools.dtype, HOPPER, case.rows * KV_HEADS)
-    tried = [(table, choose_splits(case.rows, KV_HEADS, processors, table))]
+    table = decode_tile_for(
+        case.shape.head_dim, case.pools.dtype, HOPPER, case.rows * case.shape.kv_heads
+    )
+    tried = [(table, choose_splits(case.rows, case.shape.kv_heads, processors, table))]
     if asked.search:
         tried = [
-            (tile, choose_splits(case.rows, KV_HEADS, processors, tile))
+            (tile, choose_splits(case.rows, case.shape.kv_heads, processors, tile))
             for tile in neighbours(table)
         ]
     taken: dict[tuple[DecodeTile, int], float] = {}
@@ -185,25 +205,28 @@ def time_decode(case: DecodeCase, asked: argparse.Namespace, report: Report) -> 
 class ExtendCase:
     """One row: `queries` tokens at the end of `context`."""
 
-    def __init__(self, queries: int, context: int) -> None:
+    def __init__(self, shape: Shape, queries: int, context: int) -> None:
+        self.shape = shape
         self.queries, self.context = queries, context
         self.batch, slots = batch_of([queries], [context])
-        shape = (2, slots + 300, KV_HEADS, HEAD_DIM)
-        self.keys, self.values = torch.randn(shape, device=DEVICE).to(DTYPE)
-        self.q = torch.randn(queries, HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
-        self.out = torch.empty(queries, HEADS * HEAD_DIM, device=DEVICE, dtype=DTYPE)
+        sizes = (2, slots + 300, shape.kv_heads, shape.head_dim)
+        self.keys, self.values = torch.randn(sizes, device=DEVICE).to(DTYPE)
+        self.q = torch.randn(queries, shape.heads, shape.head_dim, device=DEVICE).to(DTYPE)
+        self.out = torch.empty(queries, shape.heads * shape.head_dim, device=DEVICE, dtype=DTYPE)
         pairs = queries * (context - queries) + queries * (queries + 1) // 2
-        self.operations = 4 * HEADS * HEAD_DIM * pairs
+        self.operations = 4 * shape.heads * shape.head_dim * pairs
 
     def launcher(self, tile: ExtendTile) -> Callable[[], object]:
         """A launch whose list of tiles is made beforehand."""
-        tiles = list_tiles(self.batch, None, queries_per_tile(HEADS, KV_HEADS, tile))
+        tiles = list_tiles(
+            self.batch, None, queries_per_tile(self.shape.heads, self.shape.kv_heads, tile)
+        )
         table = self.batch.row_table
         return lambda: extend(self.q, self.keys, self.values, self.out, table, tiles, None, tile)
 
     def error(self) -> float | None:
         """Of what was computed last, against the reference; None where that is large."""
-        if self.queries * self.context * HEADS > CHECKED:
+        if self.queries * self.context * self.shape.heads > CHECKED:
             return None
         wide = (x.float() for x in (self.q, self.keys, self.values))
         plan = reference.plan_attention(self.batch, None)
@@ -213,7 +236,7 @@ class ExtendCase:
 
 def time_extend(case: ExtendCase, asked: argparse.Namespace, report: Report) -> None:
     """The table's tile; others with --search."""
-    table = TILES[HEAD_DIM, 2].extend
+    table = TILES[case.shape.head_dim, 2].extend
     found: list[tuple[float, str]] = []
     for tile in neighbours(table) if asked.search else [table]:
         with reporting(str(tile)):

@@ -34,7 +34,7 @@ from tokenpod.core.messages import Abort, Ready
 from tokenpod.core.outputs import FinishCode, Load, Started, StepOutputs
 from tokenpod.core.requests import Request
 from tokenpod.engine.exchange import face_of
-from tokenpod.service.config import load_settings
+from tokenpod.service.config.sources import load_settings
 
 SMOKE = {
     "cpu": "--steps 20 --streams 8 --seconds 1 --calls 16",

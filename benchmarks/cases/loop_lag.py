@@ -22,9 +22,9 @@ import uvloop
 
 from benchmarks.support.pod import free_port
 from benchmarks.support.report import Report
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.model_store import resolve_model
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.server import Server
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 

@@ -140,7 +140,7 @@ def pools(exact: Decoder) -> dict[str, tuple[Decoder, KVPool]]:
     prompt = random_prompt(PROMPT_TOKENS, exact.config.vocab_size)
     exact.forward(prompt_step(prompt), pool)
     scales = measure_scales(pool, PROMPT_TOKENS)
-    ones = KVScales(torch.ones_like(scales.keys), torch.ones_like(scales.values))
+    ones = [KVScales(*map(torch.ones_like, layer)) for layer in scales]
     return {
         "KV int8, a scale per token": (exact, pool_of(exact, torch.int8)),
         "KV e4m3, measured scales": (exact, pool_of(exact, EIGHT_BITS, scales=scales)),

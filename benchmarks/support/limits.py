@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from tokenpod.models.attention import Attention
 from tokenpod.models.families import FAMILIES
-from tokenpod.models.layer_spec import Experts, Latent, LayerSpec
-from tokenpod.models.names import weights_of
+from tokenpod.models.latent import Latent
+from tokenpod.models.layer_spec import Experts, LayerSpec
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weight_table import weights_of
 
 #: Measured on one H200: bytes per second of a plain read, bf16 operations per second.
 BANDWIDTH, MATRIX_RATE = 4.617e12, 687e12
@@ -39,7 +41,7 @@ def multiplied(config: ModelSpec, rows: float) -> float:
 def kv_bytes(config: ModelSpec, context: float, number: int = 2) -> float:
     """Of keys and values that one more token of a sequence reads."""
     return sum(
-        number * layer.attention.kv.numbers * min(context, layer.attention.window or math.inf)
+        number * layer.mixer.cache.kv.numbers * min(context, layer.mixer.cache.window or math.inf)
         for layer in config.layers
     )
 
@@ -56,12 +58,13 @@ def decode_bytes(
 
 def attention_operations(layer: LayerSpec, tokens: int) -> float:
     """Of queries with keys and weights with values, causal, within the window."""
-    attention = layer.attention
-    reach = min(tokens, attention.window or tokens)
+    attention = layer.mixer
+    reach = min(tokens, attention.cache.window or tokens)
     pairs = reach * tokens - reach * reach / 2
     if isinstance(attention, Latent):
         widths = attention.nope_dim + attention.rope_dim + attention.value_dim
     else:
+        assert isinstance(attention, Attention)
         widths = 2 * attention.head_dim
     return 2 * pairs * attention.heads * widths
 

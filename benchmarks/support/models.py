@@ -22,8 +22,8 @@ from tokenpod.models import mxfp4 as microscaling
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import weights_of
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weight_table import weights_of
 
 Shape = dict[str, Any]
 Weights = dict[str, "torch.Tensor | LinearWeight"]

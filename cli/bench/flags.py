@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenpod_client.cli.connection import ADDRESS, PANEL, Caller, Remote
-from tokenpod_client.cli.errors import print_error
-from tokenpod_client.cli.options import command, option
+from tokenpod_client.cli.connection import PANEL
+from tokenpod_client.cli.options import option
 
 _load, _prompts = partial(option, panel="Load"), partial(option, panel="Prompts")
 _FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 _sampling, _report = partial(option, panel="Sampling"), partial(option, panel="Report")
-
-
-#: What the extra `bench` brings.
-_NEEDED = ("numpy", "rich", "msgspec", "uvloop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,37 +95,3 @@ class BenchOptions:
     plot: Path | None = _report(
         "Write pictures (PNG); needs the extra bench.", "DIR", file_okay=False
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Servers(Caller):
-    """The servers to measure."""
-
-    address: list[str] | None = option(
-        "A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
-        ADDRESS,
-        panel=PANEL,
-        envvar="TOKENPOD_ADDRESS",
-        show_envvar=True,
-    )
-
-    @property
-    def remotes(self) -> list[Remote]:
-        """Each of them. Raises BadParameter for what can't be one."""
-        shown = {each.name: getattr(self, each.name) for each in fields(Caller)}
-        chosen = self.address or ["127.0.0.1:50051"]
-        return [Remote(address=one, **shown).checked() for one in chosen]
-
-
-@command(Servers, BenchOptions)
-def bench(servers: Servers, options: BenchOptions) -> int:
-    """Measure a running server under load: throughput, latencies, goodput."""
-    remotes = servers.remotes
-    if lacking := [name for name in _NEEDED if find_spec(name) is None]:
-        print_error(f"bench needs {lacking[0]}: pip install 'tokenpod-client[bench]'")
-        return 1
-
-    # Here, not above: numpy and grpc would delay every other command's help.
-    from tokenpod_client.cli.bench.command import bench as measure
-
-    return measure(remotes, options)

@@ -28,7 +28,7 @@ from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import CapturableModel, Model
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
-from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, TileKind
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
 from tokenpod.models.errors import ModelError
@@ -232,13 +232,13 @@ class BothTiles:
         own = self.own_rows(rows)
         return self.served.fill(rows, into[:at]) and self.draft.fill(own, into[at:])
 
-    def by_window(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
+    def by_kind(self, numbers: torch.Tensor) -> Mapping[TileKind, torch.Tensor]:
         """See `StepTiles`: the served model's."""
-        return self.served.by_window(numbers[: self._cut(len(numbers))])
+        return self.served.by_kind(numbers[: self._cut(len(numbers))])
 
-    def of_draft(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
+    def of_draft(self, numbers: torch.Tensor) -> Mapping[TileKind, torch.Tensor]:
         """The same of the draft model."""
-        return self.draft.by_window(numbers[self._cut(len(numbers)) :])
+        return self.draft.by_kind(numbers[self._cut(len(numbers)) :])
 
     def _cut(self, numbers: int) -> int:
         """Both have room for as many tiles, so their parts are as one token's are."""

@@ -302,7 +302,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return replace(batch, logit_index=None)
 
     def _paged(self, integers: Integers) -> PagedRows:
-        tiles = self._tiles.by_window(integers.tiles) if len(integers.tiles) else None
+        tiles = self._tiles.by_kind(integers.tiles) if len(integers.tiles) else None
         return PagedRows(
             integers.b_row, integers.b_start, integers.b_context, tiles, integers.t_row
         )

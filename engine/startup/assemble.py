@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -293,7 +294,7 @@ def _on_device(
 
 def _measured_scales(
     model: LoadedModel, executor: Executor, pool: KVPool, most_tokens: int
-) -> KVScales:
+) -> list[KVScales]:
     """By a random prompt of so many tokens at most; the executor's pool is in the model's type."""
     prompt = random_prompt(min(most_tokens, PROMPT_TOKENS), model.config.vocab_size)
     warm_up(executor, prompt)
@@ -341,7 +342,7 @@ def make_pool(
     slots: int,
     device: torch.device,
     dtype: torch.dtype | None = None,
-    scales: KVScales | None = None,
+    scales: Sequence[KVScales] | None = None,
 ) -> KVPool:
     """A pool for `model`'s keys and values: in its dtype, or in `dtype`; `scales` as a pool has."""
     config = model.config

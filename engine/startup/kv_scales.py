@@ -34,13 +34,15 @@ def random_prompt(tokens: int, vocab_size: int) -> list[int]:
     return drawn
 
 
-def measure_scales(pool: KVPool, slots: int) -> KVScales:
-    """[layers, K] each, by what lies in the first `slots` slots of a pool in the model's type."""
-    return KVScales(*(_scales(layers, slots) for layers in (pool.keys, pool.values)))
+def measure_scales(pool: KVPool, slots: int) -> list[KVScales]:
+    """Each layer's, by what lies in the first `slots` slots of a pool in the model's type."""
+    layers = zip(pool.keys, pool.values, strict=True)
+    return [KVScales(*(_scale(numbers[:slots]) for numbers in layer)) for layer in layers]
 
 
-def _scales(layers: list[torch.Tensor], slots: int) -> torch.Tensor:
-    largest = torch.stack([layer[:slots].abs().amax(dim=(0, 2)).float() for layer in layers])
+def _scale(numbers: torch.Tensor) -> torch.Tensor:
+    """[K] float32: of each head of numbers [slots, K, D]."""
+    largest = numbers.abs().amax(dim=(0, 2)).float()
     wanted = largest * MARGIN / torch.finfo(EIGHT_BITS).max
     # A head without any number but zero, or with one that is not finite, says nothing.
     known = wanted.isfinite() & (wanted > 0)

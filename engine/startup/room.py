@@ -50,6 +50,7 @@ def room_for(
     else:
         rows = _rows(own, options, free)
         slot_bytes = own.slot_bytes
+        slot_bytes += KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
         free = free.less(own.taken(rows, options.memory_fraction), f"{rows} rows' states take")
     slots, slots_from = _slots(options, (rows, positions), free, slot_bytes, group)
     if own is not None:

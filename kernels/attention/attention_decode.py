@@ -37,8 +37,8 @@ LEAST_M = 16
 #: Bytes that one request brings into the L2 cache.
 LINE: tl.constexpr = tl.constexpr(128)
 
-#: Splits merged at a time.
-MERGE_BLOCK = 32
+#: Splits merged at a time, and numbers of their parts, at most.
+MERGED_SPLITS, MERGED_NUMBERS = 32, 1 << 13
 
 
 def choose_splits(rows: int, kv_heads: int, processors: int, tile: DecodeTile) -> int:
@@ -117,7 +117,8 @@ def decode(
         **launched,
     )
     if split:
-        merge_splits(parts, log_sums, out, MERGE_BLOCK)
+        block = min(MERGED_SPLITS, MERGED_NUMBERS // head_block(head_dim))
+        merge_splits(parts, log_sums, out, block)
 
 
 def merge_splits(

@@ -67,10 +67,12 @@ TILES = {
     (64, 2): Tiles(always(DecodeTile(128, 4, 4, 4)), ExtendTile(128, 128, 8, 2)),
     (128, 2): Tiles(_DECODE_128, ExtendTile(128, 64, 8, 3)),
     (256, 2): Tiles(always(DecodeTile(64, 4, 3, 2)), ExtendTile(128, 64, 8, 2)),
+    (512, 2): Tiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(64, 32, 8, 2)),
     # For tests: three products of TF32 make one of float32.
     (64, 4): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
     (128, 4): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
     (256, 4): Tiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(32, 16, 4, 2)),
+    (512, 4): Tiles(always(DecodeTile(16, 4, 2, 1)), ExtendTile(16, 16, 4, 1)),
 }
 
 #: The same of heads of 128, a byte a number.
@@ -86,6 +88,7 @@ EIGHT_BIT_TILES = {
     64: always(DecodeTile(64, 2, 4, 8)),
     128: _EIGHT_BIT_DECODE_128,
     256: always(DecodeTile(32, 4, 3, 4)),
+    512: always(DecodeTile(32, 4, 2, 2)),
 }
 
 #: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory to a
@@ -94,9 +97,11 @@ SMALL_TILES = {
     (64, 2): Tiles(always(DecodeTile(128, 4, 3, 4)), ExtendTile(128, 64, 8, 2)),
     (128, 2): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(128, 32, 8, 2)),
     (256, 2): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(64, 32, 4, 2)),
+    (512, 2): Tiles(always(DecodeTile(16, 4, 2, 1)), ExtendTile(32, 16, 4, 1)),
     (64, 4): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
     (128, 4): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
     (256, 4): Tiles(always(DecodeTile(16, 4, 2, 2)), ExtendTile(16, 16, 4, 2)),
+    (512, 4): Tiles(always(DecodeTile(16, 4, 1, 1)), ExtendTile(16, 16, 4, 1)),
 }
 
 #: Query heads of a key/value head that decode tiles were measured for, at most.
@@ -107,7 +112,7 @@ HOPPER = (9, 0)
 
 
 def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiles for heads of up to 256 numbers of 2 or 4 bytes."""
+    """The tiles for heads of up to 512 numbers of 2 or 4 bytes."""
     table = TILES if HOPPER <= capability < (12, 0) else SMALL_TILES
     return table[_padded(head_dim), dtype.itemsize]
 
@@ -115,7 +120,7 @@ def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) ->
 def decode_tile_for(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], pairs: int, group: int = 1
 ) -> DecodeTile:
-    """How rows of heads of up to 256 numbers, in a pool of 1, 2 or 4 bytes, are decoded.
+    """How rows of heads of up to 512 numbers, in a pool of 1, 2 or 4 bytes, are decoded.
 
     Args:
         head_dim: numbers of a head.

@@ -25,10 +25,10 @@ from tokenpod.kernels.attention.attention_plan import (
 )
 from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
-from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows
+from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows, TileKind
 
-#: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
-LARGEST_HEAD_DIM = 256
+#: Heads of at most so many numbers; sizes between powers of two run padded to the next.
+LARGEST_HEAD_DIM = 512
 LARGEST_GROUP = 128
 
 #: A captured step has room for so many rows with several tokens, and for tiles of so many queries.
@@ -65,7 +65,7 @@ class Plan:
     def tiles(self, queries: int) -> TileList:
         """Tiles of up to `queries` queries."""
         if self.paged.tiles is not None:
-            return unpack_tiles(self.paged.tiles[self.window])
+            return unpack_tiles(self.paged.tiles[self.window, queries])
         if queries not in self._tiles:
             self._tiles[queries] = list_tiles(self.batch, self.window, queries)
         return self._tiles[queries]
@@ -87,43 +87,42 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTiles:
-    """See `ops.StepTiles`: for each window both lists of tiles, filled up with empty ones."""
+    """See `ops.StepTiles`: for each kind both lists of tiles, filled up with empty ones."""
 
-    windows: tuple[int | None, ...]
-    #: Of a tile, at most.
-    queries: int
+    kinds: tuple[TileKind, ...]
     #: Rows with several tokens that a captured step has room for.
     rows: int
 
     def count(self, tokens: int) -> int:
         """Tiles have several queries, but for a row's last."""
         tiles = tokens // LEAST_CAPTURED_TILE + self.rows
-        return len(self.windows) * 2 * tiles * FIELDS
+        return len(self.kinds) * 2 * tiles * FIELDS
 
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
         """See `ops.StepTiles.fill`."""
-        lists = into.reshape(len(self.windows), 2, -1, FIELDS)
-        for window, packed in zip(self.windows, lists, strict=True):
-            for tiles, room in zip(cut_rows(rows, window, self.queries), packed, strict=True):
+        lists = into.reshape(len(self.kinds), 2, -1, FIELDS)
+        for kind, packed in zip(self.kinds, lists, strict=True):
+            for tiles, room in zip(cut_rows(rows, *kind), packed, strict=True):
                 if len(tiles) > len(room):
                     return False
                 room[: len(tiles)], room[len(tiles) :] = tiles, 0
         return True
 
-    def by_window(self, numbers: torch.Tensor) -> dict[int | None, torch.Tensor]:
-        """See `ops.StepTiles.by_window`."""
-        return dict(zip(self.windows, numbers.view(len(self.windows), -1), strict=True))
+    def by_kind(self, numbers: torch.Tensor) -> dict[TileKind, torch.Tensor]:
+        """See `ops.StepTiles.by_kind`."""
+        return dict(zip(self.kinds, numbers.view(len(self.kinds), -1), strict=True))
 
 
-def prepare_capture(heads: Heads, windows: Sequence[int | None], rows: int) -> CapturedTiles:
+def prepare_capture(shapes: Sequence[Heads], rows: int) -> CapturedTiles:
     """See `ops.PrepareCapture`."""
-    if not windows:
-        return CapturedTiles((), queries=0, rows=0)
-    group = heads.heads // heads.kv_heads
-    capability = describe_device(heads.device).capability
+    kinds = dict.fromkeys((heads.window, _queries_per_tile(heads)) for heads in shapes)
+    return CapturedTiles(tuple(kinds), min(rows, MOST_CAPTURED_EXTENDS) if kinds else 0)
+
+
+def _queries_per_tile(heads: Heads) -> int:
+    capability, group = describe_device(heads.device).capability, heads.heads // heads.kv_heads
     tile = extend_tile_for(heads.head_dim, heads.dtype, capability, group)
-    queries = queries_per_tile(heads.heads, heads.kv_heads, tile)
-    return CapturedTiles(tuple(windows), queries, min(rows, MOST_CAPTURED_EXTENDS))
+    return queries_per_tile(heads.heads, heads.kv_heads, tile)
 
 
 def attention(
@@ -137,7 +136,7 @@ def attention(
     """See `ops.Attention`.
 
     Raises:
-        ValueError: heads larger than 256, or more than 128 of them to a key/value head.
+        ValueError: heads larger than 512, or more than 128 of them to a key/value head.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]

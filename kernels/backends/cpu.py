@@ -15,6 +15,7 @@ from tokenpod.kernels.attention.cpu_attention import attention, plan_attention
 from tokenpod.kernels.attention.reference_latent import store_latent
 from tokenpod.kernels.cache.cpu_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.cpu_experts import experts_of
+from tokenpod.kernels.mixers.chunked_delta import gated_delta
 from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.operations.ops import FormatProducts, Operations
 from tokenpod.kernels.operations.weight import QuantisedWeight
@@ -47,6 +48,7 @@ OPERATIONS = Operations(
     store_latent=store_latent,
     plan_latent=plan_latent,
     attend_latent=attend_latent,
+    gated_delta=gated_delta,
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,

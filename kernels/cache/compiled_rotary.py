@@ -51,7 +51,8 @@ def store_key_value(
     if norm is not None:
         weight_dtype = norm.query_weight.dtype
         weights = (norm.query_weight.data_ptr(), norm.key_weight.data_ptr(), bits(norm.epsilon))
-    _store(qkv.dtype, rotation.cos.dtype, weight_dtype, scales is not None)(
+    norms_values = norm is not None and norm.values
+    _store(qkv.dtype, rotation.cos.dtype, weight_dtype, scales is not None, norms_values)(
         tokens,
         *(qkv.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr(), t_slot.data_ptr()),
         *(rotation.cos.data_ptr(), rotation.sin.data_ptr(), *weights),
@@ -79,9 +80,13 @@ def quantise(source, numbers, scales, slot, head):
 
 @functools.cache
 def _store(
-    dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype, scaled: bool
+    dtype: torch.dtype,
+    angle_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    scaled: bool,
+    norms_values: bool,
 ) -> Loop:
-    """The loop for heads of `dtype`; `scaled`: into a pool of int8."""
+    """The loop for heads of `dtype`; `scaled`: into a pool of int8; `HeadNorm.values` or not."""
     pool_kind = KINDS[torch.int8 if scaled else dtype]
     kind, angle_kind, weight_kind = KINDS[dtype], KINDS[angle_dtype], KINDS[weight_dtype]
     rounds = weight_dtype == dtype
@@ -127,6 +132,13 @@ def _store(
                     target[d + half] = narrow(second * c + first * s, kind)
             for h in range(kv_heads):
                 key, value = turned[h], qkv[token, heads + kv_heads + h]
+                if norms_values:
+                    square_sum = _F(0)
+                    for d in range(head_dim):
+                        square_sum += wide(value[d]) * wide(value[d])
+                    factor = norm_factor(square_sum, head_dim, epsilon)
+                    for d in range(head_dim):
+                        value[d] = narrow(wide(value[d]) * factor, kind)
                 if scaled:
                     quantise(key, keys, key_scales, slot, h)
                     quantise(value, values, value_scales, slot, h)

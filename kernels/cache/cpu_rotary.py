@@ -29,7 +29,9 @@ def store_key_value(
     split = qkv.view(tokens, -1, head_dim)
     rotated = split.shape[1] - kv_heads
     heads = rotated - kv_heads
-    qk = split[:, :rotated]
+    qk, v = split[:, :rotated], split[:, rotated:]
+    if norm is not None and norm.values:
+        v = rms_norm(v, torch.ones(head_dim), norm.epsilon)
     if norm is not None:
         qk = torch.cat(
             (
@@ -40,7 +42,7 @@ def store_key_value(
         )
     turned = _turn(qk, rotation)
     _store(turned[:, heads:], keys, t_slot, scales and scales.keys)
-    _store(split[:, rotated:], values, t_slot, scales and scales.values)
+    _store(v, values, t_slot, scales and scales.values)
     return turned[:, :heads]
 
 

@@ -51,7 +51,7 @@ class KVPool:
         slots: tokens that it holds.
         dtype: of the numbers; float8_e4m3fn with `scales` only. Of int8 each slot has scales.
         device: where it lies.
-        scales: [layers, heads] each: what numbers of type float8_e4m3fn are multiples of.
+        scales: each layer's, [heads]: what numbers of type float8_e4m3fn are multiples of.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class KVPool:
         slots: int,
         dtype: torch.dtype,
         device: torch.device,
-        scales: KVScales | None = None,
+        scales: Sequence[KVScales] | None = None,
     ) -> None:
         self.slots = slots
         #: A layer's each, [heads] or, of int8, [slots + 1, heads]; None: stored as they are.
         self.scales: list[KVScales | None] = [None] * len(layouts)
         if scales is not None:
-            self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
+            self.scales = list(scales)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         #: All that is stored: of each layer keys, and values unless they are part of these.

@@ -54,6 +54,8 @@ def store_key_value(
     if norm is not None:
         q = rms_norm(q, norm.query_weight, norm.epsilon)
         k = rms_norm(k, norm.key_weight, norm.epsilon)
+        if norm.values:
+            v = rms_norm(v, torch.ones(head_dim, device=v.device), norm.epsilon)
     k = apply_rotation(k, rotation)
     store(k, keys, t_slot, scales and scales.keys)
     store(v, values, t_slot, scales and scales.values)

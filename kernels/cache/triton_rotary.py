@@ -99,6 +99,7 @@ def store_key_value(
         heads,
         kv_heads,
         NORM=norm is not None,
+        NORM_VALUES=norm is not None and norm.values,
         HALF=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=block_heads,
@@ -159,6 +160,7 @@ def _store_key_value(
     heads,
     kv_heads,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -187,14 +189,18 @@ def _store_key_value(
     second = tl.load(source + HALF, mask=inside, other=0.0)
     value_at = values + slot * values_stride + (head - heads - kv_heads) * (2 * HALF) + i
     is_value = is_value & inside
-    own = head - heads - kv_heads
-    tl.store(value_at, _stored(first, value_scales, own, is_value, SCALED), mask=is_value)
-    tl.store(value_at + HALF, _stored(second, value_scales, own, is_value, SCALED), mask=is_value)
-
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
         factor = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
+    own = head - heads - kv_heads
+    low, high = first, second
+    if NORM_VALUES:
+        low, high = (a * factor).to(first.dtype), (b * factor).to(first.dtype)
+    tl.store(value_at, _stored(low, value_scales, own, is_value, SCALED), mask=is_value)
+    tl.store(value_at + HALF, _stored(high, value_scales, own, is_value, SCALED), mask=is_value)
+
+    if NORM:
         # Query and key heads have a weight each.
         of_query = query_weight + head * 0 + i
         of_key = key_weight + head * 0 + i

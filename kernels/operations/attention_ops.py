@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, TileKind
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm, RowNorm
 
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
@@ -122,7 +122,7 @@ class StepTiles(Protocol):
         """Write the numbers of these rows; False: there is no room for them."""
         ...
 
-    def by_window(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
+    def by_kind(self, numbers: torch.Tensor) -> Mapping[TileKind, torch.Tensor]:
         """Parts of `numbers` [count] int32 on the device, without a copy, as `PagedRows.tiles`."""
         ...
 
@@ -130,17 +130,19 @@ class StepTiles(Protocol):
 class PrepareCapture(Protocol):
     """Choose, once, how a model's steps are captured."""
 
-    def __call__(self, heads: Heads, windows: Sequence[int | None], rows: int) -> StepTiles:
-        """For layers of these different windows, and steps of up to so many rows."""
+    def __call__(self, shapes: Sequence[Heads], rows: int) -> StepTiles:
+        """For layers of these shapes, and steps of up to so many rows."""
         ...
 
 
 class Heads(NamedTuple):
-    """The shape of a model's attention."""
+    """The shape of a layer's attention."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    #: How many positions back a token sees, itself included; None: all.
+    window: int | None
     dtype: torch.dtype
     device: torch.device
 

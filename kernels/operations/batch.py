@@ -15,6 +15,9 @@ from tokenpod.kernels.operations.adapter_ops import AdapterPlan
 #: A run of adjacent KV slots: [first, end).
 Run = tuple[int, int]
 
+#: What tiles of rows with several tokens depend on: a layer's window, and the most queries of one.
+TileKind = tuple[int | None, int]
+
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
@@ -29,8 +32,8 @@ class PagedRows:
     b_start: torch.Tensor
     #: [B] int32: tokens of KV per row after this step, these tokens included.
     b_context: torch.Tensor
-    #: In a captured step, what its rows with several tokens are, by window: see `ops.StepTiles`.
-    tiles: Mapping[int | None, torch.Tensor] | None = None
+    #: In a captured step, what its rows with several tokens are: see `StepTiles`.
+    tiles: Mapping[TileKind, torch.Tensor] | None = None
     #: [T] int64: each token's row of `row_table`; None where nobody asks by token.
     t_row: torch.Tensor | None = None
 

@@ -31,13 +31,15 @@ class RowNorm(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm over each head of queries and keys, before rotation."""
+    """RMS norm over each head of queries and keys, before rotation, and perhaps of values."""
 
     #: [D]
     query_weight: torch.Tensor
     #: [D]
     key_weight: torch.Tensor
     epsilon: float
+    #: Values are normed too, without a weight.
+    values: bool = False
 
 
 #: x [T, hidden], changed in place, and rows of a table, [T] int64; it may not have some of them.

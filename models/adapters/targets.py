@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tokenpod.models.families.family import Family
-from tokenpod.models.names import head_name, weights_of
+from tokenpod.models.names import head_name
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weight_table import weights_of
 from tokenpod.models.weights import HEAD, Division, Source, Weight
 
 _ALIGNMENT = 16

@@ -15,9 +15,9 @@ import torch
 
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.encoders import encoded
+from tokenpod.models.attention import Attention
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Attention
 from tokenpod.models.rope import head_order
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
@@ -147,24 +147,30 @@ def read_tensor(file: TensorFile, name: str) -> torch.Tensor:
 
 def _prefix_width(spec: ModelSpec, source: str) -> int:
     """Numbers of one token, in all layers. Raises ModelError for a cache of another kind."""
-    if spec.latent is not None:
+    layouts = set(spec.kv_layouts)
+    if any(layout.shared for layout in layouts):
         raise ModelError(
             f"{source}: {spec.architecture} caches latent rows: prefix tuning has keys and values"
             " of heads, which are not served with it"
         )
-    return len(spec.layers) * spec.kv.numbers
+    if len(layouts) > 1 or len(spec.storing) < len(spec.layers):
+        raise ModelError(
+            f"{source}: layers of {spec.architecture} have key/value heads of several shapes, or"
+            " share them: prefix tuning has one shape, and all layers"
+        )
+    return sum(layout.numbers for layout in spec.kv_layouts)
 
 
 def _cut(numbers: torch.Tensor, base: VirtualBase) -> torch.Tensor:
     """This rank's heads, keys in the order in which the model holds them."""
-    spec, kv = base.spec, base.spec.kv
+    spec, kv = base.spec, base.spec.kv_layouts[0]
     own = base.shard.part(Axis(kv.heads * kv.key_dim, Division.KEY, unit=kv.key_dim))
     heads = slice(own.start // kv.key_dim, own.stop // kv.key_dim)
     by_layer = numbers.view(len(numbers), len(spec.layers), 2, kv.heads, kv.key_dim)
     found = by_layer.permute(1, 2, 0, 3, 4)[:, :, :, heads].contiguous()
     for at, layer in enumerate(spec.layers):
-        assert isinstance(layer.attention, Attention), "prefixes of latent rows are refused"
-        order = head_order(layer.attention.positions, kv.key_dim)
+        assert isinstance(layer.mixer, Attention), "prefixes of latent rows are refused"
+        order = head_order(layer.mixer.positions, kv.key_dim)
         if order is not None:
             found[at, 0] = found[at, 0][..., list(order)]
     return found

@@ -14,6 +14,7 @@ from tokenpod.models.families.family import Family
 from tokenpod.models.families.gemma import GEMMA
 from tokenpod.models.families.gemma2 import GEMMA2
 from tokenpod.models.families.gemma3 import GEMMA3
+from tokenpod.models.families.gemma4 import GEMMA4
 from tokenpod.models.families.glm import GLM, GLM4
 from tokenpod.models.families.glm4_moe import GLM4_MOE
 from tokenpod.models.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -43,6 +44,7 @@ from tokenpod.models.families.phimoe import PHIMOE
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.families.qwen2_moe import QWEN2_MOE
 from tokenpod.models.families.qwen3 import QWEN3
+from tokenpod.models.families.qwen3_5 import QWEN3_5
 from tokenpod.models.families.qwen3_moe import QWEN3_MOE
 from tokenpod.models.families.seed_oss import SEED_OSS
 from tokenpod.models.families.smollm3 import SMOLLM3
@@ -66,6 +68,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GLM,
     GLM4,
     GLM4_MOE,
@@ -100,6 +103,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5,
     QWEN3_MOE,
     SEED_OSS,
     SMOLLM3,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.models.families.alibi import alibi_of
-from tokenpod.models.families.family import Family, gated_decoder, with_attention
+from tokenpod.models.families.family import Family, attention_of, gated_decoder, with_attention
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Fused, Names
 from tokenpod.models.spec import ModelSpec
@@ -22,7 +22,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
         fields = fields.defaulting(max_position_embeddings=length)
     spec = gated_decoder(fields, served)
     if sloped:
-        spec = with_attention(spec, positions=alibi_of(spec.heads))
+        spec = with_attention(spec, positions=alibi_of(attention_of(spec.layers[0]).heads))
     normalised = spec.vocab_size == SECOND_VOCABULARY
     return replace(spec, head=replace(spec.head, normalised=normalised))
 

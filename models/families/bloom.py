@@ -7,8 +7,9 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.families.family import Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Norm, Norms
+from tokenpod.models.layer_spec import LayerSpec, Norms
 from tokenpod.models.names import Fused, Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import Embedding, ModelSpec
 
 

@@ -14,7 +14,9 @@ from tokenpod.models.families.family import (
     without_rope,
 )
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norm, NormOver, Norms
+from tokenpod.models.head_steps import NormOver
+from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norms
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import ModelSpec
 
 

@@ -14,10 +14,13 @@ from tokenpod.models.families.experts import (
     stacked,
     with_experts,
 )
-from tokenpod.models.families.family import Family, each_layer, gated_decoder
+from tokenpod.models.families.family import Family, attention_of, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Experts, Latent, Norm, Rope
+from tokenpod.models.latent import Latent
+from tokenpod.models.layer_spec import Experts
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Rope
 from tokenpod.models.rope import yarn_temperature
 from tokenpod.models.spec import ModelSpec
 
@@ -70,7 +73,8 @@ def latent_decoder(fields: Fields, served: int | None, *, interleaved: bool) -> 
     heads = fields.values.get("num_attention_heads")
     same = fields.replacing(head_dim=rope_dim, num_key_value_heads=heads)
     spec = gated_decoder(same, served, interleaved=interleaved)
-    rope = spec.layers[0].attention.positions
+    own = attention_of(spec.layers[0])
+    rope = own.positions
     assert isinstance(rope, Rope)
     nope_dim = fields.integer("qk_nope_head_dim", 128, most=1 << 12)
     # What follows from these two, under names that others write differently.
@@ -80,7 +84,7 @@ def latent_decoder(fields: Fields, served: int | None, *, interleaved: bool) -> 
     ranked = fields.values.get("q_lora_rank", 1536) is not None
     norm = Norm("rms", _EPSILON)
     attention = Latent(
-        heads=spec.heads,
+        heads=own.heads,
         kv_rank=fields.integer("kv_lora_rank", 512, most=1 << 14),
         nope_dim=nope_dim,
         rope_dim=rope_dim,
@@ -91,7 +95,7 @@ def latent_decoder(fields: Fields, served: int | None, *, interleaved: bool) -> 
         query_rank=fields.integer("q_lora_rank", 1536, most=1 << 16) if ranked else None,
         query_norm=norm if ranked else None,
     )
-    return each_layer(spec, lambda layer: replace(layer, attention=attention))
+    return each_layer(spec, lambda layer: replace(layer, mixer=attention))
 
 
 # Layers beyond the last one predict further tokens: `models.mtp` reads them.

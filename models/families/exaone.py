@@ -11,8 +11,8 @@ from tokenpod.models.families.family import (
     without_rope,
 )
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Norm
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import ModelSpec
 
 

@@ -12,8 +12,10 @@ from tokenpod.models.families.family import (
     sizes_of,
 )
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import SAME, Alibi, Join, LayerSpec, Norm, Norms, Rope
+from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norms
 from tokenpod.models.names import Fused, Names
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Alibi, Rope
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import ModelSpec
 

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.models.attention import Attention
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Alibi, Attention, LayerSpec, Mlp, Norm, Norms, Rope
+from tokenpod.models.layer_spec import LayerSpec, Mlp, Norms
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Alibi, Rope
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import Head, ModelSpec
 
@@ -34,6 +37,12 @@ LLAMA_NAMES = Names()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def _all(fields: Fields) -> bool:
+    """Whatever a config says."""
+    del fields
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A group of architectures that one map from config.json and one set of names describe."""
@@ -49,6 +58,8 @@ class Family:
     layouts: tuple[Callable[[Names], Names], ...] = ()
     #: Kinds of `quantization_config` whose tensors a layout names.
     quantised: tuple[str, ...] = ()
+    #: Which models of these architectures are ours, by config.json; transformers has the others.
+    takes: Callable[[Fields], bool] = _all
 
     def names_of(self, spec: ModelSpec) -> tuple[Names, ...]:
         """Of a model, by layout."""
@@ -198,7 +209,13 @@ def with_attention(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 def changed(layer: LayerSpec, **changes: Any) -> LayerSpec:
     """The same with other fields of its attention."""
-    return replace(layer, attention=replace(layer.attention, **changes))
+    return replace(layer, mixer=replace(attention_of(layer), **changes))
+
+
+def attention_of(layer: LayerSpec) -> Attention:
+    """Of a layer that has heads."""
+    assert isinstance(layer.mixer, Attention)
+    return layer.mixer
 
 
 def norms_behind(spec: ModelSpec) -> ModelSpec:

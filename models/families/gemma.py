@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
-from tokenpod.models.families.family import Family, changed, each_layer, gated_decoder
+from tokenpod.models.families.family import Family, attention_of, changed, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Attention, LayerSpec, Mlp, Norm, Norms
+from tokenpod.models.layer_spec import LayerSpec, Mlp, Norms
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import Embedding, ModelSpec
 
 
@@ -27,8 +28,8 @@ def gemma_decoder(
     own = norms(norm)
 
     def layer(layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.attention, Attention)
-        return replace(changed(layer, qk_norm=layer.attention.qk_norm and norm), norms=own)
+        qk_norm = attention_of(layer).qk_norm and norm
+        return replace(changed(layer, qk_norm=qk_norm), norms=own)
 
     embedding = Embedding(scale=spec.hidden_size**0.5, scales_given=False)
     return replace(each_layer(spec, layer), norm=norm, embedding=embedding)

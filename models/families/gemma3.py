@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.models.families.family import Family, each_layer, windows_but_every, with_attention
+from tokenpod.models.families.family import (
+    Family,
+    attention_of,
+    changed,
+    each_layer,
+    windows_but_every,
+    with_attention,
+)
 from tokenpod.models.families.gemma import gemma_decoder
 from tokenpod.models.families.gemma2 import NAMES
 from tokenpod.models.fields import Fields
@@ -36,7 +43,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     )
     near = rope_of(
         fields,
-        spec.kv.key_dim,
+        attention_of(spec.layers[0]).head_dim,
         spec.max_positions,
         served=served,
         theta_name="rope_local_base_freq",
@@ -44,9 +51,9 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     )
 
     def layer(own: LayerSpec) -> LayerSpec:
-        if own.attention.window is None:
+        if attention_of(own).window is None:
             return own
-        return replace(own, attention=replace(own.attention, positions=near))
+        return changed(own, positions=near)
 
     scale = fields.real("query_pre_attn_scalar", 256.0) ** -0.5
     head = replace(spec.head, softcap=fields.optional_real("final_logit_softcapping", None))

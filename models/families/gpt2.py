@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-from tokenpod.models.families.family import Family, each_layer, with_attention
+from tokenpod.models.families.family import Family, changed, each_layer, with_attention
 from tokenpod.models.families.learned import NAMES, learned_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.spec import ModelSpec
@@ -16,9 +16,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     if not fields.flag("scale_attn_by_inverse_layer_idx", False):
         return with_attention(spec, scale=scale)
     number = count(1)
-    return each_layer(
-        spec, lambda x: replace(x, attention=replace(x.attention, scale=scale / next(number)))
-    )
+    return each_layer(spec, lambda layer: changed(layer, scale=scale / next(number)))
 
 
 GPT2 = Family(

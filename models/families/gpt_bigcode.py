@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.models.families.family import Family, with_attention
+from tokenpod.models.families.family import Family, attention_of, with_attention
 from tokenpod.models.families.learned import NAMES, learned_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Fused, Names
@@ -19,7 +19,9 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
 
 def _names(spec: ModelSpec) -> Names:
     """One head for all: first all queries, then its key and value; else head by head."""
-    return replace(NAMES, qkv=Fused("attn.c_attn", by_heads=spec.kv.heads == spec.heads))
+    attention = attention_of(spec.layers[0])
+    by_heads = attention.kv_heads == attention.heads
+    return replace(NAMES, qkv=Fused("attn.c_attn", by_heads=by_heads))
 
 
 GPT_BIGCODE = Family(("GPTBigCodeForCausalLM",), _spec, _names, prefixes=("transformer.", ""))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Join, LayerSpec, Norm, Norms
+from tokenpod.models.layer_spec import Join, LayerSpec, Norms
 from tokenpod.models.names import Fused, Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.rope import DEFAULT_THETA, rope_of
 from tokenpod.models.spec import ModelSpec
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norm, Norms
+from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norms
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import ModelSpec
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tokenpod.models.families.family import ACTIVATIONS, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Norm, Norms
+from tokenpod.models.layer_spec import LayerSpec, Norms
 from tokenpod.models.names import Fused, Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import Embedding, ModelSpec, Positions
 
 NAMES = Names(

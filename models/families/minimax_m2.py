@@ -10,7 +10,7 @@ from tokenpod.models.expert_names import experts_apart
 from tokenpod.models.families.experts import experts_of, stacked, with_experts
 from tokenpod.models.families.family import Family, gated_decoder, with_attention
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import NormOver
+from tokenpod.models.head_steps import NormOver
 from tokenpod.models.names import Names
 from tokenpod.models.spec import ModelSpec
 

@@ -9,7 +9,7 @@ from tokenpod.models.families.family import (
     with_attention,
 )
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import QueryGrowth
+from tokenpod.models.head_steps import QueryGrowth
 from tokenpod.models.rope import rope_parameters
 from tokenpod.models.spec import ModelSpec
 

@@ -8,8 +8,9 @@ from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.families.family import Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Norm, Norms
+from tokenpod.models.layer_spec import LayerSpec, Norms
 from tokenpod.models.names import Fused, Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import ModelSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenpod.models.families.family import Family, gated_decoder, with_attention
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Norm
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import ModelSpec
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tokenpod.models.families.family import (
     NAMES_BEHIND,
     Family,
+    attention_of,
+    changed,
     each_layer,
     gated_decoder,
     norms_behind,
@@ -15,7 +16,8 @@ from tokenpod.models.families.family import (
     with_attention,
 )
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, NormOver
+from tokenpod.models.head_steps import NormOver
+from tokenpod.models.layer_spec import LayerSpec
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import ModelSpec
 
@@ -31,13 +33,18 @@ def _olmo3(fields: Fields, served: int | None) -> ModelSpec:
     kinds = ("full_attention", "sliding_attention")
     spec = _olmo2(fields, served, windows=_windows, theta=5e5, layer_type=kinds[0])
     near = rope_of(
-        fields, spec.kv.key_dim, spec.max_positions, served=served, theta=5e5, layer_type=kinds[1]
+        fields,
+        attention_of(spec.layers[0]).head_dim,
+        spec.max_positions,
+        served=served,
+        theta=5e5,
+        layer_type=kinds[1],
     )
 
     def layer(own: LayerSpec) -> LayerSpec:
-        if own.attention.window is None:
+        if attention_of(own).window is None:
             return own
-        return replace(own, attention=replace(own.attention, positions=near))
+        return changed(own, positions=near)
 
     return each_layer(spec, layer)
 

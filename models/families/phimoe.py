@@ -9,8 +9,8 @@ from tokenpod.models.expert_names import experts_apart
 from tokenpod.models.families.experts import experts_of, stacked, with_experts
 from tokenpod.models.families.family import Family, gated_decoder, some_window
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Norm
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import ModelSpec
 
 

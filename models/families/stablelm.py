@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from tokenpod.models.families.family import Family, each_layer, gated_decoder, with_attention
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norm, NormOver, Norms
+from tokenpod.models.head_steps import NormOver
+from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norms
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import ModelSpec
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tokenpod.models.families.family import Family, gated_decoder, some_window
 from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Norm
 from tokenpod.models.names import Names
+from tokenpod.models.norms import Norm
 from tokenpod.models.spec import ModelSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.operations.attention_ops import Heads, KVScales, StepTiles
+from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
@@ -110,8 +110,8 @@ class TransformersModel(ABC):
     #: Steps are launched call by call: transformers' code may look at values on the host.
     captures = False
     #: None: pools of 8 bits are refused.
-    kv_scales: KVScales | None = None
-    pool_class: type[KVPool] = KVPool
+    kv_scales: Sequence[KVScales] | None = None
+    pool_class: Callable[..., KVPool] = KVPool
 
     def __init__(
         self, spec: TierSpec, halves: Halves, ops: Operations, unused: Mapping[str, int]
@@ -159,7 +159,7 @@ class TransformersModel(ABC):
     def prepare_capture(self, rows: int) -> StepTiles:
         """Nothing is captured, so nothing has tiles."""
         assert self._ops.prepare_capture is not None, "these operations are not captured"
-        return self._ops.prepare_capture(Heads(1, 1, 1, self._dtype, self._device), [], rows)
+        return self._ops.prepare_capture([], rows)
 
 
 class TierModel(TransformersModel):

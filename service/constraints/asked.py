@@ -8,11 +8,11 @@ from collections.abc import Generator
 from typing import TypeVar
 
 from tokenpod.core.constraints import Choice, Constraint, Grammar, JsonSchema, Regex
+from tokenpod.service.calls.call import AskedConstraint, ConstraintKind
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.constraints.json_schema import SchemaError, check_schema, read_schema
 from tokenpod.service.constraints.regex import problem_of
 from tokenpod.service.constraints.structural_tag import read_tags, tagged_of
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import AskedConstraint, ConstraintKind
 
 _Made = TypeVar("_Made")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tokenpod.service.rpc.errors import FieldError, InvalidArgument
+from tokenpod.service.calls.errors import FieldError, InvalidArgument
 
 #: Token ids that are copied before others get their turn: some milliseconds.
 _SLICE_IDS = 32_768

@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tokenpod.service.dialects import validate
-from tokenpod.service.serving.calls import GenerateCall
-from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.sample import Sample
+from tokenpod.service.calls.call import GenerateCall
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.limits import check_request_id
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.text.tokenizer import Tokenizer
 
 #: Metadata of a call, and of its answer: the request's name.
@@ -145,7 +144,7 @@ def request_id_of(named: str, context: Any, key: str = REQUEST_ID_KEY) -> str:
     for name, value in context.invocation_metadata() or ():
         if name == key and value:
             found = value if isinstance(value, str) else value.decode("ascii", "replace")
-            validate.check_request_id(found, f"metadata {key}")
+            check_request_id(found, f"metadata {key}")
             return found
     return uuid.uuid4().hex
 

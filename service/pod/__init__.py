@@ -1,1 +1,1 @@
-"""The processes of a pod: start-up, membership in a group, drain and shutdown."""
+"""The other processes of a pod: engines, ranks and front ends, and the links to them."""

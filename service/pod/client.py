@@ -32,8 +32,8 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, Load, StepOutputs
 from tokenpod.core.requests import Request
+from tokenpod.service.calls.errors import Unavailable
 from tokenpod.service.pod.sinks import Sink, Sinks
-from tokenpod.service.rpc.errors import Unavailable
 
 _LOST = "the model's engine was lost; retry"
 #: The load of an engine that has not reported one yet.

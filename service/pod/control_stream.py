@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from tokenpod.core.async_link import AsyncLink
 from tokenpod.core.group_messages import Drain, FromRank, Joined, Pulse, Waiting
 from tokenpod.core.messages import Broken
-from tokenpod.service.rpc.errors import Unavailable
+from tokenpod.service.calls.errors import Unavailable
 
 
 class ControlStream(AsyncLink[FromRank]):

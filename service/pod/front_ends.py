@@ -32,12 +32,12 @@ from typing import Any
 import msgspec
 
 from tokenpod.core.silence import BEAT_SECONDS, Silence
-from tokenpod.service.pod.counters import PodCounters
+from tokenpod.service.admission.counters import PodCounters
 
 log = logging.getLogger("tokenpod")
 
 #: -P: nothing is imported from the working directory.
-_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.pod.front_end")
+_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.front_end")
 _POLL_SECONDS = 0.1
 #: Seconds without a heartbeat after which a front end counts as hung: while it serves, and while
 #: one that replaces another starts.

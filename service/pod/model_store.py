@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tokenpod.core.messages import MTP
-from tokenpod.service.config import ServerSettings, hub_cache
+from tokenpod.service.config.sources import ServerSettings, hub_cache
 
 EMBEDDED = "demo"
 
@@ -34,7 +34,8 @@ def model_folder(settings: ServerSettings) -> Path:
     # Only now: a server that does not download does without its libraries.
     from tokenpod.service.download.download import download
     from tokenpod.service.download.progress import DownloadBar
-    from tokenpod.service.download.store import DownloadError, store_of
+    from tokenpod.service.download.store import DownloadError
+    from tokenpod.service.download.stores import store_of
 
     bar = DownloadBar(settings.model_id)
     try:

@@ -11,7 +11,8 @@ import msgspec
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.placement import Placement, ShardTls
-from tokenpod.service.config import ServerSettings, host_of
+from tokenpod.service.config.resolved import host_of
+from tokenpod.service.config.sources import ServerSettings
 
 
 def lone_options(

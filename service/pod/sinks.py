@@ -19,7 +19,7 @@ from tokenpod.core.outputs import (
     StepOutputs,
     Top,
 )
-from tokenpod.service.rpc.errors import Internal
+from tokenpod.service.calls.errors import Internal
 
 log = logging.getLogger("tokenpod.client")
 

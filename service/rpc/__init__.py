@@ -1,1 +1,1 @@
-"""What every call passes: interceptors, limits, admission, health, reflection, the sockets."""
+"""What every call passes: interceptors, limits on messages, health, reflection, the sockets."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.listen import StartError
 
 log = logging.getLogger("tokenpod")

@@ -32,10 +32,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.core.silence import Listening
+from tokenpod.service.admission.admission import RETRY_SECONDS
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.calls.errors import ResourceExhausted
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.rpc.admission import RETRY_SECONDS
-from tokenpod.service.rpc.errors import ResourceExhausted
 from tokenpod.service.rpc.intake import Intake
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.listen import CONNECTION_TIMES, bind

@@ -19,8 +19,10 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
+from tokenpod.service.admission.late_messages import LATE_SECONDS, LateMessages
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import DeadlineExceeded, InvalidArgument
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.interceptors import (
     Context,
     Handler,
@@ -29,13 +31,20 @@ from tokenpod.service.rpc.interceptors import (
     behaviour_of,
     unparsed,
 )
-from tokenpod.service.rpc.late_messages import LATE_SECONDS, LateMessages
-from tokenpod.service.rpc.memory_budget import MemoryBudget
 from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits
-from tokenpod.service.rpc.wire import WHOLE, Shape, count, fault_in, shape_of
-from tokenpod.service.rpc.wire_rules import LENIENT, Rules, Strict, rules_of
-from tokenpod.service.rpc.wire_types import Malformed
-from tokenpod.service.serving.backend import Backend
+from tokenpod.service.rpc.services import Services
+from tokenpod.service.rpc.wire import (
+    LENIENT,
+    WHOLE,
+    Malformed,
+    Rules,
+    Shape,
+    Strict,
+    count,
+    fault_in,
+    rules_of,
+    shape_of,
+)
 
 #: Seconds that a message may take to arrive, and bytes of it that count as one second more: the
 #: longest message of a method sets its time, since what has arrived of a message can't be seen. A
@@ -57,18 +66,18 @@ def open_to_all(method: str, seconds: float | None) -> MemoryBudget | None:
     return None
 
 
-def intake_of(settings: ServerSettings, backend: Backend, *, trusted: bool = False) -> Intake:
+def intake_of(settings: ServerSettings, services: Services, *, trusted: bool = False) -> Intake:
     """A listener's, by the operator's settings. `trusted`: routers alone can reach it."""
-    limits = backend.table.limits(
+    limits = services.table.limits(
         max_logit_bias=settings.max_logit_bias,
         max_stop_sequences=settings.max_stop_sequences,
         trusted=trusted,
         strict=settings.unknown_fields == "refuse",
     )
     if trusted:
-        return Intake(limits, backend.check, longest=settings.max_router_message_bytes)
-    late, longest = backend.admission.late, settings.max_message_bytes
-    return Intake(limits, backend.check, late, longest=longest)
+        return Intake(limits, services.check, longest=settings.max_router_message_bytes)
+    late, longest = services.admission.late, settings.max_message_bytes
+    return Intake(limits, services.check, late, longest=longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
 import logging
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from tokenpod.service.rpc.errors import Internal, ServiceError, Unauthenticated
+from tokenpod.service.calls.errors import Internal, ServiceError, Unauthenticated
 from tokenpod.service.rpc.token_file import TokenFile
 
 log = logging.getLogger("tokenpod.rpc")
@@ -31,6 +32,8 @@ Context = Any
 #: (request or stream of requests, context) -> response, or None where it writes a stream.
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
+#: Metadata in which a caller shows its token.
+TOKEN_KEY = "authorization"  # noqa: S105 (a name, not a token)
 _NO_TOKEN = "the call has no token"  # noqa: S105 (a text, not a token)
 
 
@@ -91,7 +94,7 @@ class AuthInterceptor(Interceptor):
             return handler
         if self._only is not None and details.method not in self._only:
             return handler
-        given = metadata_of(details, "authorization")
+        given = metadata_of(details, TOKEN_KEY)
         # With two tokens, a proxy before this server may have checked the other one.
         if len(given) == 1 and self._knows(given[0]):
             return handler
@@ -105,6 +108,17 @@ class AuthInterceptor(Interceptor):
         if scheme.lower() != "bearer" or not token:
             return False
         return self._tokens.knows(token.strip().encode())
+
+
+def caller_of(context: Any) -> str:
+    """A caller's identity as a digest: its certificate and its token; the same for all without."""
+    digest = hashlib.blake2b(digest_size=8)
+    for identity in context.peer_identities() or ():
+        digest.update(b"\0certificate " + identity)
+    for key, value in context.invocation_metadata() or ():
+        if key == TOKEN_KEY:
+            digest.update(b"\0token " + (value.encode() if isinstance(value, str) else value))
+    return digest.hexdigest()
 
 
 # -- handlers of every kind --------------------------------------------------------------------

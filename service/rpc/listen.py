@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import grpc
 
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.rpc.methods import MethodTable, add_methods
+from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.serving.backend import Backend
+from tokenpod.service.rpc.services import Services, add_methods
 
 #: gRPC's own "never", for times in milliseconds.
 _NEVER_MS = 2**31 - 1
@@ -70,7 +70,7 @@ def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tupl
 
 def public_server(
     settings: ServerSettings,
-    backend: Backend,
+    services: Services,
     recording: Sequence[grpc.aio.ServerInterceptor],
     relay: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, Closing]:
@@ -80,18 +80,18 @@ def public_server(
         recording: interceptors of telemetry; outermost.
         relay: interceptor of a further front end; innermost.
     """
-    table = backend.table
+    table = services.table
     closing = Closing(settings.resolved_concurrent_requests, table.open)
     token = settings.auth_token_file
     exempt = table.open | table.of_adapters
     authorising = [AuthInterceptor(token, exempt)] if token is not None else []
     authorising += authorising_adapters(settings, table)
-    inner = [closing, intake_of(settings, backend), *relay]
+    inner = [closing, intake_of(settings, services), *relay]
     server = grpc.aio.server(
         interceptors=[*recording, ErrorInterceptor(), *authorising, *inner],
         options=channel_options(settings, shared_port=settings.resolved_front_ends > 1),
     )
-    add_methods(backend, server)
+    add_methods(services, server)
     enable_reflection(table, server)
     return server, closing
 

@@ -8,23 +8,17 @@ name. docs/contract.md shows the whole table, and a test compares the two.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
-
-if TYPE_CHECKING:
-    # It is made of services that know the rows.
-    from tokenpod.service.serving.backend import Backend
 
 #: For messages up to this size the limits on fields and elements hold as they are; larger ones,
 #: which come from routers' sockets alone, may hold more in proportion.
@@ -64,8 +58,8 @@ class Gate(enum.Enum):
 class MethodLimits:
     """What one message of a method may be.
 
-    The numbers are about what is believable, not about what is allowed: validate.py says that, by
-    names and values. Whatever passes here is parsed and checked in a few milliseconds.
+    The numbers are about what is believable, not about what is allowed: calls/limits.py says
+    that, by names and values. Whatever passes here is parsed and checked in a few milliseconds.
 
     Args:
         bytes: at most; None: what the listener takes.
@@ -231,23 +225,3 @@ class MethodTable:
             return replace(own, size=size, strict=row.strict and strict)
 
         return {row.name: limits(row) for row in self}
-
-
-def add_methods(backend: Backend, server: grpc.aio.Server) -> None:
-    """Serve every rpc of the table that is not grpcio's own."""
-    services: dict[str, dict[str, Any]] = {}
-    for row in backend.table:
-        if row.serve is None:
-            continue
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if row.streams
-            else grpc.unary_unary_rpc_method_handler
-        )
-        services.setdefault(row.service, {})[row.name.rpartition("/")[2]] = make(
-            functools.partial(row.serve, backend),
-            request_deserializer=row.request.FromString,
-            response_serializer=row.response.SerializeToString,
-        )
-    handlers = [grpc.method_handlers_generic_handler(*each) for each in services.items()]
-    server.add_generic_rpc_handlers(tuple(handlers))

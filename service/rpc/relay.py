@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import Unauthenticated
+from tokenpod.service.calls.errors import Unauthenticated
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import (
@@ -30,8 +30,8 @@ from tokenpod.service.rpc.interceptors import (
     metadata_of,
     refusing,
 )
-from tokenpod.service.rpc.methods import Method, MethodTable, add_methods
-from tokenpod.service.serving.backend import Backend
+from tokenpod.service.rpc.methods import Method, MethodTable
+from tokenpod.service.rpc.services import Services, add_methods
 
 #: Metadata of a relayed call: the secret that the front ends share.
 SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)
@@ -44,7 +44,7 @@ _CONTRACT = frozenset({"grpc-status-details-bin", "grpc-retry-pushback-ms"})
 
 
 async def serve_relay(
-    settings: ServerSettings, backend: Backend, board: HealthBoard
+    settings: ServerSettings, services: Services, board: HealthBoard
 ) -> tuple[grpc.aio.Server, str, str]:
     """Serve the further front ends; the server, its address and the secret that it asks for.
 
@@ -54,15 +54,15 @@ async def serve_relay(
     """
     secret = secrets.token_hex(32)
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), RelayGuard(secret), intake_of(settings, backend)],
+        interceptors=[ErrorInterceptor(), RelayGuard(secret), intake_of(settings, services)],
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", most_connections(settings)),
         ],
     )
-    add_methods(backend, server)
-    await board.add_to(server, backend.table.served)
+    add_methods(services, server)
+    await board.add_to(server, services.table.served)
     address = f"unix-abstract:tokenpod-{secrets.token_hex(8)}"
     server.add_insecure_port(address)
     await server.start()

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 
 import grpc
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.config_rules import SOCKET_SUFFIX
+from tokenpod.service.config.rules import SOCKET_SUFFIX
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError, bind
-from tokenpod.service.rpc.methods import add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.serving.backend import Backend
+from tokenpod.service.rpc.services import Services, add_methods
 
 
 class RouterSocket:
@@ -43,7 +42,7 @@ class RouterSocket:
         cls,
         settings: ServerSettings,
         path: str,
-        backend: Backend,
+        services: Services,
         board: HealthBoard,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> RouterSocket:
@@ -55,9 +54,9 @@ class RouterSocket:
                 ("grpc.max_send_message_length", -1),
             ],
         )
-        add_methods(backend, server)
-        await board.add_to(server, backend.table.served)
-        enable_reflection(backend.table, server)
+        add_methods(services, server)
+        await board.add_to(server, services.table.served)
+        enable_reflection(services.table, server)
         hidden = path + SOCKET_SUFFIX
         for each in (path, hidden):
             _free(each)

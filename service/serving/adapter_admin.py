@@ -9,9 +9,8 @@ from pathlib import Path
 from tokenpod.core.adapter_files import CONFIG, folder_within
 from tokenpod.core.messages import AdapterDone, AdapterFacts, LoadAdapter, UnloadAdapter
 from tokenpod.core.outputs import FailureCode
-from tokenpod.service.config_rules import MOST_ADAPTER_NAME_BYTES
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import (
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -19,6 +18,7 @@ from tokenpod.service.rpc.errors import (
     ServiceError,
     Unavailable,
 )
+from tokenpod.service.config.resolved import MOST_ADAPTER_NAME_BYTES
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.serving import Serving
 

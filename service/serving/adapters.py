@@ -9,7 +9,7 @@ from msgspec import structs
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.messages import AdapterFacts
 from tokenpod.core.requests import Request
-from tokenpod.service.rpc.errors import NotFound
+from tokenpod.service.calls.errors import NotFound
 
 #: Names that an error lists, and characters of one that it repeats.
 _MOST_LISTED, _MOST_SHOWN = 20, 100

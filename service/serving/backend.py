@@ -1,20 +1,19 @@
-"""What the handlers of every dialect call: the services of a pod, and whether they are ready."""
+"""What the handlers of every dialect call: the services of a pod."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import FailedPrecondition, Unavailable
-from tokenpod.service.rpc.memory_budget import MemoryBudget
-from tokenpod.service.rpc.methods import Gate, MethodTable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.rpc.methods import MethodTable
+from tokenpod.service.rpc.services import Services
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.shard import ShardService
 
 
-class Backend:
-    """The services behind the rpcs of a table.
+class Backend(Services):
+    """Streams of text, routers' batches, and what a pod says of itself.
 
     Args:
         table: the rpcs.
@@ -33,18 +32,13 @@ class Backend:
         *,
         relays: bool = False,
     ) -> None:
-        self.table = table
-        self._relays = relays
-        self.admission = admission
+        super().__init__(table, admission, relays=relays)
         self.generate = generate
         self.healthy = healthy
         self.model_id = ""
-        #: Where the pod that generates is, as host:port; "": it is this one.
-        self.leader_address = ""
         #: Addresses of the shards that a router is to call.
         self.urls: Sequence[str] = ()
         self._shard: ShardService | None = None
-        self._ready: Ready | None = None
 
     def start(self, ready: Ready, shard: ShardService, *, model_id: str, url: str) -> None:
         """The model is ready, and routers reach this pod at `url`."""
@@ -55,46 +49,6 @@ class Backend:
         """The model is ready, and this pod follows the one at `leader_address`."""
         self.model_id, self.leader_address, self.urls = model_id, leader_address, [leader_address]
         self._ready, self._shard = ready, None
-
-    def check(self, method: str, remaining: float | None = None) -> MemoryBudget | None:
-        """Raise what a call of `method` would be refused with, whatever its message says.
-
-        Args:
-            method: its full name.
-            remaining: seconds until the call's deadline; None: it has none.
-
-        Returns:
-            Where the bytes of a message that passes Gate.QUEUE or ROW are to be counted; None: it
-            needs none to speak of.
-
-        Raises:
-            Unavailable: the server starts or drains, or the engine makes no progress.
-            ResourceExhausted: the queue or the front ends' memory is full, or the call would end
-                after its deadline.
-            FailedPrecondition: this pod follows, and the leader alone answers such calls.
-        """
-        row = self.table[method]
-        queues = row.gate in (Gate.QUEUE, Gate.ROW)
-        if self._relays and row.relayed:
-            return None
-        if row.gate is Gate.READY:
-            _ = self.ready
-        elif queues:
-            self.admission.check_room(remaining if row.gate is Gate.ROW else None)
-        if self.leader_address and not row.on_followers:
-            raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
-        if not queues:
-            return None
-        self.admission.memory.check()
-        return self.admission.memory
-
-    @property
-    def ready(self) -> Ready:
-        """What the engine said of the model. Raises Unavailable until it is ready."""
-        if self._ready is None:
-            self.admission.check_open()
-            raise Unavailable("the model is not loaded yet", retry_after=1.0)
-        return self._ready
 
     @property
     def shard(self) -> ShardService:

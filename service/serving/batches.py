@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tokenpod.service.rpc.errors import NotFound
+from tokenpod.service.calls.errors import NotFound
 from tokenpod.service.serving.routed import RoutedSequence
 
 #: Seconds without a call after which no router is expected any more. One that lives calls again

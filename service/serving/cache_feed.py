@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from tokenpod.core.messages import CacheEvents, FlushCache, WatchCache
+from tokenpod.service.admission.admission import RETRY_SECONDS
+from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.admission import RETRY_SECONDS
-from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 
 #: Listeners at once.
 MOST_LISTENERS = 64

@@ -12,26 +12,55 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from tokenpod.core.messages import Ready
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects import validate
+from msgspec import structs
+
+from tokenpod.core.messages import AdapterFacts, Ready
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.service.admission.admission import Admission, Place
+from tokenpod.service.admission.call_names import NamedCalls
+from tokenpod.service.admission.memory_budget import Lease
+from tokenpod.service.calls.call import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
+from tokenpod.service.calls.errors import AlreadyExists, NotFound, Unimplemented
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.limits import (
+    MOST_RETURNED_IDS,
+    NeverFits,
+    RequestLimits,
+    beam_tops,
+    check_detokenize,
+    check_generate,
+    check_group,
+    check_prompt_tops,
+    check_returned_ids,
+    check_tokens,
+    max_new_tokens,
+)
+from tokenpod.service.calls.sampler_params import check_allowed, sampling_params
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import NotFound
-from tokenpod.service.serving.adapters import Adapters
-from tokenpod.service.serving.admitted import AdmittedCall
+from tokenpod.service.serving.adapters import Adapters, with_adapter
 from tokenpod.service.serving.cache_feed import CacheFeed
-from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
-from tokenpod.service.serving.named import NamedCalls
 from tokenpod.service.serving.serving import Serving, request_limits
-from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
 from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.text.bad_words import token_runs
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.turn import formats_of
+from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 
+if TYPE_CHECKING:
+    from tokenpod.service.telemetry.tracing import ServerCall
+
+log = logging.getLogger("tokenpod.generate")
+
+#: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
+_FOREVER_SECONDS = 1e9
 #: Tokens that are decoded before others get their turn: a few milliseconds of the slowest decoder.
 _SLICE_TOKENS = 128
 #: Characters of a name that an error repeats.
@@ -74,6 +103,7 @@ class GenerateService:
             formats,
             TokenizerArchive(encoder, self._admission.memory),
             adapters,
+            settings.served_name,
         )
         return self._serving
 
@@ -120,18 +150,16 @@ class GenerateService:
         """
         with self._admission.enter():
             serving = self._ready()
-            validate.check_tokens(call, serving.limits)
+            check_tokens(call, serving.limits)
             with self._admission.memory.reserve(prompt_bytes(call.prompt)) as lease:
                 tokenised = await serving.encoder.encode(
                     call.prompt,
-                    keep=validate.MOST_RETURNED_IDS
-                    if call.return_ids or call.return_offsets
-                    else 0,
+                    keep=MOST_RETURNED_IDS if call.return_ids or call.return_offsets else 0,
                     special=call.add_special_tokens,
                     offsets=call.return_offsets,
                 )
                 if call.return_ids or call.return_offsets:
-                    validate.check_returned_ids(tokenised.count)
+                    check_returned_ids(tokenised.count)
                 lease.resize(lease.size + ID_BYTES * (len(tokenised.ids) + len(tokenised.offsets)))
                 return tokenised
 
@@ -142,7 +170,7 @@ class GenerateService:
         """
         with self._admission.enter():
             serving = self._ready()
-            validate.check_detokenize(ids, serving.limits)
+            check_detokenize(ids, serving.limits)
             with self._admission.memory.reserve(ID_BYTES * len(ids)):
                 detokenizer = serving.tokenizer.detokenizer((), skip_special=skip_special)
                 parts: list[str] = []
@@ -156,3 +184,288 @@ class GenerateService:
         self._admission.check_open()
         assert self._serving is not None, "admission opens once the model is ready"
         return self._serving
+
+
+class AdmittedCall:
+    """A call that holds a place: checked, tokenised, handed to the engine, and reported.
+
+    Args:
+        serving: engine, tokenizer and limits.
+        admission: memory of the front ends, and how long calls take.
+        place: the call's in the queue.
+        named: calls that can be ended by their names.
+        arrived_at: CLOCK_MONOTONIC nanoseconds.
+        recorded: its record in telemetry; None: it has none.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        admission: Admission,
+        place: Place,
+        named: NamedCalls,
+        arrived_at: int,
+        recorded: ServerCall | None,
+    ) -> None:
+        self._serving = serving
+        self._admission = admission
+        self._place = place
+        self._named = named
+        self._arrived_at = arrived_at
+        self._recorded = recorded
+        self._lease: Lease | None = None
+        #: Bytes of what the client asks for, as text and as tokens.
+        self._asked_bytes = 0
+        self._generation: Generation | None = None
+        self._name: int | None = None
+        #: Its end was asked for, by its name.
+        self._unwanted = False
+        self._request_id = self._adapter = ""
+        self._labels: Mapping[str, str] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._serving.tokenizer
+
+    @property
+    def model_id(self) -> str:
+        """The model's name for clients."""
+        return self._serving.model_id
+
+    def hold_name(self, caller: str, request_id: str) -> None:
+        """Be the only call of this caller with this id; raises AlreadyExists if there is one."""
+        self._name = self._named.hold(f"{caller} {request_id}", self._stop)
+        if self._name is None:
+            problem = f"request_id is {request_id!r}; a call of that name is under way"
+            raise AlreadyExists("call", request_id, problem)
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request may ask for."""
+        return self._serving.limits
+
+    def check(self, call: GenerateCall, limits: RequestLimits | None = None) -> None:
+        """Check what can be said before tokenising, and count the prompt's memory.
+
+        `limits`: a protocol's own, where it promises other ones.
+
+        Raises InvalidArgument, NotFound or ResourceExhausted.
+        """
+        self._adapter_of(call)
+        check_generate(call, limits or self._serving.limits)
+        self._serving.check_tools(call)
+        self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
+
+    async def submit(
+        self, call: GenerateCall, request_id: str, remaining: float | None
+    ) -> Generation:
+        """Tokenise a checked call and hand it to the engine; once.
+
+        Args:
+            call: what the client asks for.
+            request_id: names the call in logs and traces.
+            remaining: seconds until its deadline; None: it has none.
+
+        Raises:
+            InvalidArgument: the prompt is too long, or can't be tokenised.
+            ResourceExhausted: too many prompt tokens wait.
+        """
+        assert self._lease is not None, "a call is checked before it is submitted"
+        deadline_at = None
+        if remaining is not None and remaining < _FOREVER_SECONDS:
+            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
+        serving, lease = self._serving, self._lease
+        most = serving.limits.max_input_tokens
+        tokenised = await serving.encoder.encode(
+            call.prompt, keep=min(call.truncate or most, most), calls=serving.called_by(call)
+        )
+        prompt = tokenised.ids
+        before = self._adapter_of(call)
+        new_tokens = self._new_tokens(call, tokenised.count, len(prompt), before)
+        check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
+        bad_words = list[list[int]]()
+        if call.sampling.bad_words:
+            bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
+        constraint = await serving.conforming(call, tokenised)
+        self._asked_bytes = lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words)))
+        lease.resize(self._asked_bytes)
+        self._place.queue(len(prompt))
+        # Found again at the last moment: what has been replaced meanwhile is not asked for.
+        adapter = self._adapter_of(call)
+        if adapter is not before:
+            new_tokens = self._new_tokens(call, tokenised.count, len(prompt), adapter)
+        request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
+        if adapter is not None:
+            request = with_adapter(request, adapter)
+        if constraint is not None and call.beam is not None:
+            field = call.constraint.field if call.constraint else "chat.tool_choice"
+            raise Unimplemented(field, "is not supported beside sampling.beam")
+        constrained = ""
+        if constraint is not None:
+            constrained = call.constraint.field if call.constraint else "constraint"
+        generation = Generation(
+            request,
+            serving.samples_of(call, request, tokenised.rendered_end),
+            self,
+            streamed=call.output.stream,
+            failures_last=call.failures_last,
+            constraint_field=constrained,
+        )
+        # The engine alone keeps the constraint, which may be megabytes of patterns.
+        serving.client.submit(structs.replace(request, constraint=constraint), generation)
+        self._generation, self._request_id = generation, request_id
+        self._labels, self._adapter = call.labels, call.adapter
+        if self._recorded is not None and call.adapter:
+            self._recorded.adapts(call.adapter)
+        if self._unwanted:
+            generation.end()
+        return generation
+
+    def _adapter_of(self, call: GenerateCall) -> AdapterFacts | None:
+        """The adapter that a call names; None: it names none. Raises NotFound."""
+        return self._serving.adapters.find(call.adapter) if call.adapter else None
+
+    def _new_tokens(
+        self, call: GenerateCall, asked: int, kept: int, adapter: AdapterFacts | None
+    ) -> int:
+        """How many tokens each sample may generate, of a prompt of `asked` tokens, `kept` of them.
+
+        Raises NeverFits, or InvalidArgument where there is no token.
+        """
+        limits, stopping = self._serving.limits, call.stopping
+        virtual = 0 if adapter is None else adapter.virtual_tokens
+        try:
+            new_tokens = max_new_tokens(
+                min(asked, call.truncate or asked),
+                stopping.max_new_tokens,
+                limits,
+                shorten=stopping.shorten,
+                virtual_tokens=virtual,
+            )
+            check_group(virtual + kept, new_tokens, call, limits)
+        except NeverFits:
+            self._admission.counters.add(ignored=1)
+            raise
+        return new_tokens
+
+    def end(self) -> None:
+        """Cancel what still runs and report the call; its memory is free."""
+        if self._generation is not None:
+            self._generation.cancel()
+        if self._lease is not None:
+            self._lease.release()
+        if self._name is not None:
+            self._named.give_back(self._name)
+        # Last: what a report raises must not keep memory or a name from other calls.
+        if self._generation is not None:
+            if (seconds := self._generation.ran_seconds) is not None:
+                self._admission.turnover.note(seconds)
+            self._report(self._generation)
+
+    # -- Carrier -------------------------------------------------------------------------------
+
+    @property
+    def step_at(self) -> int:
+        """CLOCK_MONOTONIC nanoseconds at which the step being handed over settled."""
+        return self._serving.client.step_at
+
+    def abort(self, sequence_ids: list[int], *, stopped: bool = False) -> None:
+        """End these in the engine; `stopped`: their outputs are complete."""
+        self._serving.client.abort(sequence_ids, stopped=stopped)
+
+    def begun(self) -> None:
+        """The prompt has been computed: it waits no longer."""
+        self._place.leave_queue()
+
+    def keeps(self, size: int) -> None:
+        """Count the answer, as far as it is kept, besides what the client asks for."""
+        if self._lease is not None:
+            self._lease.resize(self._asked_bytes + size)
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """End the call; what has come so far is its answer."""
+        self._unwanted = True
+        if self._generation is not None:
+            self._generation.end()
+
+    def _report(self, generation: Generation) -> None:
+        # One line for a call; never its text.
+        if log.isEnabledFor(logging.INFO):
+            self._log(generation)
+        if self._recorded is not None:
+            self._recorded.generated(
+                generation,
+                model_id=self._serving.model_id,
+                request_id=self._request_id,
+                adapter=self._adapter,
+                quantization=self._serving.ready.quantization,
+            )
+
+    def _log(self, generation: Generation) -> None:
+        log.info(
+            "generate",
+            extra={
+                "request_id": self._request_id,
+                "prompt_tokens": len(generation.request.prompt),
+                "cached_tokens": generation.cached_tokens,
+                "generated_tokens": generation.generated_tokens,
+                "finished": generation.finished and generation.late_failure is None,
+                **({"adapter": self._adapter} if self._adapter else {}),
+                **({"labels": self._labels} if self._labels else {}),
+            },
+        )
+
+    def _engine_request(
+        self,
+        call: GenerateCall,
+        prompt: list[int],
+        new_tokens: int,
+        bad_words: list[list[int]],
+        deadline_at: int | None,
+    ) -> Request:
+        serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
+        limit = stopping.time_limit_ns
+        eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
+        check_allowed(call, eos, bad_words)
+        ends = frozenset(stopping.stop_token_ids)
+        top_n_tokens = call.output.top_n_tokens
+        if call.beam is not None:
+            top_n_tokens = beam_tops(call.beam, len(eos | ends), serving.limits)
+        return Request(
+            sequence_ids=serving.client.new_sequence_ids(call.sequences),
+            prompt=prompt,
+            sampling=sampling_params(
+                call.sampling, secrets.randbits(64) if seed is None else seed, stopping, bad_words
+            ),
+            stopping=StoppingParams(
+                max_new_tokens=new_tokens,
+                min_new_tokens=min(stopping.min_new_tokens, new_tokens),
+                eos_token_ids=eos,
+                stop_token_ids=ends,
+                time_limit_at=self._arrived_at + limit if limit else None,
+            ),
+            logprobs=call.output.logprobs or call.sequences > 1,
+            top_n_tokens=top_n_tokens,
+            ranks=call.output.ranks,
+            prompt_logprobs=call.output.scores_prompt,
+            prompt_top_n_tokens=min(call.output.prompt_top_n_tokens, serving.limits.vocab_size),
+            prompt_ranks=call.output.prompt_ranks,
+            priority=call.priority,
+            arrived_at=self._arrived_at,
+            deadline_at=deadline_at,
+            begin_by=self._begin_by(deadline_at, new_tokens),
+            salt=call.salt,
+            beam=call.beam,
+            drafts=self.limits.drafts if call.max_draft_tokens is None else call.max_draft_tokens,
+        )
+
+    def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:
+        """When it would be too late to begin."""
+        if deadline_at is None:
+            return None
+        left = (deadline_at - time.monotonic_ns()) / 1e9
+        within = self._admission.turnover.begin_within(left, new_tokens)
+        return deadline_at - int((left - within) * 1e9)

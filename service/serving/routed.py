@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
 from tokenpod.core.requests import Request
-from tokenpod.service.rpc.errors import Internal, ServiceError, engine_failure
-from tokenpod.service.serving.calls import ShardGeneration, ShardRequest, ShardText, TokenList
+from tokenpod.service.calls.call import ShardGeneration, ShardRequest, ShardText, TokenList
+from tokenpod.service.calls.errors import Internal, ServiceError, engine_failure
 from tokenpod.service.text.stops import TailStops
 from tokenpod.service.text.tokenizer import Tokenizer
 
@@ -62,13 +62,9 @@ class RoutedSequence:
         logprob: float,
         finish: FinishCode,
         top: Top | None,
-        started: Started | None,
-        generation: ShardGeneration | None = None,
-    ) -> ShardGeneration:
-        """Take one of this step's tokens; returns what the answer to the router says of them.
-
-        `generation`: of the tokens before it in the same step.
-        """
+        answer: ShardGeneration,
+    ) -> None:
+        """Take one of this step's tokens, and add it to what the answer to the router says."""
         special = token_id in self._tokenizer.special_ids
         if special:
             text = self._tokenizer.token_text(token_id)
@@ -77,20 +73,23 @@ class RoutedSequence:
             self._texts.append(text)
         reason = self._finish_reason(finish, text)
         self._generated += 1
-        before = generation or ShardGeneration(self.request_id, TokenList([], [], [], []))
-        prefill = self._prompt_tokens(started) if started and generation is None else None
-        return ShardGeneration(
-            request_id=self.request_id,
-            tokens=TokenList(
-                [*before.tokens.ids, token_id],
-                [*before.tokens.logprobs, logprob],
-                [*before.tokens.texts, text],
-                [*before.tokens.special, special],
-            ),
-            prefill=before.prefill or prefill,
-            tops=[*before.tops, self._named(top.token_ids, top.logprobs)] if top else before.tops,
-            text=None if reason is None else self._final_text(reason),
-        )
+        tokens = answer.tokens
+        tokens.ids.append(token_id)
+        tokens.logprobs.append(logprob)
+        tokens.texts.append(text)
+        tokens.special.append(special)
+        if top is not None:
+            answer.tops.append(self._named(top.token_ids, top.logprobs))
+        if reason is not None:
+            answer.text = self._final_text(reason)
+
+    def begun(self, started: Started | None) -> ShardGeneration:
+        """What the answer to the router says, before the first of the step's tokens.
+
+        `started`: the prompt has been computed in this step.
+        """
+        prefill = None if started is None else self._prompt_tokens(started)
+        return ShardGeneration(self.request_id, prefill=prefill)
 
     def end_without_token(self) -> ShardGeneration:
         """End with the text so far: a constraint allows nothing more."""
@@ -185,10 +184,11 @@ class StepSink:
         if token_id < 0:
             self._generations[sequence_id] = sequence.end_without_token()
             return
-        started, before = self._started.get(sequence_id), self._generations.get(sequence_id)
-        self._generations[sequence_id] = sequence.push(
-            token_id, logprob, finish, top, started, before
-        )
+        answer = self._generations.get(sequence_id)
+        if answer is None:
+            answer = sequence.begun(self._started.get(sequence_id))
+            self._generations[sequence_id] = answer
+        sequence.push(token_id, logprob, finish, top, answer)
 
     def on_drafted(self, drafted: Drafted) -> None:
         """Routers are not told."""

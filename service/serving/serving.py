@@ -7,20 +7,27 @@ from dataclasses import dataclass, field, replace
 
 from tokenpod.core.constraints import Constraint, Grammar, Reasoned
 from tokenpod.core.messages import Ready
-from tokenpod.service.config import ServerSettings, SettingsError
+from tokenpod.core.requests import Request
+from tokenpod.service.calls.call import AskedConstraint, GenerateCall
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.calls.limits import RequestLimits
+from tokenpod.service.calls.sample import Sample
+from tokenpod.service.config.sources import ServerSettings, SettingsError
 from tokenpod.service.constraints.asked import constraint_of
-from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
-from tokenpod.service.serving.calls import AskedConstraint, GenerateCall
-from tokenpod.service.serving.chats import ChatPrompt
-from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.calls import CallFormat
-from tokenpod.service.text.parsers.turn import Formats
+from tokenpod.service.text.parsers.turn import Formats, TurnParser
+from tokenpod.service.text.reader import TextReader
+from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizer_archive import TokenizerArchive
+
+#: Of answers that are all text.
+_NOT_TOLD = Formats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class Serving:
 
     client: EngineClient
     encoder: Encoder
-    limits: validate.RequestLimits
+    limits: RequestLimits
     settings: ServerSettings
     ready: Ready
     #: What changes in the prefix cache; the first front end alone hears of it.
@@ -38,20 +45,64 @@ class Serving:
     formats: Formats
     archive: TokenizerArchive
     adapters: Adapters = field(default_factory=lambda: Adapters(0))
+    #: The model's name for clients.
+    model_id: str = ""
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)
-
-    @property
-    def model_id(self) -> str:
-        """The model's name for clients."""
-        return self.settings.served_name
 
     def formats_for(self, call: GenerateCall) -> Formats:
         """What is to be told from the text that answers a call."""
         chat = call.prompt
         if call.output.raw_text or not isinstance(chat, ChatPrompt):
-            return Formats()
+            return _NOT_TOLD
         return self.formats if chat.tools else replace(self.formats, calls=None)
+
+    def samples_of(self, call: GenerateCall, request: Request, prompt_end: str) -> list[Sample]:
+        """The samples of a call, fresh: how each becomes text, where it stops, what is told apart.
+
+        Args:
+            call: what the client asks for.
+            request: what the engine is asked.
+            prompt_end: what the text of a chat ends with.
+        """
+        output, formats = call.output, self.formats_for(call)
+        return [
+            Sample(
+                index=index,
+                sequence_id=sequence_id,
+                reader=self._reader(call, request, formats, prompt_end),
+                min_new_tokens=call.stopping.min_new_tokens,
+                streamed=output.stream,
+                offsets=output.text_offsets,
+                keep_text=output.text and output.final_text,
+            )
+            for index, sequence_id in enumerate(request.reported)
+        ]
+
+    def _reader(
+        self, call: GenerateCall, request: Request, formats: Formats, prompt_end: str
+    ) -> TextReader | None:
+        output, stopping, chat = call.output, call.stopping, call.prompt
+        if not output.text and not stopping.stop_sequences:
+            return None
+        parser = None
+        shown = frozenset[str]()
+        if formats != _NOT_TOLD and isinstance(chat, ChatPrompt):
+            shown = formats.shown
+            tools = frozenset(tool.name for tool in chat.tools)
+            parser = TurnParser(
+                formats, prompt_end=prompt_end, tools=tools, several=chat.several_calls
+            )
+        detokenizer = self.tokenizer.detokenizer(
+            request.prompt,
+            skip_special=output.skip_special_tokens,
+            shown=shown,
+            spaced=bool(output.spaces_between_special_tokens),
+        )
+        stops = None
+        if stopping.stop_sequences:
+            stops = StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence)
+        return TextReader(detokenizer, stops, parser)
 
     async def constraint_of(self, asked: AskedConstraint | None) -> Constraint | None:
         """What the engine is told of a constraint. Raises InvalidArgument or Unimplemented."""
@@ -132,11 +183,11 @@ def check_limits(settings: ServerSettings, ready: Ready) -> None:
         )
 
 
-def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
+def request_limits(settings: ServerSettings, ready: Ready) -> RequestLimits:
     """What one request may ask for, by the operator's settings and the model's."""
     total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
     most_in = settings.max_input_tokens or settings.most_whole_prompt or total - 1
-    return validate.RequestLimits(
+    return RequestLimits(
         vocab_size=ready.vocab_size,
         max_input_tokens=min(most_in, total - 1),
         max_total_tokens=total,

@@ -22,9 +22,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from tokenpod.service.dialects.tgi.checks import check_warmup
-from tokenpod.service.rpc.admission import DRAINING, RETRY_SECONDS, Admission
-from tokenpod.service.rpc.errors import (
+from tokenpod.service.admission.admission import DRAINING, RETRY_SECONDS, Admission
+from tokenpod.service.calls.call import (
+    CachedBatch,
+    ShardBatch,
+    ShardGeneration,
+    ShardRequest,
+    ShardStep,
+)
+from tokenpod.service.calls.errors import (
     InvalidArgument,
     NotFound,
     ServiceError,
@@ -32,15 +38,9 @@ from tokenpod.service.rpc.errors import (
     engine_failure,
 )
 from tokenpod.service.serving.batches import Batches
-from tokenpod.service.serving.calls import (
-    CachedBatch,
-    ShardBatch,
-    ShardGeneration,
-    ShardRequest,
-    ShardStep,
-)
 from tokenpod.service.serving.routed import RoutedSequence, StepSink
 from tokenpod.service.serving.serving import Serving
+from tokenpod.service.serving.shard_checks import check_warmup
 from tokenpod.service.serving.shard_requests import Opened, ShardRequests, is_probe
 
 log = logging.getLogger("tokenpod.shard")

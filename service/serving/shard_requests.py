@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.service.dialects.tgi import checks
-from tokenpod.service.rpc.errors import FieldError, Internal, InvalidArgument
+from tokenpod.service.calls.call import ShardBatch, ShardGeneration, ShardRequest
+from tokenpod.service.calls.errors import FieldError, Internal, InvalidArgument
+from tokenpod.service.calls.sampler_params import shard_sampling_params
+from tokenpod.service.serving import shard_checks as checks
 from tokenpod.service.serving.adapters import with_adapter
-from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
-from tokenpod.service.serving.sampling import shard_sampling_params
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.encoder import Tokenised
 from tokenpod.service.text.text_messages import Text

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from tokenpod.core.outputs import Load, MaskCounts, StepCounts
-from tokenpod.service.serving.generation import Generation
+from tokenpod.service.calls.generation import Generation
 from tokenpod.service.telemetry.readings import PodReadings
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]

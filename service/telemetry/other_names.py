@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import Metric
 
 from tokenpod.core.messages import BLOCK_TOKENS
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.telemetry.exposition import MoreMetrics, add_histogram, by_label
 from tokenpod.service.telemetry.snapshots import Counts, Family, Snapshot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.telemetry.exposition import page_of
 from tokenpod.service.telemetry.other_names import more_metrics
 from tokenpod.service.telemetry.snapshots import FrontEndSnapshots, snapshot_of, summed

@@ -1,8 +1,8 @@
 """Spans and metrics over OTLP, and metrics to pull; nothing unless an endpoint or a port is set.
 
-This module is the switch. With neither it is all there is: no interceptor is installed, no call is
-recorded, and neither OpenTelemetry's SDK nor its exporters are imported. With one of them, `start`
-returns the `RecordingTelemetry` of recording.py. Either way nothing is done per token.
+With neither, the class here is all there is: no interceptor is installed, no call is recorded, and
+neither OpenTelemetry's SDK nor its exporters are imported. With one of them there is a
+`RecordingTelemetry`. Either way nothing is done per token.
 
 Prompts and generated texts never leave through here.
 """
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tokenpod.core.outputs import Load
-from tokenpod.service.config import ServerSettings
 
 if TYPE_CHECKING:
     # Not imported while telemetry is off.
@@ -25,17 +24,7 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """Records calls; this class records nothing. Make it with `start`."""
-
-    @classmethod
-    def start(cls, settings: ServerSettings) -> Telemetry:
-        """Connect to the endpoint, if there is one; the server starts without its collector."""
-        if settings.otlp_endpoint is None and not settings.metrics_port:
-            return cls()
-        # Imported late: what is off costs no start-up time and no memory.
-        from tokenpod.service.telemetry.recording import RecordingTelemetry
-
-        return RecordingTelemetry(settings)
+    """Records calls; this class records nothing. Make it with `telemetry_of`."""
 
     def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
         """The interceptors that record rpcs; outermost, so that they see what the others do.

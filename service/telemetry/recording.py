@@ -1,6 +1,6 @@
 """Telemetry that is on: providers, where they send or show what is recorded, and their end.
 
-Imported by recorder.py only if an endpoint or a metrics port is set.
+Imported only if an endpoint or a metrics port is set.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from tokenpod.core.outputs import Load
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
@@ -49,18 +49,15 @@ class RecordingTelemetry(Telemetry):
         instance = {"service.instance.id": str(uuid.uuid4())}
         resource = Resource.create({"service.name": settings.otlp_service_name, **instance})
         self._settings = settings
-        endpoint, readers = settings.otlp_endpoint, list[MetricReader]()
-        sampler = ParentBased(TraceIdRatioBased(settings.otlp_sample_ratio))
+        readers = list[MetricReader]()
         # The providers are ours, not the process's: nothing is registered globally or at exit.
-        self._spans = TracerProvider(
-            resource=resource,
-            sampler=ALWAYS_OFF if endpoint is None else sampler,
-            shutdown_on_exit=False,
-        )
-        if endpoint is not None:
+        self._spans: TracerProvider | None = None
+        if (endpoint := settings.otlp_endpoint) is not None:
             # gRPC's exporters take memory and time to import.
             from tokenpod.service.telemetry.otlp import metric_sender, span_sender
 
+            sampler = ParentBased(TraceIdRatioBased(settings.otlp_sample_ratio))
+            self._spans = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
             self._spans.add_span_processor(span_sender(endpoint))
             readers.append(metric_sender(endpoint))
         self._front_ends: FrontEndSnapshots | None = None
@@ -69,7 +66,7 @@ class RecordingTelemetry(Telemetry):
             readers.append(self._reader)
         self._metrics = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
         self._instruments = Instruments(self._metrics.get_meter(_SCOPE))
-        self._tracer = self._spans.get_tracer(_SCOPE)
+        self._tracer = None if self._spans is None else self._spans.get_tracer(_SCOPE)
 
     def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
         """One, that makes server spans and times calls."""
@@ -131,9 +128,11 @@ class RecordingTelemetry(Telemetry):
         The SDK's own shutdowns wait for retries, up to half a minute each. They run on daemon
         threads, side by side, and are left behind when time is up.
         """
+        ends: list[Callable[[], object]] = [self._metrics.shutdown]
+        if self._spans is not None:
+            ends.append(self._spans.shutdown)
         enders = [
-            threading.Thread(target=end, name="telemetry-shutdown", daemon=True)
-            for end in (self._spans.shutdown, self._metrics.shutdown)
+            threading.Thread(target=end, name="telemetry-shutdown", daemon=True) for end in ends
         ]
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for thread in enders:

@@ -1,11 +1,10 @@
-"""Server spans, on top of opentelemetry-instrumentation-grpc.
+"""Server spans: one for each rpc, by one interceptor of ours.
 
-That package's asyncio interceptor (0.66b2) is the base: how the caller's trace context is taken
-from metadata, and a span's first attributes. What it wraps around handlers is replaced, because its
-faults lie there: it breaks handlers that call `context.write` (grpcio's Health/Watch), records
-cancelled calls, expired ones and rich errors as OK, and exceptions twice. It follows calls by a
-proxy around the context, which sees only what it knows to override; here the context itself is
-asked for its code once the handler has ended, whichever way that came about.
+opentelemetry-instrumentation-grpc has an interceptor for asyncio, too. It (0.66b2) breaks handlers
+that call `context.write`, records cancelled calls, expired ones and rich errors as OK, and
+exceptions twice, since it follows calls by a proxy around the context, which sees only what it
+knows to override. Here the context itself is asked for its code once the handler has ended,
+whichever way that came about. Names and first attributes of spans are as that package has them.
 
     server span       /---------------- pkg.Service/Method ----------------\\
     its children         /-- queue --\\/-- prefill --\\/----- decode -----\\
@@ -17,25 +16,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 from opentelemetry import context as otel_context
-from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServerInterceptor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.propagate import extract
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    set_span_in_context,
+)
 
 from tokenpod.core.outputs import FinishCode
+from tokenpod.service.calls.generation import Generation
 from tokenpod.service.rpc.interceptors import (
     Context,
-    Continuation,
     Handler,
+    Interceptor,
+    Wrapped,
     behaviour_of,
     with_behaviour,
 )
-from tokenpod.service.serving.generation import Generation
 from tokenpod.service.telemetry.instruments import Instruments, generation_phases
 
 #: On a server only these are errors: the others are the client's doing (RPC conventions).
@@ -74,10 +82,16 @@ class ServerCall:
         span: its server span, begun.
         method: `pkg.Service/Method`.
         context: tells the deadline now and the code in the end.
+        tracer: makes the spans of phases; None: there are none.
     """
 
     def __init__(
-        self, span: Span, method: str, context: Context, tracer: Tracer, instruments: Instruments
+        self,
+        span: Span,
+        method: str,
+        context: Context,
+        tracer: Tracer | None,
+        instruments: Instruments,
     ) -> None:
         self._span = span
         self._method = method
@@ -171,7 +185,7 @@ class ServerCall:
         error = None if code is grpc.StatusCode.OK else code.name
         attributes = {**_GEN_AI, "gen_ai.request.model": self._model_id, **self._named}
         self._instruments.record_generation(generation, seconds, attributes, error)
-        if not self._span.is_recording():
+        if not self._span.is_recording() or self._tracer is None:
             return
         self._span.set_attributes(attributes)
         self._span.set_attribute("gen_ai.response.id", self._request_id)
@@ -184,79 +198,73 @@ class ServerCall:
             phase.end(max(began, now if ended is None else ended) + to_unix)
 
 
-class TracingInterceptor(OpenTelemetryAioServerInterceptor):
+class TracingInterceptor(Interceptor):
     """Makes a span of each rpc, and times it.
 
     Args:
-        tracer: makes the spans.
+        tracer: makes the spans; None: nobody wants any, and rpcs are only counted and timed.
         instruments: hear how long each rpc took.
         untraced: full names of the methods that pass: spans of probes would bury the others.
     """
 
     def __init__(
-        self, tracer: Tracer, instruments: Instruments, untraced: Collection[str] = ()
+        self, tracer: Tracer | None, instruments: Instruments, untraced: Collection[str] = ()
     ) -> None:
-        super().__init__(_SpanStarter(tracer))  # type: ignore[no-untyped-call]
-        self._calls = tracer
+        self._tracer = tracer
         self._instruments = instruments
         self._untraced = untraced
+        self._wrapped = Wrapped(self._recorded)
 
-    async def intercept_service(  # type: ignore[override]
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method in self._untraced:
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Record every call of a method that is traced."""
+        if details.method in self._untraced:
             return handler
-        method = handler_call_details.method.lstrip("/")
+        return self._wrapped(handler, details.method)
 
-        def begin(context: Context) -> ServerCall:
-            return self._begin(handler_call_details, method, context)
+    def _recorded(self, handler: Handler, name: str) -> Handler:
+        inner, method = behaviour_of(handler), name.lstrip("/")
 
-        return _record(handler, begin)
+        async def record(request: Any, context: Context) -> Any:
+            call, error = self._begin(method, context), None
+            try:
+                return await inner(request, context)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                call.end(error)
 
-    def _begin(self, details: grpc.HandlerCallDetails, method: str, context: Context) -> ServerCall:
-        with self._set_remote_context(context):
-            span: Span = self._start_span(details, context)  # type: ignore[no-untyped-call]
-        span.set_attributes(dict(_peer(context.peer())))
-        # Each rpc has a task of its own, whose context ends with it: nothing to detach.
-        otel_context.attach(set_span_in_context(span))
-        call = ServerCall(span, method, context, self._calls, self._instruments)
+        return with_behaviour(handler, record)
+
+    def _begin(self, method: str, context: Context) -> ServerCall:
+        span = INVALID_SPAN if self._tracer is None else _begun(self._tracer, method, context)
+        call = ServerCall(span, method, context, self._tracer, self._instruments)
         _current.set(call)
         return call
 
 
-class _SpanStarter:
-    """What the base class takes for a tracer.
-
-    It asks for a context manager that makes the span current; here it gets the span alone, and
-    `_begin` attaches it to the call's own task.
-    """
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    def start_as_current_span(
-        self, name: str, kind: SpanKind, attributes: dict[str, Any], **_: object
-    ) -> Span:
-        return self._tracer.start_span(name.lstrip("/"), kind=kind, attributes=attributes)
+def _begun(tracer: Tracer, method: str, context: Context) -> Span:
+    """The server span of a call, which is the current one of this task from now on."""
+    metadata = dict(context.invocation_metadata() or ())
+    span = tracer.start_span(method, context=extract(metadata), kind=SpanKind.SERVER)
+    if span.is_recording():
+        span.set_attributes(dict(_first_attributes(method, metadata, context.peer())))
+    # Each rpc has a task of its own, whose context ends with it: nothing to detach.
+    otel_context.attach(set_span_in_context(span))
+    return span
 
 
-def _record(handler: Handler, begin: Callable[[Context], ServerCall]) -> Handler:
-    """`handler` with each run of it recorded: begun by `begin(context)`, ended by its result."""
-    inner = behaviour_of(handler)
-
-    async def record(request: Any, context: Context) -> Any:
-        call, error = begin(context), None
-        try:
-            return await inner(request, context)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            call.end(error)
-
-    return with_behaviour(handler, record)
+def _first_attributes(
+    method: str, metadata: Mapping[str, Any], peer: str
+) -> Iterator[tuple[str, str | int]]:
+    """What a span says from its beginning on: the RPC conventions' attributes, old and new."""
+    yield "rpc.system", "grpc"
+    yield "rpc.grpc.status_code", 0
+    yield "rpc.service", method.partition("/")[0]
+    yield "rpc.method", method.partition("/")[2]
+    if "user-agent" in metadata:
+        yield "rpc.user_agent", metadata["user-agent"]
+    yield from _peer(peer)
 
 
 def _peer(peer: str) -> Iterator[tuple[str, str | int]]:
@@ -268,6 +276,11 @@ def _peer(peer: str) -> Iterator[tuple[str, str | int]]:
             yield "network.peer.address", address
         return
     host, _, port = address.rpartition(":")
+    # The older names, which existing dashboards read.
+    yield "net.peer.ip", host
+    yield "net.peer.port", port
+    if host in ("[::1]", "127.0.0.1"):
+        yield "net.peer.name", "localhost"
     yield "network.transport", "tcp"
     if host and port.isdecimal():
         yield "network.peer.address", host.strip("[]")

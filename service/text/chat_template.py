@@ -12,7 +12,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.text.template_values import ChatTemplateError, messages_of, tools_of
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "roles_of", "takes_tools"]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenpod.core.constraints import Tagged
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import Prompt
-from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.calls.call import Prompt
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.text.generation_defaults import read_defaults
 from tokenpod.service.text.inline_cost import is_bounded
 from tokenpod.service.text.parsers.calls import CallFormat
@@ -111,9 +111,9 @@ class Encoder:
         if isinstance(prompt, ChatPrompt):
             return await self._encode_chat(prompt, keep, calls)
         if isinstance(prompt, str):
+            if _size(prompt) <= self._inline_bytes:
+                return self._at_once(prompt, "text", special=special, keep=keep, offsets=offsets)
             text = Text(prompt, special, keep, offsets)
-            if _size(text) <= self._inline_bytes:
-                return self._at_once(text, "text")
             return (await self._in_worker([text], "text"))[0]
         ids = list(prompt or ())
         return Tokenised(len(ids), _last(ids, keep))
@@ -122,7 +122,7 @@ class Encoder:
         self, texts: Sequence[Text], *, field: str
     ) -> list[Tokenised | InvalidArgument]:
         """The tokens of each text, or what is wrong with it alone, which `field` names."""
-        if sum(map(_size, texts)) <= self._inline_bytes:
+        if sum(_size(each.text) for each in texts) <= self._inline_bytes:
             return [self._at_once_or_not(text, field) for text in texts]
         groups = _grouped(texts)
         done = await asyncio.gather(
@@ -135,21 +135,25 @@ class Encoder:
             results += part
         return results
 
-    def _at_once(self, text: Text, field: str) -> Tokenised:
-        offsets: list[int] = []
+    def _at_once(
+        self, text: str, field: str, *, special: bool, keep: int, offsets: bool
+    ) -> Tokenised:
+        found: list[int] = []
         try:
-            if text.offsets:
+            if offsets:
                 encode = self.tokenizer.encode_offsets
-                ids, offsets = encode(text.text, add_special_tokens=text.special)
+                ids, found = encode(text, add_special_tokens=special)
             else:
-                ids = self.tokenizer.encode(text.text, add_special_tokens=text.special)
+                ids = self.tokenizer.encode(text, add_special_tokens=special)
         except TokenizerPanic as error:
             raise InvalidArgument(field, "makes the model's tokenizer fail") from error
-        return Tokenised(len(ids), _last(ids, text.keep), _last(offsets, 2 * text.keep))
+        return Tokenised(len(ids), _last(ids, keep), _last(found, 2 * keep))
 
     def _at_once_or_not(self, text: Text, field: str) -> Tokenised | InvalidArgument:
         try:
-            return self._at_once(text, field)
+            return self._at_once(
+                text.text, field, special=text.special, keep=text.keep, offsets=text.offsets
+            )
         except InvalidArgument as problem:
             return problem
 
@@ -165,7 +169,7 @@ class Encoder:
         return [result for text in texts for result in await self._group([text], field)]
 
     async def _in_worker(self, texts: Sequence[Text], field: str) -> list[Tokenised]:
-        size = sum(map(_size, texts))
+        size = sum(_size(each.text) for each in texts)
         encoded = await self._workers.run(EncodeTexts(list(texts)), field=field, size=size)
         return [
             Tokenised(count, unpacked(ids), unpacked(offsets))
@@ -183,11 +187,11 @@ class Encoder:
         return Tokenised(encoded.counts[0], ids, rendered_end=end, calls=encoded.calls)
 
 
-def _size(text: Text) -> int:
+def _size(text: str) -> int:
     """About what a text costs, in bytes."""
     # Counting a long text's bytes would copy it: a character has at most four.
-    short = len(text.text) <= INLINE_BYTES and not text.text.isascii()
-    return (len(text.text.encode()) if short else len(text.text)) + _TEXT_BYTES
+    short = len(text) <= INLINE_BYTES and not text.isascii()
+    return (len(text.encode()) if short else len(text)) + _TEXT_BYTES
 
 
 def _last(ids: list[int], keep: int) -> list[int]:
@@ -199,7 +203,7 @@ def _grouped(texts: Sequence[Text]) -> list[list[Text]]:
     groups: list[list[Text]] = []
     room = 0
     for text in texts:
-        size = _size(text)
+        size = _size(text.text)
         if size > room:
             groups.append([])
             room = _SHARED_JOB_BYTES

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool, ToolCall
+from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool, ToolCall
 
 #: What templates get for a tool without arguments: some look into it.
 _NO_ARGUMENTS = {"type": "object", "properties": {}}

@@ -14,7 +14,7 @@ import msgspec
 
 from tokenpod.core.constraints import Tagged
 from tokenpod.core.message import Message
-from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.calls.chats import ChatPrompt
 
 #: `array`'s letter for token ids, and bytes of one.
 _ID = "I"

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import Internal, InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.calls.errors import Internal, InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.text.text_messages import (
     EncodeChat,
     Encoded,

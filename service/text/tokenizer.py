@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
 from tokenpod.service.text.decoding import Decoding, Detokenizer, Spaced
 from tokenpod.service.text.detokenizer import decoding_of

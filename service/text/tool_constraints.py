@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from tokenpod.core.constraints import Tagged
+from tokenpod.service.calls.chats import ChatPrompt, Tool
 from tokenpod.service.constraints.json_schema import (
     MOST_SCHEMAS,
     SchemaError,
@@ -18,7 +19,6 @@ from tokenpod.service.constraints.json_schema import (
     check_schema,
     read_schema,
 )
-from tokenpod.service.serving.chats import ChatPrompt, Tool
 from tokenpod.service.text.parsers.calls import CallFormat, ToolCallShape, ToolsError
 
 #: Of a tool whose schema can't be compiled, and of one that has no arguments.

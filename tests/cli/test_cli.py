@@ -25,8 +25,8 @@ from grpc_status import rpc_status
 
 import tokenpod
 from tokenpod.commands import foreign
-from tokenpod.service.config import ServerSettings, variable
-from tokenpod.service.config_rules import flag
+from tokenpod.service.config.rules import flag
+from tokenpod.service.config.sources import ServerSettings, variable
 from tokenpod_client.cli import commands
 from tokenpod_client.cli.app import app, main
 from tokenpod_client.cli.request import RequestOptions

@@ -48,10 +48,10 @@ def test_what_is_not_served_says_why_and_at_most_a_tenth_was_not_tried():
 @pytest.mark.parametrize(
     ("name", "served"),
     [
-        ("Gemma4ForCausalLM", "transformers"),
+        ("Gemma4ForCausalLM", "native"),
         ("Llama4ForCausalLM", "transformers"),
         ("ApertusForCausalLM", "transformers"),
-        ("Qwen3_5ForCausalLM", "padded"),
+        ("Qwen3_5ForCausalLM", "native"),
         ("Qwen3NextForCausalLM", "padded"),
         ("JambaForCausalLM", "padded"),
         ("Mamba2ForCausalLM", "padded"),

@@ -6,7 +6,7 @@ import re
 
 from deploy.helm import Object
 from tokenpod.commands.serve import serve
-from tokenpod.service.config import ServerSettings, load_settings
+from tokenpod.service.config.sources import ServerSettings, load_settings
 
 #: Settings whose files are there only in a pod.
 _FILES = {"tls_cert", "tls_key", "tls_client_ca", "auth_token_file"}

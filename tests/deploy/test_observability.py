@@ -23,7 +23,7 @@ from harness import ServerProcess, free_port, generate, serve, text_request, wai
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.helm import CHART, Helm
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 FOLDER = CHART.parents[1] / "observability"

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from deploy.helm import CHART, Helm, Object, Refused
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.settings import REMOVED
+from tokenpod.service.config.settings import REMOVED
+from tokenpod.service.config.sources import ServerSettings
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 STATEFUL = {"mode": "statefulset", "tensor": 4, "pods": 2}

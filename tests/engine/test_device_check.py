@@ -33,13 +33,15 @@ def test_an_old_gpu_is_named():
     assert all(word in problem for word in ("Tesla T4", "7.5", "8.0", "--device cpu"))
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 1, 256), (71, 1, 64), (12, 12, 80)])
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (16, 1, 256), (32, 4, 512), (71, 1, 64), (12, 12, 80)]
+)
 def test_heads_that_kernels_handle_pass(heads):
     check_heads(*heads)
 
 
 @pytest.mark.parametrize(
-    ("heads", "named"), [((8, 8, 320), "320 features"), ((129, 1, 64), "129 query heads")]
+    ("heads", "named"), [((8, 8, 520), "520 features"), ((129, 1, 64), "129 query heads")]
 )
 def test_heads_that_they_do_not_are_named(heads, named):
     with pytest.raises(EngineError, match=named):

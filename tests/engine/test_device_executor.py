@@ -32,7 +32,8 @@ from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names, weights_of
+from tokenpod.models.names import Names
+from tokenpod.models.weight_table import weights_of
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -128,7 +129,7 @@ def pool(device, scales=None):
         slots=SLOTS,
         dtype=dtype,
         device=device,
-        scales=scales and KVScales(*(x.to(device) for x in scales)),
+        scales=scales and [KVScales(*(x.to(device) for x in layer)) for layer in scales],
     )
 
 
@@ -330,7 +331,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
 
 @pytest.mark.gpu
 def test_keys_and_values_of_8_bits():
-    scales = KVScales(torch.tensor([[0.03, 0.07]] * 2), torch.tensor([[0.1, 0.02]] * 2))
+    scales = [KVScales(torch.tensor([0.03, 0.07]), torch.tensor([0.1, 0.02]))] * 2
     definition = replace(
         OPERATIONS,
         rotate=reference.OPERATIONS.rotate,

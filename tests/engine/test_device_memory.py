@@ -18,7 +18,8 @@ from tokenpod.kernels.backends import triton
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names, weights_of
+from tokenpod.models.names import Names
+from tokenpod.models.weight_table import weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

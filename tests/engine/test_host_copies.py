@@ -32,8 +32,8 @@ def made(kind, device, copies_of):
     """A pool full of random bits, NaNs among them, and its copies."""
     layouts, dtype = KINDS[kind]
     eight = dtype is torch.float8_e4m3fn
-    ones = torch.ones(len(layouts), 2, device=device)
-    scales = KVScales(ones, ones) if eight else None
+    ones = torch.ones(2, device=device)
+    scales = [KVScales(ones, ones)] * len(layouts) if eight else None
     pool = KVPool(layouts=layouts, slots=SLOTS, dtype=dtype, device=device, scales=scales)
     for tensor in pool.stored:
         numbers = tensor.view(torch.uint8)

@@ -25,7 +25,7 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import weights_of
+from tokenpod.models.weight_table import weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 ROWS, PREFILL, POSITIONS, MOST, SLOTS = 64, 256, 128, 3, 8192

@@ -19,8 +19,8 @@ from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.library import Refused
 from tokenpod.engine.constraints.trial import TooLong
 from tokenpod.engine.constraints.trials import Trials
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.constraints.asked import constraint_of
-from tokenpod.service.rpc.errors import InvalidArgument
 
 AMOUNT = int(os.environ.get("FUZZ_CONSTRAINTS", "3000"))
 #: A constraint that takes longer is refused in a pod, too.

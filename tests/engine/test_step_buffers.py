@@ -26,7 +26,8 @@ from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names, weights_of
+from tokenpod.models.names import Names
+from tokenpod.models.weight_table import weights_of
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

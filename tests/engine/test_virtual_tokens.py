@@ -190,10 +190,10 @@ def test_virtual_tokens_count_for_what_fits(base, folders):
 def test_eight_bits_hold_ready_keys_and_values(base, folders):
     """As multiples of their scales, to half of a last digit of e4m3."""
     engine = Engine(base, folders[2:3])
-    store, scale = engine.executor._adapters, torch.full((1, 1), 0.25)
+    store, scale = engine.executor._adapters, torch.full((1,), 0.25)
     layouts = engine.executor._model.config.kv_layouts
     pool = KVPool(
-        layouts=layouts, slots=8, dtype=torch.float8_e4m3fn, device=CPU, scales=(scale, scale)
+        layouts=layouts, slots=8, dtype=torch.float8_e4m3fn, device=CPU, scales=[(scale, scale)]
     )
     numbers = store._read[1].numbers
     store.fill(pool, *(torch.arange(n, n + 6).numpy().astype("int32") for n in (1,)), *_all(6))

@@ -52,7 +52,7 @@ def walk_of_ranks(folder: Path, world: int, tokens: list[int], other: list[int])
 
 def fits(folder: Path, world: int) -> bool:
     try:
-        Shard(0, world).check(read_config(folder))
+        read_config(folder).check(world)
     except ModelError:
         return False
     return True

@@ -217,6 +217,8 @@ IGNORED = {
     r"model\.layers\.61.*": "model.layers.{layers}.eh_proj.weight",
     r"model\.layers\.92.*": "model.layers.{layers}.eh_proj.weight",
     "mtp": "model.mtp_emb_norm.0.weight",
+    "^model.visual.*": "model.visual.patch_embed.bias",
+    "^mtp.*": "mtp.layers.0.input_layernorm.weight",
     "attn.bias": "transformer.h.0.attn.bias",
     "crossattention.bias": "transformer.h.0.crossattention.bias",
     "attention.bias": "gpt_neox.layers.0.attention.bias",
@@ -281,12 +283,12 @@ def test_what_the_config_of_a_text_model_leaves_out_is_gemma_3s(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     spec = read_config(tmp_path)
-    assert (spec.heads, spec.vocab_size, spec.max_positions) == (8, 262_208, 131_072)
+    assert (spec.head_counts[0], spec.vocab_size, spec.max_positions) == (8, 262_208, 131_072)
     assert spec.windows == tuple(None if i % 6 == 5 else 1024 for i in range(34))
     assert spec.eos_token_ids == {1, 106}
     assert spec.dtype is torch.bfloat16
     assert spec.head.tied
-    near, far = (spec.layers[i].attention.positions.inverse_frequencies for i in (0, 5))
+    near, far = (spec.layers[i].mixer.positions.inverse_frequencies for i in (0, 5))
     assert near[1] == pytest.approx(1e4 ** (-2 / 256))
     assert far[1] == pytest.approx(1e6 ** (-2 / 256) / 8)
 

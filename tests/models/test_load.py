@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tokenpod.kernels.cache.kv_pool import alike
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
@@ -346,16 +347,16 @@ def test_scales_of_keys_and_values_are_read(folder):
         folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {}}
     )
     scales = load(folder).kv_scales
-    assert scales.keys.tolist() == [[0.5] * 4, [1.5] * 4, [2.5] * 4]
-    assert scales.values[1].tolist() == [1.25, 1.5, 2.0, 3.0]
+    assert [x.keys.tolist() for x in scales] == [[0.5] * 4, [1.5] * 4, [2.5] * 4]
+    assert scales[1].values.tolist() == [1.25, 1.5, 2.0, 3.0]
 
 
 def test_a_rank_reads_the_scales_of_its_heads(folder):
     add_scales(folder)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint)
-        scales = read_scales(checkpoint, layout.scales, 4, Shard(1, 2), CPU)
-    assert scales.values.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+        scales = read_scales(checkpoint, layout.scales, [alike(4, 8)] * 3, Shard(1, 2), CPU)
+    assert [x.values.tolist() for x in scales] == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
 
 
 @pytest.mark.parametrize(
@@ -388,7 +389,7 @@ def test_long_factors_are_for_servers_of_long_texts(golden, tmp_path):
     assert read_config(tmp_path) == long
     for spec, variant, factors in ((short, "short", [1.0, 1.7]), (long, "long", [2.0, 9.0])):
         assert spec.rope_variant == f"longrope, {variant} factors"
-        rope = spec.layers[0].attention.positions
+        rope = spec.layers[0].mixer.positions
         plain = [1.0, 10000.0**-0.75]
         found = [rope.inverse_frequencies[i] for i in (0, 3)]
         assert found == pytest.approx([x / f for x, f in zip(plain, factors, strict=True)])

@@ -203,11 +203,11 @@ def test_qwen_2_5_vl_as_it_is_published(tmp_path):
             vocab_size=152064,
         )
     )
-    assert (spec.heads, spec.kv.heads, spec.vocab_size) == (28, 4, 152064)
+    assert (spec.head_counts[0], spec.kv_layouts[0].heads, spec.vocab_size) == (28, 4, 152064)
     assert spec.dtype is torch.bfloat16
     assert spec.eos_token_ids == {151645}
     assert not spec.head.tied
-    rope = spec.layers[0].attention.positions
+    rope = spec.layers[0].mixer.positions
     assert rope.inverse_frequencies[1] == pytest.approx(1e6 ** (-2 / 128))
 
 

@@ -10,8 +10,8 @@ import torch
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config
-from tokenpod.models.layer_spec import Alibi
 from tokenpod.models.load import load_model
+from tokenpod.models.positions import Alibi
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Axis, Division
@@ -36,7 +36,7 @@ def parts(axis, world):
 
 def changed(spec: ModelSpec, **attention) -> ModelSpec:
     """The same with other attention."""
-    layers = [replace(x, attention=replace(x.attention, **attention)) for x in spec.layers]
+    layers = [replace(x, mixer=replace(x.mixer, **attention)) for x in spec.layers]
     return replace(spec, layers=tuple(layers))
 
 
@@ -50,7 +50,7 @@ QUERIES, KEYS = Axis(96, Division.EVEN, unit=8), Axis(32, Division.KEY, unit=8)
 
 
 def test_a_single_rank_has_all(config):
-    assert Shard().config(config) == config
+    assert config.on_rank(Shard()) == config
     assert parts(QUERIES, 1) == [range(96)]
 
 
@@ -58,20 +58,20 @@ def test_heads_and_features_are_divided_evenly(config):
     assert parts(QUERIES, 2) == [range(48), range(48, 96)]
     assert parts(KEYS, 2) == [range(16), range(16, 32)]
     assert parts(Axis(112), 2) == [range(112), range(112)]
-    local = Shard(1, 2).config(config)
-    assert (local.heads, local.kv.heads, local.widest) == (6, 2, 56)
+    local = config.on_rank(Shard(1, 2))
+    assert (local.head_counts[0], local.kv_layouts[0].heads, local.widest) == (6, 2, 56)
     assert local.vocab_size == config.vocab_size
 
 
 def test_ranks_have_the_key_head_that_their_query_heads_read(config):
     few = Axis(16, Division.KEY, unit=8)
     assert parts(few, 4) == [range(8), range(8), range(8, 16), range(8, 16)]
-    assert Shard(3, 4).config(changed(config, kv_heads=2)).kv.heads == 1
+    assert changed(config, kv_heads=2).on_rank(Shard(3, 4)).kv_layouts[0].heads == 1
 
 
 def test_ranks_have_the_slopes_of_their_heads(config):
     sloped = changed(config, positions=Alibi(tuple(range(12))))
-    assert Shard(1, 4).config(sloped).layers[0].attention.positions == Alibi((3, 4, 5))
+    assert sloped.on_rank(Shard(1, 4)).layers[0].mixer.positions == Alibi((3, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_a_world_that_does_not_fit_is_refused_before_weights_are_read(
 def test_the_refusal_says_what_would_fit(golden):
     config = read_config(golden("llama", **SMALL_PARTS).folder)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM here runs on 1, 2 or 4 ranks$"):
-        Shard(0, 3).check(config)
+        config.check(3)
     with pytest.raises(ModelError, match=r"runs on 1 rank only$"):
-        Shard(0, 2).check(with_width(config, 113))
+        with_width(config, 113).check(2)
 
 
 def test_a_dense_width_that_no_layer_has_need_not_divide(golden):
     config = read_config(golden("qwen3-moe", intermediate_size=113).folder)
-    Shard(0, 4).check(config)
+    config.check(4)
     with pytest.raises(ModelError, match="113 features of an expert"):
-        Shard(0, 4).check(with_width(config, 113))
+        with_width(config, 113).check(4)
 
 
 def test_ranks_of_one_host_need_memory_for_all_of_them(golden, monkeypatch):

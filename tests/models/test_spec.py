@@ -9,8 +9,12 @@ import pytest
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.folder import read_config
-from tokenpod.models.layer_spec import SAME, Alibi, Norm, NormOver, Rope
+from tokenpod.models.head_steps import NormOver
+from tokenpod.models.layer_spec import SAME
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Alibi, Rope
 from tokenpod.models.rope import head_order, pair_frequencies
+from tokenpod.models.shard import Shard
 from tokenpod.models.spec import Head
 
 
@@ -37,7 +41,7 @@ def layer(golden):
 )
 def test_attention_that_can_not_be(layer, changes, message):
     with pytest.raises(ModelError, match=message):
-        replace(layer.attention, **changes)
+        replace(layer.mixer, **changes)
 
 
 def test_an_unknown_norm():
@@ -62,9 +66,11 @@ def test_norms_that_do_not_go_with_the_join(layer, golden):
 
 def test_layers_of_different_heads(golden, layer):
     spec = read_config(golden("llama").folder)
-    other = replace(layer, attention=replace(layer.attention, kv_heads=2))
-    with pytest.raises(ModelError, match="key/value heads of 2 shapes"):
-        replace(spec, layers=(layer, other))
+    other = replace(layer, mixer=replace(layer.mixer, kv_heads=2))
+    spec = replace(spec, layers=(layer, other))
+    assert [layout.heads for layout in spec.kv_layouts] == [4, 2]
+    assert [layout.heads for layout in spec.on_rank(Shard(0, 2)).kv_layouts] == [2, 1]
+    assert spec.problem(4) is None
 
 
 @pytest.mark.parametrize(

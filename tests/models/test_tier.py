@@ -57,7 +57,7 @@ def test_half_precision_passes_the_check_and_errs_no_more_than_transformers(gold
 
 
 def test_windows_and_shared_layers_are_known(golden):
-    config = load(golden("gemma4-shared").folder).config
+    config = load(golden("gemma4-experts-shared").folder).config
     assert config.windows == (9, None)
     assert [kv.key_dim for kv in config.kv_layouts] == [8, 16]
     assert config.sliding_window is None

@@ -10,7 +10,7 @@ from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.batching import Joining, Portion
 from tokenpod.scheduler.policies.optimistic import Optimistic
 from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS
-from tokenpod.service.settings import Settings
+from tokenpod.service.config.settings import Settings
 
 
 class InTurns:

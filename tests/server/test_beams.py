@@ -14,7 +14,7 @@ from public_api import SHORT, ask, finished_of, once, refused, stream, tokens_of
 
 import tokenpod.models.demo
 from tokenpod.core.requests import EarlyStop
-from tokenpod.service.dialects.tokenpod_v1.beams import beam_of
+from tokenpod.service.dialects.tokenpod_v1.codec import beam_of
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import FailedPrecondition, Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.errors import FailedPrecondition, Unavailable
 from tokenpod.service.serving.adapter_admin import AdapterAdmin
 
 

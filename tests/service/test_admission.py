@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
 
 
 def admission(*, max_requests: int = 2, max_queue_tokens: int = 100) -> Admission:
@@ -82,7 +82,7 @@ def test_who_comes_while_it_is_closed_for_a_time_is_told_how_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: clock.seconds, seconds=1000.0)
-    monkeypatch.setattr("tokenpod.service.rpc.admission.time", clock)
+    monkeypatch.setattr("tokenpod.service.admission.admission.time", clock)
     pod = admission()
     pod.close("the group is forming", 9.0)
     assert retry_after(pod) == 9.0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tokenpod.service.rpc.errors import NotFound
+from tokenpod.service.calls.errors import NotFound
 from tokenpod.service.serving.batches import Batches
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tokenpod.core.messages import BlocksRemoved, CacheEvents
+from tokenpod.service.calls.errors import ResourceExhausted
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.errors import ResourceExhausted
 from tokenpod.service.serving.cache_feed import CacheListener
 
 MANY = BlocksRemoved(list(range(1 << 18)))

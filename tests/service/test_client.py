@@ -38,8 +38,8 @@ from tokenpod.core.outputs import (
 )
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.service.calls.errors import Internal, Unavailable
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.errors import Internal, Unavailable
 
 OPTIONS = EngineOptions("/model", None, "cpu", 1, 8, 64)
 READY = Ready("float32", "float32", "cpu", "contiguous", None, 100, 128, 1000, 1, 4, 0.1, 0.1)

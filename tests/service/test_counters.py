@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
 
 JOINED = """
 import sys
-from tokenpod.service.pod.counters import PodCounters
+from tokenpod.service.admission.counters import PodCounters
 counters = PodCounters.join(int(sys.argv[1]), 1, 3)
 counters.add(requests=int(sys.argv[2]), waiting_tokens=50)
 counters.set_serving()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from examples import examples
 from tokenpod.core.outputs import Top
-from tokenpod.service.serving.deltas import Unread
+from tokenpod.service.calls.sample import Unread
 
 PIECES = st.lists(
     st.tuples(

@@ -13,7 +13,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import code_pb2, error_details_pb2
 
 from tokenpod.core.outputs import Failure, FailureCode
-from tokenpod.service.rpc.errors import (
+from tokenpod.service.calls.errors import (
     DOMAIN,
     DataLoss,
     DeadlineExceeded,

@@ -7,18 +7,20 @@ from typing import Any
 
 import grpc
 import pytest
+from quiet_engine import QuietEngine
 
 from tokenpod.core.outputs import FinishCode, StepOutputs, Top
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.service.calls.call import GenerateCall, Output, Sampling, Stopping
+from tokenpod.service.calls.errors import Internal
+from tokenpod.service.calls.generation import UNREAD_BYTES, Generation
+from tokenpod.service.calls.sample import Sample
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.pod.client import NO_LOAD
 from tokenpod.service.pod.sinks import Sinks
-from tokenpod.service.rpc.errors import Internal
-from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
-from tokenpod.service.serving.generation import UNREAD_BYTES, Generation
-from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.decoding import Detokenizer
+from tokenpod.service.text.reader import TextReader
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
@@ -56,7 +58,8 @@ class Call:
         first: int = 0,
         detokenizer: type[Detokenizer] = Words,
     ) -> None:
-        self.aborted: list[int] = []
+        engine = QuietEngine()
+        self.aborted = engine.aborted
         self.top = TOP if top_n else None
         request = Request(
             sequence_ids=list(range(first, first + n)),
@@ -68,9 +71,7 @@ class Call:
             Sample(
                 index=index,
                 sequence_id=first + index,
-                detokenizer=detokenizer(),
-                stops=StopMatcher((), include=False),
-                min_new_tokens=0,
+                reader=TextReader(detokenizer(), StopMatcher((), include=False)),
                 streamed=stream,
             )
             for index in range(n)
@@ -78,10 +79,8 @@ class Call:
         self.generation = Generation(
             request,
             samples,
+            engine,
             streamed=stream,
-            step_at=lambda: 1,
-            abort=self.aborted.extend,
-            on_begin=lambda: None,
         )
         asked = GenerateCall(
             prompt="x",

@@ -11,19 +11,19 @@ import grpc
 import pytest
 from rpcs import Running, Scripted, serving
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.late_messages import LateMessages
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.intake import Check, Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.late_messages import LateMessages
-from tokenpod.service.rpc.memory_budget import MemoryBudget
 from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import Size
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 INFO = "/generate.v3.TextGenerationService/Info"
@@ -126,7 +126,7 @@ def admitting(messages: int) -> Admission:
 
 def backend(admission: Admission) -> Backend:
     """One whose model is not ready."""
-    generate = GenerateService(admission, Telemetry.start(ServerSettings()))
+    generate = GenerateService(admission, telemetry_of(ServerSettings()))
     return Backend(TABLE, admission, generate, healthy=lambda: True)
 
 

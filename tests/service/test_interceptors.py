@@ -19,8 +19,8 @@ from grpc_status import rpc_status
 from harness import violations
 from rpcs import KINDS, Act, Scripted, arities, call_kind, nothing, outlast, serving
 
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
+from tokenpod.service.calls.errors import InvalidArgument, Unavailable
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb

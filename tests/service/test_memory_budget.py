@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.rpc.errors import ResourceExhausted
-from tokenpod.service.rpc.memory_budget import MemoryBudget
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import ResourceExhausted
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import wirefuzz
 from google.protobuf.descriptor import Descriptor
 
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.methods import SMALL
 from tokenpod.service.rpc.wire import count, shape_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb

@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokenpod.core.outputs import Ended, Load, StepCounts
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.certificates import expiry
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.metrics_port import MetricsPort

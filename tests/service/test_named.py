@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.serving.named import NamedCalls
+from tokenpod.service.admission.call_names import NamedCalls
+from tokenpod.service.admission.counters import PodCounters
 
 
 async def test_a_call_that_fails_to_end_keeps_no_other_from_ending(

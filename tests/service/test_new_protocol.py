@@ -14,14 +14,15 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import public_server
 from tokenpod.service.rpc.methods import SMALL, Gate, MethodTable, method_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.recorder import Telemetry
 
 SERVICE = "acme.v1.EchoService"
@@ -98,7 +99,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def telemetry(collector: Collector) -> Telemetry:
-    return Telemetry.start(
+    return telemetry_of(
         ServerSettings(otlp_endpoint=collector.endpoint, otlp_service_name="tokenpod-test")
     )
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.config import SettingsError, load_settings
-from tokenpod.service.serving.overview import overview
+from tokenpod.service.config.sources import SettingsError, load_settings
+from tokenpod.service.overview import overview
 from tokenpod.service.serving.serving import check_limits, request_limits
 
 READY = Ready("float32", "float32", "cpu", "contiguous", None, 100, 128, 1000, 1, 4, 0.1, 0.1)

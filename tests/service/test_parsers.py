@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from tokenpod.service.settings import Settings
-from tokenpod.service.text.parsers.parts import Kind, Part, Parts
+from tokenpod.service.calls.parts import Kind, Part, Parts
+from tokenpod.service.config.settings import Settings
 from tokenpod.service.text.parsers.reasoning import ReasoningFormat
 from tokenpod.service.text.parsers.turn import (
     CALL_FORMATS,

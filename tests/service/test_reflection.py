@@ -13,7 +13,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from rpcs import Running, Scripted, serving
 
-from tokenpod.service.dialects.registry import TABLE
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection

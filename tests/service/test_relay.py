@@ -12,17 +12,17 @@ import grpc
 import pytest
 from rpcs import outlast
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.admission import Admission
-from tokenpod.service.rpc.errors import Unavailable
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.errors import Unavailable
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.methods import SMALL, Method, MethodTable
 from tokenpod.service.rpc.relay import SECRET_KEY, Relay, RelayGuard, serve_relay
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
@@ -177,7 +177,7 @@ async def test_a_clients_word_is_not_taken_for_the_secret() -> None:
 async def real_relay() -> AsyncIterator[tuple[str, str]]:
     """The first front end's own, before the model is ready: its address and its secret."""
     admission = Admission(max_requests=1, max_queue_tokens=1)
-    generate = GenerateService(admission, Telemetry.start(ServerSettings()))
+    generate = GenerateService(admission, telemetry_of(ServerSettings()))
     backend = Backend(TABLE, admission, generate, healthy=lambda: True)
     settings = ServerSettings(front_ends=2, max_message_bytes=1024 * 1024)
     server, address, secret = await serve_relay(settings, backend, HealthBoard())

@@ -7,8 +7,7 @@ import math
 import pytest
 from wirefuzz import GENERATIONS
 
-from tokenpod.service.dialects.tgi.codec import ShardCodec
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     AskedConstraint,
     CachedBatch,
     ConstraintKind,
@@ -17,6 +16,7 @@ from tokenpod.service.serving.calls import (
     ShardText,
     TokenList,
 )
+from tokenpod.service.dialects.tgi.codec import ShardCodec
 
 CODECS = [ShardCodec(pb) for pb in GENERATIONS.values()]
 #: What a router reads at most.

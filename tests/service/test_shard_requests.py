@@ -15,14 +15,14 @@ from tokenizers import Tokenizer as Backend
 
 import tokenpod.models.demo
 from tokenpod.core.constraints import Constraint, Regex
-from tokenpod.service.dialects.validate import RequestLimits
-from tokenpod.service.rpc.errors import Unimplemented
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     AskedConstraint,
     ConstraintKind,
     ShardBatch,
     ShardRequest,
 )
+from tokenpod.service.calls.errors import Unimplemented
+from tokenpod.service.calls.limits import RequestLimits
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.serving.shard_requests import ShardRequests
 from tokenpod.service.text.encoder import Encoder

@@ -10,9 +10,10 @@ from tokenizers import Tokenizer as Backend
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.service.serving.calls import ShardRequest
+from tokenpod.service.calls.call import ShardRequest
+from tokenpod.service.calls.sample import Sample
 from tokenpod.service.serving.routed import RoutedSequence
-from tokenpod.service.serving.sample import Sample
+from tokenpod.service.text.reader import TextReader
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
 
@@ -29,8 +30,7 @@ def streamed(
     sample = Sample(
         index=0,
         sequence_id=1,
-        detokenizer=tokenizer.detokenizer([]),
-        stops=StopMatcher(stops, include=True),
+        reader=TextReader(tokenizer.detokenizer([]), StopMatcher(stops, include=True)),
         min_new_tokens=min_new_tokens,
         streamed=True,
     )
@@ -55,7 +55,8 @@ def routed(tokenizer: Tokenizer, ids: list[int], *stops: str) -> tuple[int, str,
     request = Request([7], [5, 6], SamplingParams(), StoppingParams(500))
     sequence, texts = RoutedSequence(asked, request, tokenizer), list[str]()
     for at, token_id in enumerate(ids):
-        said = sequence.push(token_id, 0.0, FinishCode.RUNNING, None, None)
+        said = sequence.begun(None)
+        sequence.push(token_id, 0.0, FinishCode.RUNNING, None, said)
         texts += said.tokens.texts
         if said.text is not None:
             return at + 1, said.text.text, texts

@@ -16,29 +16,31 @@ import grpc
 import pytest
 from collector import Collector, attributes, collecting
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServerInterceptor
+from opentelemetry.instrumentation.grpc import aio_server_interceptor
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, outlast, serving
 
 from tokenpod.core.outputs import Ended, FinishCode, Load, MaskCounts, Started
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.errors import (
+from tokenpod.service.calls.errors import (
     DataLoss,
     InvalidArgument,
     ResourceExhausted,
     Unavailable,
 )
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.sample import Ending, Sample
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.sample import Ending, Sample
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
@@ -59,7 +61,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture
 def telemetry(collector: Collector) -> Telemetry:
     """Tests shut it down: that sends everything."""
-    return Telemetry.start(
+    return telemetry_of(
         ServerSettings(otlp_endpoint=collector.endpoint, otlp_service_name="tokenpod-test")
     )
 
@@ -84,9 +86,9 @@ async def call_info(telemetry: Telemetry, act: Any = nothing, **call: Any) -> No
 def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
     code = (
         "import sys\n"
-        "from tokenpod.service.config import ServerSettings\n"
-        "from tokenpod.service.telemetry.recorder import Telemetry\n"
-        "telemetry = Telemetry.start(ServerSettings())\n"
+        "from tokenpod.service.config.sources import ServerSettings\n"
+        "from tokenpod.service.telemetry.choice import telemetry_of\n"
+        "telemetry = telemetry_of(ServerSettings())\n"
         "assert telemetry.interceptors() == [] and telemetry.current_call() is None\n"
         "telemetry.watch(lambda: 1 / 0)\n"
         "telemetry.shutdown()\n"
@@ -118,7 +120,7 @@ async def test_a_call_is_a_server_span_with_the_current_attributes(
 
 async def test_each_front_end_counts_for_itself(collector: Collector) -> None:
     for _ in range(2):
-        telemetry = Telemetry.start(
+        telemetry = telemetry_of(
             ServerSettings(otlp_endpoint=collector.endpoint, otlp_service_name="tokenpod-test")
         )
         await call_info(telemetry)
@@ -154,7 +156,7 @@ async def test_the_callers_decision_not_to_sample_is_kept(
 
 async def test_a_sample_ratio_of_zero_sends_no_spans(collector: Collector) -> None:
     settings = ServerSettings(otlp_endpoint=collector.endpoint, otlp_sample_ratio=0.0)
-    telemetry = Telemetry.start(settings)
+    telemetry = telemetry_of(settings)
     await call_info(telemetry)
     telemetry.shutdown()
     assert collector.spans == []
@@ -202,7 +204,7 @@ async def abort(context: Any) -> None:
     [
         (invalid, "INVALID_ARGUMENT", 3, False, []),
         (abort, "NOT_FOUND", 5, False, []),
-        (nan, "DATA_LOSS", 15, True, ["tokenpod.service.rpc.errors.DataLoss"]),
+        (nan, "DATA_LOSS", 15, True, ["tokenpod.service.calls.errors.DataLoss"]),
         (bug, "INTERNAL", 13, True, ["ZeroDivisionError"]),
     ],
 )
@@ -307,13 +309,31 @@ async def test_probes_and_reflection_pass_untraced_and_watch_works(
     assert collector.spans == []
 
 
+async def test_a_span_says_what_the_instrumentations_interceptor_would_say(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    both = [aio_server_interceptor(provider), *interceptors(telemetry)]
+    async with serving(servicer=Scripted(), interceptors=both) as running:
+        await running.stub.Info(pb.InfoRequest())
+    telemetry.shutdown()
+    (theirs,) = exporter.get_finished_spans()
+    ours = attributes(collector.span(INFO))
+    assert theirs.attributes is not None
+    # The new conventions have the full name in the place of the short one.
+    wanted = {**theirs.attributes, "rpc.method": INFO}
+    assert {name: ours.get(name) for name in wanted} == wanted
+    assert (theirs.name.lstrip("/"), theirs.kind) == (INFO, SpanKind.SERVER)
+
+
 @pytest.mark.filterwarnings("ignore:coroutine 'HealthServicer.Watch' was never awaited")
-async def test_the_package_below_still_has_the_faults_that_are_mended_here() -> None:
+async def test_the_instrumentations_interceptor_still_has_the_faults_that_ours_avoids() -> None:
     """When this fails, an update has mended them: much of tracing.py can go."""
     board, exporter = HealthBoard(), InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    contrib = OpenTelemetryAioServerInterceptor(provider.get_tracer("contrib"))
+    contrib = aio_server_interceptor(provider)
 
     async def prepare(server: grpc.aio.Server) -> None:
         await board.add_to(server, ())
@@ -341,9 +361,7 @@ def sample(index: int, generated: int, first: int, last: int, reason: FinishCode
     made = Sample(
         index=index,
         sequence_id=index,
-        detokenizer=None,  # type: ignore[arg-type]
-        stops=None,  # type: ignore[arg-type]
-        min_new_tokens=0,
+        reader=None,
         streamed=True,
     )
     made.generated, made.first_token_at, made.last_token_at = generated, first, last
@@ -362,10 +380,8 @@ def generation(arrived: int, samples: list[Sample], began: int | None) -> Genera
     made = Generation(
         request,
         samples,
+        None,  # type: ignore[arg-type]
         streamed=True,
-        step_at=lambda: 0,
-        abort=lambda ids, *, stopped=False: None,
-        on_begin=lambda: None,
     )
     if began is not None:
         made.started = Started(0, cached_tokens=12, began_at=began)
@@ -659,7 +675,7 @@ async def test_the_page_names_every_metric_and_no_other(
 
 
 async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:
-    telemetry = Telemetry.start(ServerSettings(otlp_endpoint="http://127.0.0.1:1"))
+    telemetry = telemetry_of(ServerSettings(otlp_endpoint="http://127.0.0.1:1"))
     async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
         assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
     # The SDK alone would retry for longer than that.
@@ -677,7 +693,7 @@ async def test_a_collector_that_never_answers_costs_calls_nothing_and_the_end_li
 
     async with await asyncio.start_server(swallow, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
-        telemetry = Telemetry.start(ServerSettings(otlp_endpoint=f"http://127.0.0.1:{port}"))
+        telemetry = telemetry_of(ServerSettings(otlp_endpoint=f"http://127.0.0.1:{port}"))
         async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
             assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
         await asyncio.wait_for(asyncio.to_thread(telemetry.shutdown), 30)

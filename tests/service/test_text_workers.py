@@ -17,9 +17,9 @@ from harness import children_of
 from hostile import TEMPLATE
 from msgspec import structs
 
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
-from tokenpod.service.serving.chats import Tool
+from tokenpod.service.calls.chats import Tool
+from tokenpod.service.calls.errors import InvalidArgument, Unavailable
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.text_messages import (
     EncodeChat,

@@ -23,18 +23,19 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2 as common
 from tokenizers import Tokenizer, models
 
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.dialects.vllm.methods import METHODS
-from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.memory_budget import MemoryBudget
-from tokenpod.service.rpc.methods import MethodTable, add_methods
+from tokenpod.service.rpc.methods import MethodTable
+from tokenpod.service.rpc.services import add_methods
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.serving.tokenizer_archive import TokenizerArchive
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.text.encoder import Encoder
+from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 
 pytestmark = pytest.mark.pod
 
@@ -90,7 +91,7 @@ class Pod:
 async def running(folder: Path, most: int = 1024 * MEGABYTE) -> AsyncIterator[Pod]:
     settings = ServerSettings(text_workers=1)
     admission = Admission(max_requests=9, max_bytes=most, max_message_bytes=4 * MEGABYTE)
-    generate = GenerateService(admission, Telemetry.start(settings))
+    generate = GenerateService(admission, telemetry_of(settings))
     backend = Backend(MethodTable(METHODS), admission, generate, healthy=lambda: True)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     add_methods(backend, server)

@@ -15,10 +15,10 @@ from msgspec import structs
 
 from tokenpod.core.constraints import Constraint, Reasoned, Tagged
 from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool
+from tokenpod.service.calls.parts import Part
 from tokenpod.service.constraints.json_schema import MOST_SCHEMAS
-from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool
 from tokenpod.service.text.parsers.calls import CallParser, ToolsError
-from tokenpod.service.text.parsers.parts import Part
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.tool_constraints import calls_constraint
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from chat_templates import FAMILIES, PARIS, QWEN, ROME, SPECIAL_TOKENS, Written
 from google.protobuf.json_format import ParseDict
+from quiet_engine import QuietEngine
 from tokenizers import Tokenizer as Backend
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument
+from tokenpod.service.calls.generation import Generation
 from tokenpod.service.dialects.tokenpod_v1.chats import MOST_CALLS, MOST_TOOLS, MOST_VALUES
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
-from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.samples import samples_of
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import ChatTemplateError
 from tokenpod.service.text.parsers.turn import formats_of
@@ -77,15 +77,13 @@ class Turns:
         self.serving.check_tools(call)
         ids = self.tokenizer.encode(written, add_special_tokens=False)
         asked = Request([0], [5], SamplingParams(), StoppingParams(len(ids) + 1))
-        samples = samples_of(self.serving, call, asked, await self.rendered(request))
-        aborted: list[int] = []
+        engine = QuietEngine()
+        samples = self.serving.samples_of(call, asked, await self.rendered(request))
         generation = Generation(
             asked,
             samples,
+            engine,
             streamed=stream,
-            step_at=lambda: 1,
-            abort=lambda ids, *, stopped=False: aborted.extend(ids),
-            on_begin=lambda: None,
         )
         writer = EventWriter(call, generation, self.tokenizer, model_id="m", request_id="r")
         events = []

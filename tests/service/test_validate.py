@@ -11,12 +11,7 @@ from chats import turns
 from msgspec import structs
 
 from tokenpod.core.requests import BeamParams
-from tokenpod.service.dialects import validate
-from tokenpod.service.dialects.fields import field_names
-from tokenpod.service.dialects.tgi import checks
-from tokenpod.service.dialects.validate import RequestLimits
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     GenerateCall,
     Output,
     Sampling,
@@ -25,8 +20,19 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.serving.chats import Tool
-from tokenpod.service.serving.sampling import sampling_params, shard_sampling_params
+from tokenpod.service.calls.chats import Tool
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.limits import (
+    RequestLimits,
+    check_generate,
+    check_group,
+    check_prompt_tops,
+    check_tokens,
+    max_new_tokens,
+)
+from tokenpod.service.calls.sampler_params import sampling_params, shard_sampling_params
+from tokenpod.service.dialects.fields import field_names
+from tokenpod.service.serving import shard_checks as checks
 
 LIMITS = RequestLimits(
     vocab_size=100,
@@ -80,7 +86,7 @@ def _check(
         Output(**(output or {})),
         **fields,
     )
-    validate.check_generate(call, LIMITS)
+    check_generate(call, LIMITS)
 
 
 ACCEPTED: list[dict[str, Any]] = [
@@ -177,20 +183,20 @@ def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
 
 
 def test_a_text_to_count_may_be_empty_but_a_chat_may_not() -> None:
-    validate.check_tokens(TokensCall(""), LIMITS)
+    check_tokens(TokensCall(""), LIMITS)
     with pytest.raises(InvalidArgument, match=r"chat\.messages"):
-        validate.check_tokens(TokensCall(turns()), LIMITS)
+        check_tokens(TokensCall(turns()), LIMITS)
 
 
 def test_the_schemas_of_tools_are_limited_together() -> None:
     tools = [Tool("a", "x" * 1000, "é" * 25), Tool("b", "", "é" * 25)]
     chat = structs.replace(turns(("user", "x")), tools=tools)
-    validate.check_tokens(TokensCall(chat), LIMITS)
+    check_tokens(TokensCall(chat), LIMITS)
     _check(prompt=chat)
     chat = structs.replace(chat, tools=[*tools, Tool("c", "", "{}")])
     refused = r"^chat\.tools has schemas of 102 bytes; .* 100 "
     with pytest.raises(InvalidArgument, match=refused):
-        validate.check_tokens(TokensCall(chat), LIMITS)
+        check_tokens(TokensCall(chat), LIMITS)
     with pytest.raises(InvalidArgument, match=refused):
         _check(prompt=chat)
 
@@ -199,8 +205,8 @@ def test_the_schemas_of_tools_are_limited_together() -> None:
 
 
 def test_an_unset_bound_is_the_room_that_is_left() -> None:
-    assert validate.max_new_tokens(40, None, LIMITS) == 10
-    assert validate.max_new_tokens(40, 10, LIMITS) == 10
+    assert max_new_tokens(40, None, LIMITS) == 10
+    assert max_new_tokens(40, 10, LIMITS) == 10
 
 
 @pytest.mark.parametrize(
@@ -213,7 +219,7 @@ def test_an_unset_bound_is_the_room_that_is_left() -> None:
 )
 def test_prompt_and_output_are_bounded(prompt: int, wanted: int, field: str, words: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        validate.max_new_tokens(prompt, wanted, LIMITS)
+        max_new_tokens(prompt, wanted, LIMITS)
     assert caught.value.field == field
     assert words in caught.value.problem
 
@@ -223,9 +229,9 @@ def test_samples_of_a_request_must_fit_at_once() -> None:
     three = GenerateCall("x", Sampling(n=3), Stopping(), Output())
     beams = dataclasses.replace(three, sampling=Sampling(), beam=BeamParams(3))
     for call, field in ((three, "sampling.n"), (beams, "sampling.beam.width")):
-        validate.check_group(40, 27, call, LIMITS)
+        check_group(40, 27, call, LIMITS)
         with pytest.raises(InvalidArgument, match="--max-batch-total-tokens") as error:
-            validate.check_group(40, 28, call, LIMITS)
+            check_group(40, 28, call, LIMITS)
         assert error.value.field == field
 
 
@@ -233,10 +239,10 @@ def test_samples_of_a_request_must_fit_at_once() -> None:
 
 
 def test_likeliest_tokens_of_a_prompt_are_bounded_together() -> None:
-    validate.check_prompt_tops(6553, 5)
-    validate.check_prompt_tops(1_000_000, 0)
+    check_prompt_tops(6553, 5)
+    check_prompt_tops(1_000_000, 0)
     with pytest.raises(InvalidArgument, match="with 6554 prompt tokens at most 4") as error:
-        validate.check_prompt_tops(6554, 5)
+        check_prompt_tops(6554, 5)
     assert error.value.field == "output.prompt_top_n_tokens"
 
 

@@ -10,18 +10,18 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire import (
     MESSAGE_FIELDS,
     SEARCH_SLICE,
     SLICE,
     WHOLE,
+    Malformed,
     Size,
     count,
     fault_in,
     shape_of,
 )
-from tokenpod.service.rpc.wire_types import Malformed
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 BAD = b"ab\xff"

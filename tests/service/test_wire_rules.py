@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from wirefuzz import varint
 
 from examples import examples
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.registry import TABLE
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.intake import Parser
 from tokenpod.service.rpc.wire import DEEPEST
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2, generation_pb2

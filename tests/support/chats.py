@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.service.serving.chats import ChatMessage, ChatPrompt
+from tokenpod.service.calls.chats import ChatMessage, ChatPrompt
 
 
 def turns(*said: tuple[str, str], add_generation_prompt: bool = True) -> ChatPrompt:

@@ -17,7 +17,7 @@ from router.client import ShardClient
 from router.conformance.fixtures import ask, batch_of, finish, tell
 from router.records import GrammarType, Request, Sampling
 from router.wire import V3
-from tokenpod.service.serving.calls import AskedConstraint, ConstraintKind
+from tokenpod.service.calls.call import AskedConstraint, ConstraintKind
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

@@ -29,8 +29,8 @@ LATENT = {
     "v_head_dim": 128,
 }
 GEMMA4 = {
-    "head_dim": 128,
-    "global_head_dim": 256,
+    "head_dim": 256,
+    "global_head_dim": 512,
     "sliding_window": 100,
     "vocab_size_per_layer_input": 4096,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -51,20 +51,8 @@ MODELS = {
     "olmoe": ("olmoe", {"intermediate_size": 512}),
     "phimoe": ("phimoe", {"intermediate_size": 512}),
     "granite-moe": ("granite-moe", {"intermediate_size": 512}),
-    "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
-    "glm4-moe-lite": (
-        "glm4-moe-lite",
-        {**LATENT, "q_lora_rank": 384, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
-    ),
-    "minimax-m2": ("minimax-m2", {"head_dim": 128, "intermediate_size": 512}),
-    "hy-v3": ("hy-v3", {"head_dim": 128, "moe_intermediate_size": 512}),
-    "deepseek-v2": ("deepseek-v2-lite", LATENT),
-    "deepseek-v3": ("deepseek-v3", {**LATENT, "q_lora_rank": 384}),
-    # Computed by transformers.
-    "apertus": ("apertus", {"head_dim": 128}),
     "gemma4": ("gemma4-shared", GEMMA4),
-    "minicpm3": ("minicpm3", {**LATENT, "kv_lora_rank": 256, "v_head_dim": 64}),
-    # The same, with caches of their own.
+    "gemma4-values": ("gemma4-varied", {**GEMMA4, "num_kv_shared_layers": 0}),
     "qwen3-5": (
         "qwen3-5",
         {
@@ -76,6 +64,20 @@ MODELS = {
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
     ),
+    "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
+    "glm4-moe-lite": (
+        "glm4-moe-lite",
+        {**LATENT, "q_lora_rank": 384, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    ),
+    "minimax-m2": ("minimax-m2", {"head_dim": 128, "intermediate_size": 512}),
+    "hy-v3": ("hy-v3", {"head_dim": 128, "moe_intermediate_size": 512}),
+    "deepseek-v2": ("deepseek-v2-lite", LATENT),
+    "deepseek-v3": ("deepseek-v3", {**LATENT, "q_lora_rank": 384}),
+    # Computed by transformers.
+    "apertus": ("apertus", {"head_dim": 128}),
+    "gemma4-experts": ("gemma4-experts-shared", GEMMA4),
+    "minicpm3": ("minicpm3", {**LATENT, "kv_lora_rank": 256, "v_head_dim": 64}),
+    # The same, with a cache of its own.
     "mamba2": ("mamba2", {"num_heads": 32, "head_dim": 64, "state_size": 64}),
 }
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch, Run
 from tokenpod.models.decoder import Decoder
 
@@ -40,7 +39,8 @@ class HandScheduler:
     def __init__(self, model: Decoder, *, slots: int = 512, rows: int = 16) -> None:
         self.model = model
         config = model.config
-        self.pool = KVPool(
+        self.shares = config.own_state is None
+        self.pool = model.pool_class(
             slots=slots,
             layouts=config.kv_layouts,
             dtype=model.dtype,
@@ -55,6 +55,7 @@ class HandScheduler:
     def sequence(self, tokens: list[int], *, prefix_of: Sequence | None = None, shared: int = 0):
         """A new sequence whose first `shared` positions are another's."""
         sequence = Sequence(self.rows, list(tokens))
+        self.pool.take_row(self.rows, len(tokens))
         self.rows += 1
         if prefix_of is not None:
             assert tokens[:shared] == prefix_of.tokens[:shared]

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tokenpod.service.calls.call import AskedConstraint, ConstraintKind
 from tokenpod.service.constraints.json_schema import SUPPORTED
-from tokenpod.service.serving.calls import AskedConstraint, ConstraintKind
 
 _SCHEMAS: list[Any] = [
     {

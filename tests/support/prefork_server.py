@@ -47,7 +47,7 @@ _IMPORTED = (
 #: What /proc shows as the command line of a process that forks for its parent.
 FORKER = "forker"
 _ENGINE = "tokenpod.engine.process"
-_FRONT_END = "tokenpod.service.pod.front_end"
+_FRONT_END = "tokenpod.service.front_end"
 _TEXT_WORKER = "tokenpod.service.text.text_worker"
 _TRIAL = "tokenpod.engine.constraints.trial"
 #: Modules that are forked, and those that start them.

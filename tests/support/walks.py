@@ -21,9 +21,14 @@ class Walk:
         self.logprobs: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def add(self, tokens: list[int], *, prefix_of: Sequence | None = None, shared: int = 0):
+        if not self.scheduler.shares:
+            prefix_of = None
         sequence = self.scheduler.sequence(tokens, prefix_of=prefix_of, shared=shared)
         self.sequences.append(sequence)
         self.prompts.append(len(tokens))
+        if shared and prefix_of is None:
+            # It has a state of its own, which begins with the text.
+            self.step((sequence, shared))
         return sequence
 
     def step(self, *works: tuple[Sequence, int]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenpod.service.dialects.validate import PromptTooLong, RequestLimits
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.limits import PromptTooLong, RequestLimits
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from tokenpod.service.dialects.fmaas.checks import DEFAULT_NEW_TOKENS
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     AskedConstraint,
     ConstraintKind,
     GenerateCall,
@@ -13,6 +12,7 @@ from tokenpod.service.serving.calls import (
     Sampling,
     Stopping,
 )
+from tokenpod.service.dialects.fmaas.checks import DEFAULT_NEW_TOKENS
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 _NANOSECONDS_OF_MS = 1_000_000

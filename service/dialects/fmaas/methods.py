@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenpod.service.dialects import validate
+from tokenpod.service.calls.call import TokensCall
+from tokenpod.service.calls.limits import PromptTooLong, check_returned_ids
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.fmaas.checks import (
     MOST_STOP_BYTES,
@@ -25,9 +26,8 @@ from tokenpod.service.dialects.fmaas.writer import ResponseWriter
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimits, method_of
-from tokenpod.service.serving.admitted import AdmittedCall
 from tokenpod.service.serving.backend import Backend
-from tokenpod.service.serving.calls import TokensCall
+from tokenpod.service.serving.generate import AdmittedCall
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 #: Metadata of a call, and of its answer: the request's name.
@@ -87,7 +87,7 @@ async def tokenize(
                 )
             )
             listed += len(tokenised.ids)
-            validate.check_returned_ids(listed)
+            check_returned_ids(listed)
         kept = min(request.truncate_input_tokens or tokenised.count, tokenised.count)
         found = response.responses.add(token_count=kept)
         ids = tokenised.ids[-kept:] if request.return_tokens else []
@@ -158,7 +158,7 @@ async def _submitted(
             )
             admitted.check(call, limits)
             generation = await admitted.submit(call, prompt.name, context.time_remaining())
-    except validate.PromptTooLong as error:
+    except PromptTooLong as error:
         raise too_long(error) from None
     check_room(len(generation.request.prompt), params, limits)
     return ResponseWriter(call, params.response, generation, admitted.tokenizer)

@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tokenpod.core.outputs import FinishCode
-from tokenpod.service.serving.calls import GenerateCall
-from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.sample import Sample
+from tokenpod.service.calls.call import GenerateCall
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenpod.service.calls.call import TokensCall
 from tokenpod.service.dialects.tgi.methods import service_of, shard_methods
 from tokenpod.service.rpc.methods import PROMPT, Gate, method_of
 from tokenpod.service.serving.backend import Backend
-from tokenpod.service.serving.calls import TokensCall
 from tokenpod_client.protos.generate.v1 import generate_pb2 as pb
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.service.dialects import validate
-from tokenpod.service.dialects.fields import copied, given
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     GenerateCall,
     Output,
     Prompt,
@@ -12,7 +10,9 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.serving.chats import ChatMessage, ChatPrompt
+from tokenpod.service.calls.chats import ChatMessage, ChatPrompt
+from tokenpod.service.calls.limits import check_chat_length
+from tokenpod.service.dialects.fields import copied, given
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 _NANOSECONDS_OF_MS = 1_000_000
@@ -54,6 +54,6 @@ async def _prompt(request: pb.GenerateRequest) -> Prompt:
 
 
 def _chat(chat: pb.Chat) -> ChatPrompt:
-    validate.check_chat_length(len(chat.messages))
+    check_chat_length(len(chat.messages))
     generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     return ChatPrompt([ChatMessage(m.role, m.content) for m in chat.messages], generation)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from tokenpod.core.outputs import FinishCode
+from tokenpod.service.calls.call import GenerateCall
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.serving.calls import GenerateCall
-from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.sample import Sample
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     AskedConstraint,
     CachedBatch,
     ConstraintKind,
@@ -153,7 +153,9 @@ class ShardCodec:
 
         Log probabilities of prompts are left out where the answer would be too long for a router.
         """
-        response.generations.extend(self._generation(g) for g in step.generations)
+        for generation in step.generations:
+            # Written in place: a message is copied when it becomes part of another.
+            self._tell(response.generations.add(), generation)
         _shorten(response)
         if step.batch is not None:
             response.batch.CopyFrom(self.cached_batch(step.batch))
@@ -163,38 +165,35 @@ class ShardCodec:
                 setattr(response, name, took)
         return response
 
-    def _generation(self, generation: ShardGeneration) -> Any:
+    def _tell(self, message: Any, generation: ShardGeneration) -> None:
+        """Fill a `Generation`."""
         token, text = generation.tokens, generation.text
+        message.request_id = generation.request_id
         if self._scalar:  # of one token: others are not drafted
-            message = self.pb.Generation(
-                request_id=generation.request_id,
-                token_id=token.ids[0],
-                token_logprob=token.logprobs[0],
-                token_text=token.texts[0],
-                token_is_special=token.special[0],
-            )
+            message.token_id = token.ids[0]
+            message.token_logprob = token.logprobs[0]
+            message.token_text = token.texts[0]
+            message.token_is_special = token.special[0]
         else:
-            message = self.pb.Generation(
-                request_id=generation.request_id, tokens=self._tokens(self.pb.Tokens, token)
-            )
+            _tell_tokens(message.tokens, token)
         if generation.prefill is not None:
-            kind = self.pb.PrefillTokens if self._scalar else self.pb.Tokens
-            message.prefill_tokens.CopyFrom(self._tokens(kind, generation.prefill))
+            message.prefill_tokens.SetInParent()
+            _tell_tokens(message.prefill_tokens, generation.prefill, special=not self._scalar)
         for top in generation.tops:
             if self._scalar:
-                message.top_tokens.CopyFrom(self._tokens(self.pb.TopTokens, top))
-            else:
-                message.top_tokens.append(self._tokens(self.pb.Tokens, top))
+                message.top_tokens.SetInParent()
+            _tell_tokens(message.top_tokens if self._scalar else message.top_tokens.add(), top)
         if text is not None:
             message.generated_text.CopyFrom(_known(self.pb.GeneratedText, **asdict(text)))
-        return message
 
-    @staticmethod
-    def _tokens(kind: Any, tokens: TokenList) -> Any:
-        message = kind(ids=tokens.ids, logprobs=tokens.logprobs, texts=tokens.texts)
-        if "is_special" in kind.DESCRIPTOR.fields_by_name:
-            message.is_special.extend(tokens.special)
-        return message
+
+def _tell_tokens(message: Any, tokens: TokenList, *, special: bool = True) -> None:
+    """Fill a list of tokens. `special`: its generation says which tokens are."""
+    message.ids.extend(tokens.ids)
+    message.logprobs.extend(tokens.logprobs)
+    message.texts.extend(tokens.texts)
+    if special:
+        message.is_special.extend(tokens.special)
 
 
 def _constraint(parameters: Any) -> AskedConstraint | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
+from tokenpod.service.calls.errors import ServiceError, Unavailable
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.tgi.codec import ShardCodec
-from tokenpod.service.rpc.errors import ServiceError, Unavailable
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import BATCH, NAMES, SMALL, Gate, Method, method_of
 from tokenpod.service.serving.backend import Backend

@@ -6,8 +6,8 @@ import base64
 import binascii
 from typing import Any
 
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.dialects.tokenpod_v1.model import adapter_of
-from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import SMALL, Access, Gate, Method, method_of
 from tokenpod.service.serving.adapter_admin import AdapterAdmin, page_of

@@ -10,10 +10,9 @@ from typing import Any
 
 from google.protobuf.struct_pb2 import Struct, Value
 
-from tokenpod.service.dialects import validate
-from tokenpod.service.dialects.bounds import few_entries
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool, ToolCall
+from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool, ToolCall
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.limits import check_chat_length, few_entries
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2 as pb
 
 #: Messages or tools that are converted before others get their turn.
@@ -31,7 +30,7 @@ async def chat_prompt(chat: pb.Chat) -> ChatPrompt:
 
     Raises InvalidArgument for what no template could be given.
     """
-    validate.check_chat_length(len(chat.messages))
+    check_chat_length(len(chat.messages))
     few_entries("chat.tools", len(chat.tools), MOST_TOOLS)
     messages: list[ChatMessage] = []
     for at, message in enumerate(chat.messages):

@@ -1,4 +1,4 @@
-"""Requests of `tokenpod.v1` to plain values."""
+"""Requests of `tokenpod.v1` to plain values, searches by beams among them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenpod.service.dialects.fields import copied, given, unless_unset
-from tokenpod.service.dialects.tokenpod_v1.beams import beam_of
-from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
-from tokenpod.service.dialects.tokenpod_v1.features import check_built
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import (
+from tokenpod.core.requests import BeamParams, EarlyStop
+from tokenpod.service.calls.call import (
     AskedConstraint,
     ConstraintKind,
     GenerateCall,
@@ -25,6 +21,10 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
+from tokenpod.service.dialects.fields import copied, given, unless_unset
+from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
+from tokenpod.service.dialects.tokenpod_v1.features import check_built
 from tokenpod.service.text.generation_defaults import with_defaults
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
@@ -40,6 +40,21 @@ _MOST_SECONDS = 315_576_000_000
 _FOREVER = 10**18
 #: Fields whose 0 would leave nothing to choose from, or is no number of samples.
 _ABOVE_ZERO = ("top_p", "typical_p", "repetition_penalty", "n", "best_of")
+_EARLY_STOP = {
+    generation_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStop.FALSE,
+    generation_pb2.EARLY_STOPPING_HEURISTIC: EarlyStop.FALSE,
+    generation_pb2.EARLY_STOPPING_ALWAYS: EarlyStop.TRUE,
+    generation_pb2.EARLY_STOPPING_NEVER: EarlyStop.NEVER,
+}
+#: Fields that draw, by what would contradict a search.
+_RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "n", "best_of")
+#: Fields that may stand beside a search, where they do not draw.
+_BESIDE = ("beam", "do_sample", "temperature")
+#: Fields that a search could have, and has not yet; so are all others of `sampling`.
+_NOT_BUILT = {
+    "stopping": ("stop_sequences", "eos_boost"),
+    "output": ("top_n_tokens", "return_ranks"),
+}
 _LABEL = re.compile(r"[\x20-\x7e]*")
 
 
@@ -67,7 +82,8 @@ async def generate_call(
         stream, sampling = False, Sampling(do_sample=False, n=beam.n)
     else:
         stream = stream and unless_unset(request.output, "stream")
-        sampling = Sampling(**with_defaults(given(request.sampling, Sampling), defaults))
+        asked = given(request.sampling, Sampling)
+        sampling = Sampling(**with_defaults(asked, defaults) if defaults else asked)
     _check(request, stream=stream)
     return GenerateCall(
         prompt=await _prompt(request),
@@ -222,3 +238,60 @@ async def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
             return await chat_prompt(request.chat)
         case _:
             return None
+
+
+# -- beams -------------------------------------------------------------------------------------
+
+
+def beam_of(request: generation_pb2.GenerateRequest) -> BeamParams | None:
+    """The search that is asked for; None: none is.
+
+    Raises:
+        InvalidArgument: for what contradicts a search.
+        Unimplemented: for what can't go with one yet.
+    """
+    if not request.sampling.HasField("beam"):
+        return None
+    _check_beside(request)
+    beam = request.sampling.beam
+    if (end := beam.early_stopping) not in _EARLY_STOP:
+        problem = f"is {end}; must be a value of EarlyStopping, 0 to {max(_EARLY_STOP)}"
+        raise InvalidArgument("sampling.beam.early_stopping", problem)
+    return BeamParams(
+        width=beam.width,
+        length_penalty=beam.length_penalty if beam.HasField("length_penalty") else 1.0,
+        early_stopping=_EARLY_STOP[end],
+        n=beam.n if beam.HasField("n") else 1,
+    )
+
+
+def _check_beside(request: generation_pb2.GenerateRequest) -> None:
+    """What a request with a search must not have."""
+    sampling = request.sampling
+    set_fields = {field.name for field, _ in sampling.ListFields()}
+    random = [name for name in _RANDOM if name in set_fields and not _greedy(sampling, name)]
+    if sampling.do_sample:
+        random.append("do_sample")
+    if sampling.watermark:
+        random.append("watermark")
+    if random:
+        problem = "can't be set beside sampling.beam: a search draws nothing"
+        if random[0] in ("n", "best_of"):
+            problem = "can't be set beside sampling.beam: its own n says how many texts to return"
+        raise InvalidArgument(f"sampling.{random[0]}", problem)
+    if request.output.stream:
+        problem = "can't be true beside sampling.beam: a search has no tokens before its end"
+        raise InvalidArgument("output.stream", problem)
+    later = [f"sampling.{name}" for name in sorted(set_fields - {*_BESIDE})]
+    for part, names in _NOT_BUILT.items():
+        message: Any = getattr(request, part)
+        later += [f"{part}.{f.name}" for f, _ in message.ListFields() if f.name in names]
+    if (constraint := request.constraint.WhichOneof("kind")) is not None:
+        later.append(f"constraint.{constraint}")
+    if later:
+        raise Unimplemented(later[0], "is not supported beside sampling.beam")
+
+
+def _greedy(sampling: generation_pb2.SamplingOptions, name: str) -> bool:
+    """Whether a field says that nothing is drawn."""
+    return name == "temperature" and sampling.temperature == 0

@@ -11,8 +11,8 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 
+from tokenpod.service.calls.errors import Unimplemented
 from tokenpod.service.dialects.fields import is_map
-from tokenpod.service.rpc.errors import Unimplemented
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 
 #: Paths of fields; what lies below them is not built either. Requests to tokenise have the same

@@ -11,11 +11,10 @@ from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of, wri
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call, skips_special, tokens_call
 from tokenpod.service.dialects.tokenpod_v1.model import load_of, model_of
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
-from tokenpod.service.rpc.caller import caller_of
-from tokenpod.service.rpc.interceptors import Context
+from tokenpod.service.rpc.interceptors import Context, caller_of
 from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimits, method_of
-from tokenpod.service.serving.admitted import AdmittedCall
 from tokenpod.service.serving.backend import Backend
+from tokenpod.service.serving.generate import AdmittedCall
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 

@@ -8,9 +8,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.messages import AdapterFacts
-from tokenpod.service.dialects import validate
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.limits import MOST_CHAT_MESSAGES, MOST_RETURNED_IDS
 from tokenpod.service.dialects.tokenpod_v1.features import features
-from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
@@ -127,8 +127,8 @@ def _limits(serving: Serving) -> model_pb2.Limits:
         max_stop_sequence_bytes=limits.max_stop_sequence_bytes,
         max_top_n_tokens=min(limits.max_top_n_tokens, limits.vocab_size),
         max_logit_biases=limits.max_logit_bias,
-        max_chat_messages=validate.MOST_CHAT_MESSAGES,
-        max_tokenize_tokens=validate.MOST_RETURNED_IDS,
+        max_chat_messages=MOST_CHAT_MESSAGES,
+        max_tokenize_tokens=MOST_RETURNED_IDS,
         max_message_bytes=settings.max_message_bytes,
         max_concurrent_requests=settings.resolved_concurrent_requests,
         max_queue_tokens=settings.resolved_queue_tokens(limits.slots),

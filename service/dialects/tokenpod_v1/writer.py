@@ -7,13 +7,12 @@ import asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from tokenpod.core.outputs import FinishCode
+from tokenpod.service.calls.call import GenerateCall
+from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.parts import Kind
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.serving.calls import GenerateCall
-from tokenpod.service.serving.chats import ChatPrompt
-from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.generation import Generation
-from tokenpod.service.serving.sample import Sample
-from tokenpod.service.text.parsers.parts import Kind
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service_pb
@@ -146,7 +145,7 @@ class EventWriter(SampleWriter):
         assert ending is not None
         message.sample_index = index
         message.finish_reason = _FINISH[ending.reason]
-        if ending.reason is FinishCode.EOS and sample.turn is not None and sample.turn.calls_begun:
+        if ending.reason is FinishCode.EOS and sample.calls_begun:
             message.finish_reason = pb.FINISH_REASON_TOOL_CALLS
         message.generated_token_count = sample.generated
         if self.call.output.final_text:
@@ -166,14 +165,13 @@ class EventWriter(SampleWriter):
     def _tell_whole(self, message: pb.Finished, sample: Sample) -> None:
         """Text and reasoning and, where the prompt was a chat, the turn."""
         message.text = text = sample.text
-        if sample.turn is not None:
-            message.reasoning = sample.turn.reasoning
+        message.reasoning = sample.reasoning
         if not isinstance(self.call.prompt, ChatPrompt):
             return
         answer = message.message
         answer.role = _ASSISTANT
         answer.reasoning = message.reasoning
-        for call in sample.turn.calls if sample.turn is not None else ():
+        for call in sample.calls:
             answer.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
         if text or not answer.tool_calls:
             answer.content.add(text=text)

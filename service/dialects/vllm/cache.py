@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from smg_grpc_proto.generated import common_pb2 as common
 
 from tokenpod.core.messages import BLOCK_TOKENS, BlocksRemoved, BlocksStored, CacheEvents
+from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.dialects.vllm.model import hit_rate, used_tokens
-from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.serving import Serving

@@ -7,10 +7,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from tokenpod.service.dialects.fields import copied, given
-from tokenpod.service.dialects.validate import RequestLimits
-from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import (
+from tokenpod.service.calls.call import (
     AskedConstraint,
     ConstraintKind,
     GenerateCall,
@@ -19,6 +16,9 @@ from tokenpod.service.serving.calls import (
     Sampling,
     Stopping,
 )
+from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.limits import RequestLimits
+from tokenpod.service.dialects.fields import copied, given
 
 #: What OpenAI's API lets a client ask for, and vLLM by default.
 MOST_TOP_TOKENS = 20

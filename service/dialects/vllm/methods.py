@@ -9,15 +9,14 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2 as common
 
+from tokenpod.service.calls.errors import Unimplemented
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.dialects.vllm.cache import flush_cache, subscribe
 from tokenpod.service.dialects.vllm.codec import FIELDS, MOST_TOP_TOKENS, generate_call
 from tokenpod.service.dialects.vllm.model import loads, model_info, server_info
 from tokenpod.service.dialects.vllm.writer import EngineWriter
-from tokenpod.service.rpc.caller import caller_of
-from tokenpod.service.rpc.errors import Unimplemented
-from tokenpod.service.rpc.interceptors import Context
+from tokenpod.service.rpc.interceptors import Context, caller_of
 from tokenpod.service.rpc.methods import (
     NAMES,
     PROMPT,

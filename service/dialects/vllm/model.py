@@ -11,7 +11,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tokenpod.core.messages import BLOCK_TOKENS
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.serving.tokenizer_archive import config_of
+from tokenpod.service.text.tokenizer_archive import config_of
 
 #: What a gateway is told that it speaks to.
 _SERVER_TYPE = "vllm-grpc"

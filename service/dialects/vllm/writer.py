@@ -7,9 +7,8 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from tokenpod.core.outputs import FinishCode
+from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.serving.deltas import Delta
-from tokenpod.service.serving.sample import Sample
 
 _FINISH = {
     FinishCode.LENGTH: "length",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenpod.core.constraints import JsonSchema, Tag, Tagged
+from tokenpod.service.calls.parts import Kind, Part, Parts
 from tokenpod.service.text.parsers.grammar import (
     WHITESPACE,
     Grammar,
@@ -20,7 +21,6 @@ from tokenpod.service.text.parsers.grammar import (
     space,
 )
 from tokenpod.service.text.parsers.marks import earliest, held_back
-from tokenpod.service.text.parsers.parts import Kind, Part, Parts
 
 #: Whitespace before a call that is no part of the text, at most.
 _MOST_SPACE = 64

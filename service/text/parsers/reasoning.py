@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenpod.service.calls.parts import Kind, Part, Parts
 from tokenpod.service.text.parsers.grammar import WHITESPACE
 from tokenpod.service.text.parsers.marks import earliest, held_back
-from tokenpod.service.text.parsers.parts import Kind, Part, Parts
 
 #: Whitespace at the end of reasoning that is no part of it, at most.
 _MOST_SPACE = 64

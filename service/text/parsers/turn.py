@@ -7,11 +7,11 @@ import string
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from tokenpod.service.calls.parts import Kind, Part
 from tokenpod.service.text.parsers.calls import CallFormat, CallParser
 from tokenpod.service.text.parsers.hermes import Hermes
 from tokenpod.service.text.parsers.llama import Llama3Json
 from tokenpod.service.text.parsers.mistral import Mistral
-from tokenpod.service.text.parsers.parts import Kind, Part
 from tokenpod.service.text.parsers.pythonic import Pythonic
 from tokenpod.service.text.parsers.reasoning import ReasoningFormat, ReasoningParser
 

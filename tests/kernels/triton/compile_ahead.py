@@ -141,6 +141,17 @@ def attend_many_heads() -> None:
     attention.attention(q, pools[0], pools[1], plan, AttentionOptions(), None)
 
 
+def attend_large_heads() -> None:
+    """Heads of 512 numbers, of which 8 share keys and values, as in Gemma 4."""
+    for dtype in (BF16, torch.float8_e4m3fn):
+        step = lay_out([Spec(1, 40), Spec(9, 40), Spec(9, 50, piece=4)], CPU)
+        pools, q = draw(2, step.slots, 1, 512), draw(step.batch.tokens, 8, 512)
+        scales = None if dtype is BF16 else KVScales(*torch.ones(2, 1))
+        plan = attention.plan_attention(step.batch, None)
+        own = pools.to(dtype)
+        attention.attention(q, own[0], own[1], plan, AttentionOptions(), scales)
+
+
 def attend_8_bits() -> None:
     attend(True, AttentionOptions(), None)
 
@@ -388,6 +399,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         attend_plainly,
         attend_with_everything,
         attend_many_heads,
+        attend_large_heads,
         attend_8_bits,
         store,
         store_8_bits,
@@ -413,6 +425,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
 RARER = (
     attend_with_everything,
     attend_many_heads,
+    attend_large_heads,
     multiply_quantised_with_every_tile,
     experts_with_everything,
     stored_experts_of_every_format,

@@ -47,7 +47,7 @@ def test_every_grouping_of_heads(heads, device):
 
 
 @pytest.mark.sampled(5, "gpu")
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_head_size_and_type(head_dim, dtype, device):
     specs = [DECODES[1], DECODES[3], EXTENDS[2], EXTENDS[3]]

@@ -33,7 +33,9 @@ def test_long_contexts_and_large_batches(specs, window, dtype, scaled, device):
 #: Each pair is compiled anew: all groups with one size of heads, some with the others.
 GROUPS_AND_SIZES = [
     *((group, 128) for group in range(1, 17)),
-    *itertools.product([1, 3, 8, 16], [64, 80, 96, 192, 256]),
+    *itertools.product([1, 3, 8, 16], [64, 80, 96, 192, 256, 320, 512]),
+    # Gemma 4: 8 and 16 heads to one of 512, or 4.
+    *itertools.product([2, 4, 32], [512]),
 ]
 
 
@@ -49,7 +51,10 @@ def test_every_group_and_every_head_size(group, head_dim, scaled, device):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("which", "head_dim"),
-    [("softcap", 64), ("alibi_slopes", 128), ("sinks", 80), ("all", 64), ("all", 256)],
+    [
+        *(("softcap", 64), ("alibi_slopes", 128), ("sinks", 80)),
+        *(("all", 64), ("all", 256), ("all", 512)),
+    ],
 )
 def test_every_option_of_every_head_size(which, window, head_dim, scaled, device):
     generator = torch.Generator(device).manual_seed(6)
@@ -65,7 +70,7 @@ def test_every_option_of_every_head_size(which, window, head_dim, scaled, device
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("rows", [3, 60, 200, 500])
 def test_every_number_of_rows_has_a_tile_that_fits(rows, head_dim, scaled, device):
     step = lay_out([Spec(1, 130 + row) for row in range(rows)], device)

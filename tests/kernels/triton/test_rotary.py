@@ -101,6 +101,38 @@ def test_a_few_tokens(tokens, normed, dtype, draw, device):
     check(tokens, 6, 2, 16, normed, dtype, draw, device)
 
 
+@pytest.mark.parametrize("tokens", [3, rotary.MANY_TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_are_normed_without_a_weight(tokens, dtype, draw, device):
+    qkv = draw(tokens, (4 + 2 * 2) * 16, dtype=dtype).to(device)
+    norm = HeadNorm(*draw(2, 16).to(device), 1e-3, values=True)
+    slots = torch.arange(tokens, device=device)
+    found = []
+    for ops in (reference, rotary):
+        pools = torch.zeros(2, SLOTS, 2, 16, dtype=dtype, device=device)
+        rotation = ops.rotate(slots, frequencies_of(16, device), 1.0, dtype)
+        ops.store_key_value(qkv.clone(), rotation, norm, *pools, slots)
+        found.append(pools[1, :tokens])
+    values = qkv.view(tokens, 8, 16)[:, 6:].float()
+    expected = values * (values.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    eps = torch.finfo(dtype).eps
+    for got in found:
+        torch.testing.assert_close(got, expected.to(dtype), rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("tokens", [3, rotary.MANY_TOKENS])
+def test_queries_without_keys_and_values(tokens, draw, device):
+    """Of a layer that reads another's."""
+    q = draw(tokens, 4 * 16).to(device)
+    norm = HeadNorm(*draw(1, 16).to(device).expand(2, 16), 1e-3)
+    slots, none = torch.arange(tokens, device=device), torch.empty((SLOTS, 0, 16), device=device)
+    found = []
+    for ops in (reference, rotary):
+        rotation = ops.rotate(slots * 77, frequencies_of(16, device), 1.0, torch.float32)
+        found.append(ops.store_key_value(q.clone(), rotation, norm, none, none, slots))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("head_dim", [10, 80, 96, 128])
 @pytest.mark.parametrize("heads", [(1, 1), (5, 5), (12, 1)], ids=str)

@@ -147,8 +147,8 @@ def test_scales_of_keys_and_values_lie_where_modelopt_has_them(tmp_path):
     damaged(pair, **scales)
     model = load_model(pair.packed, dtype=None, device=CPU, progress=lambda done, total: None)
     assert model.kv_scales is not None
-    assert (model.kv_scales.keys == 0.5).all()
-    assert (model.kv_scales.values == 2.0).all()
+    assert all((layer.keys == 0.5).all() for layer in model.kv_scales)
+    assert all((layer.values == 2.0).all() for layer in model.kv_scales)
 
 
 def test_biases_that_are_zero_and_belong_to_nothing_are_left(tmp_path):

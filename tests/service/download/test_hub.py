@@ -16,7 +16,8 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.verify import verified
 from tokenpod.service.download.download import download
 from tokenpod.service.download.hub import Hub
-from tokenpod.service.download.store import DownloadError, store_of
+from tokenpod.service.download.store import DownloadError
+from tokenpod.service.download.stores import store_of
 
 WEIGHTS = random.Random(1).randbytes(1 << 20)
 FILES = {

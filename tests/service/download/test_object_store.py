@@ -13,10 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from tokenpod.core.manifest import digest_of
-from tokenpod.service.download import object_store
-from tokenpod.service.download import store as stores
+from tokenpod.service.download import object_store, stores
 from tokenpod.service.download.download import download
-from tokenpod.service.download.store import DownloadError, store_of
+from tokenpod.service.download.store import DownloadError
+from tokenpod.service.download.stores import store_of
 
 WEIGHTS = random.Random(1).randbytes(100_000)
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "README.md": b"#", "a/b.json": b"{}"}

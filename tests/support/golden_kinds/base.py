@@ -72,6 +72,25 @@ NEAR_AND_FAR = {
     }
 }
 
+GEMMA4 = {
+    # Attention without a scale: with wide heads rounding would decide.
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 16,
+    "final_logit_softcapping": 2.0,
+}
+
+LINEAR = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+
 FACTORS = {"long_factor": [2.0, 3.5, 5.0, 9.0], "short_factor": [1.0, 1.1, 1.3, 1.7]}
 
 

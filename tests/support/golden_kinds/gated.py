@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from golden_kinds import disguises
-from golden_kinds.base import NEAR_AND_FAR, VARIED, Kind, rope
+from golden_kinds.base import GEMMA4, LINEAR, NEAR_AND_FAR, VARIED, Kind, rope
 
 WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_NEAR_FAR_FAR = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 KINDS: dict[str, Kind] = {
@@ -39,6 +40,34 @@ KINDS: dict[str, Kind] = {
             "final_logit_softcapping": 4.0,
         },
     ),
+    "gemma4": Kind("Gemma4", {**GEMMA4, **_NEAR_FAR_FAR, "num_kv_shared_layers": 0}),
+    # The last layer reads what the one before it has stored.
+    "gemma4-shared": Kind(
+        "Gemma4",
+        {
+            **GEMMA4,
+            **_NEAR_FAR_FAR,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma4-varied": Kind(
+        "Gemma4",
+        {
+            **GEMMA4,
+            **_NEAR_FAR_FAR,
+            **NEAR_AND_FAR,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "hidden_activation": "silu",
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": None,
+        },
+    ),
     "granite": Kind("Granite", {}),
     "granite-varied": Kind(
         "Granite",
@@ -50,6 +79,26 @@ KINDS: dict[str, Kind] = {
             "attention_multiplier": 0.4,
             "residual_multiplier": 0.3,
             "logits_scaling": 0.5,
+        },
+    ),
+    # What heads of so few numbers read is small beside what it is a sum of: without an epsilon of
+    # its size the norm behind would show rounding alone, also transformers' own.
+    "qwen3-5": Kind("Qwen3_5", {**LINEAR, "rms_norm_eps": 1e-2}),
+    "qwen3-5-varied": Kind(
+        "Qwen3_5",
+        {
+            **VARIED,
+            **LINEAR,
+            **rope("default", partial_rotary_factor=0.5),
+            "hidden_act": "silu",
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 12,
+            "rms_norm_eps": 3e-2,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         },
     ),
     "smollm3": Kind("SmolLM3", {}),

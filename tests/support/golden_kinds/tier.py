@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import Kind
+from golden_kinds.base import GEMMA4, LINEAR, Kind
 
-_GEMMA4 = {
-    # Attention without a scale: with wide heads rounding would decide.
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "sliding_window": 9,
-    "vocab_size_per_layer_input": 96,
-    "hidden_size_per_layer_input": 16,
-    "final_logit_softcapping": 2.0,
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
 }
 _LLAMA4 = {
     "intermediate_size_mlp": 96,
@@ -29,19 +26,21 @@ _LLAMA4 = {
 
 TIER_KINDS: dict[str, Kind] = {
     "apertus": Kind("Apertus", {}),
-    "gemma4": Kind(
+    "gemma4-experts": Kind(
         "Gemma4",
         {
-            **_GEMMA4,
+            **GEMMA4,
+            **_GEMMA4_EXPERTS,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "num_kv_shared_layers": 0,
         },
     ),
     # The last layer reads what the one before it has stored.
-    "gemma4-shared": Kind(
+    "gemma4-experts-shared": Kind(
         "Gemma4",
         {
-            **_GEMMA4,
+            **GEMMA4,
+            **_GEMMA4_EXPERTS,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "num_kv_shared_layers": 1,
         },
@@ -64,20 +63,11 @@ TIER_KINDS: dict[str, Kind] = {
         {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
-_LINEAR = {
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
 #: Checkpoints of families with caches of their own.
 PADDED_KINDS: dict[str, Kind] = {
-    "qwen3-5": Kind("Qwen3_5", _LINEAR),
-    "qwen3-next": Kind("Qwen3Next", {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3-next": Kind("Qwen3Next", {**LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "jamba": Kind(
         "Jamba",
         {

@@ -1,0 +1,1 @@
+"""What mixes tokens by a state instead of keys and values."""

@@ -1,0 +1,288 @@
+"""Attention over heads of keys and values: as data, its weights, its division, and made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from tokenpod.kernels.cache.kv_pool import alike
+from tokenpod.kernels.operations.attention_ops import AttentionOptions, AttentionPlan, Heads
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
+from tokenpod.kernels.operations.pointwise_ops import HeadNorm
+from tokenpod.models.errors import ModelError
+from tokenpod.models.head_steps import (
+    EachHead,
+    HeadSteps,
+    NormBoth,
+    NormOver,
+    OverAll,
+    OverHeads,
+    QueryGrowth,
+)
+from tokenpod.models.layer_tensors import LayerTensors, norm_weights
+from tokenpod.models.mixer import Cache, MixerParts, Turned
+from tokenpod.models.names import Fused
+from tokenpod.models.normed import normed_product
+from tokenpod.models.norms import Norm
+from tokenpod.models.positions import Alibi, Rope
+from tokenpod.models.rope import head_order
+from tokenpod.models.shard import Shard
+from tokenpod.models.step import Step
+from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Queries, keys and values, softmax, and the product that ends in the stream."""
+
+    heads: int
+    #: Each serves heads // kv_heads query heads.
+    kv_heads: int
+    head_dim: int
+    positions: Rope | Alibi | None
+    #: How many positions back a token sees, itself included; None: all.
+    window: int | None = None
+    #: Of products of queries and keys; None: head_dim ** -0.5.
+    scale: float | None = None
+    #: Scaled products x become softcap · tanh(x / softcap).
+    softcap: float | None = None
+    #: One more logit per query head, without a value; the checkpoint has them.
+    sinks: bool = False
+    #: Queries, keys and values are kept within ±clip.
+    clip: float | None = None
+    #: Of queries and keys, before rotation.
+    qk_norm: Norm | None = None
+    qk_norm_over: NormOver = NormOver.HEAD
+    query_growth: QueryGrowth | None = None
+    #: Values are normed as queries and keys are, without a weight.
+    value_norm: bool = False
+    #: The checkpoint has no product for values: they are keys before norm and rotation.
+    values_are_keys: bool = False
+    #: The number of the layer whose keys and values it reads; None: it has its own.
+    reads_layer: int | None = None
+    #: What heads find is multiplied by the sigmoid of numbers that the product of queries has, too:
+    #: of each head its query, then these.
+    output_gate: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for heads that can't be."""
+        if self.heads % self.kv_heads:
+            raise ModelError(
+                f"attention.heads is {self.heads}: they can't share {self.kv_heads} key/value heads"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"attention.head_dim is {self.head_dim}: heads are held in pairs")
+        if isinstance(self.positions, Alibi) and len(self.positions.slopes) != self.heads:
+            slopes = len(self.positions.slopes)
+            raise ModelError(f"attention.positions has {slopes} slopes for {self.heads} heads")
+        norm, over = self.qk_norm, self.qk_norm_over
+        plain = norm is not None and norm.kind == "rms" and over is NormOver.HEAD
+        if not plain and (self.value_norm or self.reads_layer is not None):
+            raise ModelError("attention.value_norm and reads_layer need an rms norm of heads")
+        if norm is None:
+            return
+        if not norm.weight or (norm.bias and over is not NormOver.HEAD):
+            raise ModelError(f"attention.qk_norm over {over.value} has a weight, and no bias")
+        if over is NormOver.ALL and norm.kind != "rms":
+            raise ModelError(
+                f"attention.qk_norm.kind is {norm.kind!r}; supported over all heads: rms"
+            )
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values of all key/value heads."""
+        return Cache(alike(self.kv_heads, self.head_dim), self.window)
+
+    @property
+    def turned(self) -> Turned:
+        """Whole heads, in part or as a whole."""
+        return Turned(self.positions, self.head_dim)
+
+    @property
+    def expansion(self) -> None:
+        """Keys and values are read as they are."""
+
+    def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
+        """The fused product of queries, keys and values, norms of heads, sinks, and `output`."""
+        names, head = tensors.names, self.head_dim
+        queries = Axis(self.heads * head, Division.EVEN, unit=head)
+        keys = Axis(self.kv_heads * head, Division.KEY, unit=head)
+        order = head_order(self.positions, head)
+        parts = [(queries, order), (keys, order), (keys, None)]
+        groups = self.kv_heads if isinstance(names.qkv, Fused) and names.qkv.by_heads else 1
+        stored: tuple[str, ...] | Fused = names.qkv
+        norms = [("q_norm", names.q_norm, queries)]
+        if self.reads_layer is None:
+            norms.append(("k_norm", names.k_norm, keys))
+        if self.values_are_keys or self.reads_layer is not None:
+            assert not isinstance(stored, Fused), "each has a tensor"
+            # As rows of its own the product of values costs little: few heads have them.
+            stored = (stored[0], stored[1], stored[1])
+            if self.reads_layer is not None:
+                stored, parts = stored[:1], parts[:1]
+        for weight in tensors.stacked("qkv", stored, parts, groups, self.qkv_bias):
+            yield self._with_gate(weight) if self.output_gate else weight
+        if self.qk_norm is not None:
+            for name, stored_norm, rows in norms:
+                yield from self._head_norm(name, tensors.at + stored_norm, self.qk_norm, rows)
+        if self.sinks:
+            source = Source(tensors.at + names.sinks, (Axis(self.heads, Division.EVEN),))
+            yield Weight("sinks", (source,), dtype=torch.float32)
+        output = tensors.hidden, queries
+        yield from tensors.product("output", names.output, *output, self.output_bias)
+
+    def _with_gate(self, weight: Weight) -> Weight:
+        """The same with queries cut out of a tensor that has gates, too, and these as last rows."""
+        query, *others = weight.sources
+        cut = [
+            replace(query, segment=Segment((self.head_dim,) * 2, i, self.heads)) for i in range(2)
+        ]
+        return replace(weight, sources=(cut[0], *others, replace(cut[1], order=None)))
+
+    def _head_norm(self, name: str, stored: str, norm: Norm, rows: Axis) -> Iterator[Weight]:
+        """Of queries or of keys. Weights of each head are whole on every rank: they are few."""
+        order, head = head_order(self.positions, self.head_dim), Axis(self.head_dim)
+        if self.qk_norm_over is not NormOver.HEADS:
+            axis = head if self.qk_norm_over is NormOver.HEAD else rows
+            for weight in norm_weights(name, norm, stored, axis):
+                sources = tuple(replace(source, order=order) for source in weight.sources)
+                yield replace(weight, sources=sources)
+            return
+        heads = rows.length // self.head_dim
+        if "{h}" in stored:
+            axes: tuple[Axis, ...] = (head,)
+            names = [stored.format(h=h) for h in range(heads)]
+        else:
+            axes, names = (Axis(heads), head), [stored]
+        reorder = None if order is None else partial(_reordered, order=order)
+        yield Weight(
+            name, tuple(Source(f"{each}.weight", axes, function=reorder) for each in names)
+        )
+
+    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
+        """Keys and values of a layer that reads another's, which some checkpoints have."""
+        qkv, names = tensors.names.qkv, tensors.names
+        if self.reads_layer is None or isinstance(qkv, Fused):
+            return ()
+        return tuple(f"{tensors.at}{name}." for name in (*qkv[1:], names.k_norm, names.v_norm))
+
+    def problem(self, world: int) -> str | None:
+        """Ranks divide query heads, and key/value heads or those among them."""
+        if self.heads % world:
+            return f"{self.heads} query heads can't be divided among {world} ranks"
+        if self.kv_heads % world and world % self.kv_heads:
+            return (
+                f"{self.kv_heads} key/value heads can't be divided among {world} ranks, "
+                f"nor {world} ranks among them"
+            )
+        return None
+
+    def on_rank(self, shard: Shard) -> Attention:
+        """With a rank's heads, and with their slopes."""
+        heads, positions = self.heads // shard.world, self.positions
+        if isinstance(positions, Alibi):
+            own = slice(shard.rank * heads, (shard.rank + 1) * heads)
+            positions = Alibi(positions.slopes[own])
+        kv_heads = shard.length(Axis(self.kv_heads, Division.KEY))
+        return replace(self, heads=heads, kv_heads=kv_heads, positions=positions)
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Whatever the heads are, layers of one window see the same."""
+        return self.window
+
+    def plan(self, ops: Operations, batch: ForwardBatch) -> AttentionPlan:
+        """What each row sees."""
+        return ops.plan_attention(batch, self.window)
+
+    def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:
+        """Tiles of queries follow from the shape of heads, and from the window."""
+        return Heads(self.heads, self.kv_heads, self.head_dim, self.window, dtype, device)
+
+    def make(self, parts: MixerParts, norm: Norm | None) -> AttentionLayer:
+        """With the layer's weights."""
+        return AttentionLayer(self, parts, norm)
+
+
+class AttentionLayer:
+    """One layer's attention: from the stream to what its heads found, [T, H · D]."""
+
+    def __init__(self, spec: Attention, parts: MixerParts, norm: Norm | None) -> None:
+        products = parts.products
+        self._ops, self._key = products.ops, spec.plan_key
+        self._cache, self._rotation = parts.cache, parts.rotation
+        #: Numbers of a token's gates.
+        self._gates = spec.heads * spec.head_dim if spec.output_gate else 0
+        self._reads_another = spec.reads_layer is not None
+        self._qkv = normed_product(products, parts.named("qkv"), norm, parts.named("attention_in"))
+        self._heads = _head_steps(spec, parts)
+        slopes = None
+        if isinstance(spec.positions, Alibi):
+            slopes = torch.tensor(spec.positions.slopes, device=products.device)
+        self._options = AttentionOptions(
+            scale=spec.scale,
+            softcap=spec.softcap,
+            alibi_slopes=slopes,
+            sinks=products.tensor(parts.named("sinks")) if spec.sinks else None,
+        )
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The step's keys and values are in the pool afterwards."""
+        ops, batch, pool, heads = self._ops, step.batch, step.pool, self._heads
+        keys, values = pool.keys[self._cache], pool.values[self._cache]
+        scales, angles = pool.scales[self._cache], step.rotations[self._rotation]
+        y, gate = self._qkv(x, batch), None
+        if self._gates:
+            y, gate = y[:, : -self._gates].contiguous(), y[:, -self._gates :]
+        y = heads.before(y)
+        if self._reads_another:
+            none = y.new_empty((len(keys), 0, keys.shape[2]))
+            q = ops.store_key_value(y, angles, heads.norm, none, none, batch.t_slot)
+        else:
+            q = ops.store_key_value(y, angles, heads.norm, keys, values, batch.t_slot, scales)
+        q = heads.after(q, batch.t_position)
+        found = ops.attention(q, keys, values, step.plans[self._key], self._options, scales)
+        return found if gate is None else found * gate.sigmoid()
+
+
+def _head_steps(spec: Attention, parts: MixerParts) -> HeadSteps:
+    """What the layer's heads go through, with the weights of their norms."""
+    norm, fused, plain = spec.qk_norm, None, None
+    if norm is not None and norm.kind == "rms" and spec.qk_norm_over is NormOver.HEAD:
+        of_queries = of_keys = parts.products.tensor(parts.named("q_norm"))
+        if spec.reads_layer is None:
+            of_keys = parts.products.tensor(parts.named("k_norm"))
+        fused = HeadNorm(of_queries, of_keys, norm.epsilon, spec.value_norm)
+    elif norm is not None:
+        plain = _plain_norm(spec, norm, parts)
+    queries, keys = (count * spec.head_dim for count in (spec.heads, spec.kv_heads))
+    return HeadSteps(queries, keys, fused, plain, spec.clip, spec.query_growth)
+
+
+def _plain_norm(spec: Attention, norm: Norm, parts: MixerParts) -> NormBoth:
+    products, group = parts.products, parts.products.ops.group
+    if spec.qk_norm_over is NormOver.ALL:
+        of_queries, of_keys = (products.tensor(parts.named(f"{x}_norm")).float() for x in "qk")
+        return OverAll(of_queries, of_keys, norm.epsilon, group)
+    each = []
+    for name, division in (("q_norm", Division.EVEN), ("k_norm", Division.KEY)):
+        weight, bias = products.tensor(parts.named(name)).float(), None
+        if norm.bias:
+            bias = products.tensor(parts.named(f"{name}_bias")).float()
+        if spec.qk_norm_over is NormOver.HEADS:
+            weight = weight.view(-1, spec.head_dim)
+            if group is not None:
+                own = Shard(group.rank, group.world).part(Axis(len(weight), division))
+                weight = weight[own.start : own.stop].clone()
+        each.append(EachHead(weight, bias, norm.epsilon, norm.kind == "layer"))
+    return OverHeads(*each)
+
+
+def _reordered(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    return x[..., list(order)]

@@ -1,0 +1,109 @@
+"""The two ends of a decoder: from tokens to the stream, and from the stream to logits."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.models.adapters.store import AdapterStore
+from tokenpod.models.linear import Products
+from tokenpod.models.norms import make_norm
+from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weights import HEAD
+
+
+class TokenEmbedding:
+    """From tokens, and what is given in their place, to the stream."""
+
+    def __init__(
+        self, config: ModelSpec, products: Products, adapters: AdapterStore | None
+    ) -> None:
+        spec = config.embedding
+        self._ops, self._adapters = products.ops, adapters
+        self._copies = adapters.copies if adapters is not None else None
+        self._table = products.tensor("embedding")
+        # Rounded as the embedding is, as in the models' own training code.
+        scale = float(torch.tensor(spec.scale, dtype=self._table.dtype))
+        self._scale_rows = 1.0 if spec.scales_given else scale
+        self._scale_all = scale if spec.scales_given else 1.0
+        self._project = products.linear("project_in") if spec.width is not None else None
+        self._learned, self._offset = None, 0
+        if spec.positions is not None:
+            self._learned, self._offset = products.tensor("positions"), spec.positions.offset
+        self._norm = make_norm(spec.norm, products, "embedding_norm")
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """A step's tokens -> [T, hidden]."""
+        added = self._adapters.embedded(batch) if self._adapters is not None else None
+        embed = self._ops.embed
+        x = embed(self._table, batch.t_token, added.add if added is not None else None)
+        if self._copies is not None and batch.t_adapter is not None:
+            x = self._copies.embedded(x, batch.t_token, batch.t_adapter, embed)
+        if self._scale_rows != 1.0:
+            x *= self._scale_rows
+        if batch.given is not None:
+            x.index_copy_(0, batch.given.t_index, batch.given.rows)
+        if self._scale_all != 1.0:
+            x *= self._scale_all
+        if self._project is not None:
+            x = self._project(x, batch)
+        if self._learned is not None:
+            x += self._learned.index_select(0, batch.t_position + self._offset)
+        return self._norm(x)
+
+
+class PerLayerEmbedding:
+    """What each layer reads of a token: a row of a table, and a product of the first stream."""
+
+    def __init__(self, config: ModelSpec, products: Products) -> None:
+        spec = config.embedding.per_layer
+        assert spec is not None
+        self._ops, self._layers, self._width = products.ops, len(config.layers), spec.width
+        self._table = products.tensor("per_layer_embedding")
+        # Rounded as the table is.
+        self._row_scale = float(torch.tensor(spec.width**0.5, dtype=self._table.dtype))
+        self._project = products.linear("per_layer_projection")
+        self._stream_scale = config.hidden_size**-0.5
+        self._norm = make_norm(spec.norm, products, "per_layer_norm")
+
+    def __call__(self, batch: ForwardBatch, x: torch.Tensor) -> torch.Tensor:
+        """A step's tokens, and the stream [T, hidden] before layers -> [T, layers, width]."""
+        shape = (len(x), self._layers, self._width)
+        rows = self._ops.embed(self._table, batch.t_token).view(shape) * self._row_scale
+        made = (self._project(x, batch) * self._stream_scale).view(shape)
+        return self._norm(made).add_(rows).mul_(0.5**0.5)
+
+
+class TextHead:
+    """From the stream to logits, without the embedding's table, which may have another layout."""
+
+    def __init__(
+        self, config: ModelSpec, products: Products, adapters: AdapterStore | None
+    ) -> None:
+        self._ops, self._adapters = products.ops, adapters
+        self._copies = adapters.copies if adapters is not None else None
+        self._project = None
+        if config.embedding.width is not None:
+            self._project = products.linear("project_out")
+        if config.head.tied and HEAD not in products.weights:
+            products.weights[HEAD] = products.weights["embedding"]
+        self._product = products.linear(HEAD)
+        self._vocabulary = config.vocab_size
+        self._scale, self._softcap = config.head.scale, config.head.softcap
+
+    def __call__(self, hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        """Hidden [n, hidden] -> logits [n, vocabulary]; of a step, which adapters ask for."""
+        if self._project is not None:
+            hidden = self._project(hidden, step)
+        adapters, copies, group = self._adapters, self._copies, self._ops.group
+        logits = self._product(hidden, step if adapters is None else adapters.at_head(step))
+        if copies is not None and step is not None and step.t_adapter is not None:
+            logits = copies.logits(logits, hidden, step.t_adapter, self._ops.own_linear)
+        if group is not None:
+            logits = group.gather(logits)
+        # Ranks that share a vocabulary may have a few rows beyond its end.
+        logits = logits[:, : self._vocabulary]
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        cap = self._softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

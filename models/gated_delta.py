@@ -1,0 +1,166 @@
+"""Gated delta nets: as data, their weights, their division, and made of them.
+
+Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024, as Qwen3.5 has them: a convolution of
+queries, keys and values, a memory of each head that tokens read and correct, and a gated norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
+from tokenpod.kernels.operations.attention_ops import Heads
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.delta_ops import DeltaShape, DeltaStates, DeltaWeights
+from tokenpod.kernels.operations.ops import Operations
+from tokenpod.models.errors import ModelError
+from tokenpod.models.layer_tensors import LayerTensors
+from tokenpod.models.mixer import Cache, MixerParts
+from tokenpod.models.normed import normed_product
+from tokenpod.models.norms import Norm
+from tokenpod.models.shard import Shard
+from tokenpod.models.step import Step
+from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """A mixer whose memory is as large whatever the text's length."""
+
+    shape: DeltaShape
+    #: Of the norm of what each head reads.
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for heads that can't be."""
+        shape = self.shape
+        if shape.value_heads % shape.key_heads:
+            raise ModelError(
+                f"gated delta net: {shape.value_heads} value heads can't share"
+                f" {shape.key_heads} key heads"
+            )
+
+    @property
+    def heads(self) -> int:
+        """Heads of values."""
+        return self.shape.value_heads
+
+    @property
+    def cache(self) -> Cache:
+        """Nothing of a token: the convolution's last inputs, and a memory of each head."""
+        shape = self.shape
+        memory = (shape.value_heads, shape.key_dim, shape.value_dim)
+        return Cache(None, None, StateLayout((shape.channels, shape.width - 1), memory))
+
+    @property
+    def reads_layer(self) -> None:
+        """Each layer has its own states."""
+
+    @property
+    def turned(self) -> None:
+        """Positions change nothing."""
+
+    @property
+    def expansion(self) -> None:
+        """Nothing is made of the cache."""
+
+    @property
+    def _axes(self) -> tuple[Axis, Axis, Axis]:
+        """Of keys, of values, and of numbers that each value head has one of."""
+        shape = self.shape
+        return (
+            Axis(shape.key_heads * shape.key_dim, Division.EVEN, unit=shape.key_dim),
+            Axis(shape.value_heads * shape.value_dim, Division.EVEN, unit=shape.value_dim),
+            Axis(shape.value_heads, Division.EVEN),
+        )
+
+    def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
+        """One product of all that a token says, the convolution, decays, the norm, and `output`."""
+        names, at = tensors.names.delta, tensors.at
+        keys, values, each = self._axes
+        parts = (keys, keys, values)
+        sizes = tuple(axis.length for axis in parts)
+
+        def cut(stored: str, *more: Axis) -> tuple[Source, ...]:
+            return tuple(
+                Source(f"{at}{stored}.weight", (axis, *more), Segment(sizes, i))
+                for i, axis in enumerate(parts)
+            )
+
+        others = ((names.gate, values), (names.write, each), (names.decay, each))
+        rest = (tensors.source(stored, axis, tensors.hidden, None) for stored, axis in others)
+        yield Weight("delta_in", (*cut(names.qkv, tensors.hidden), *rest), multiplied=True)
+        yield Weight("conv", cut(names.conv, Axis(1), Axis(self.shape.width)))
+        yield replace(tensors.single("log_rate", names.log_rate, each), dtype=torch.float32)
+        yield replace(tensors.single("shift", names.shift, each), dtype=torch.float32)
+        norm = Norm("rms", self.epsilon)
+        yield from tensors.norm("delta_norm", norm, names.norm, Axis(self.shape.value_dim))
+        yield from tensors.product("output", names.output, tensors.hidden, values, False)
+
+    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
+        """There are none."""
+        del tensors
+        return ()
+
+    def problem(self, world: int) -> str | None:
+        """Ranks divide heads of keys, and those of values with them."""
+        if self.shape.key_heads % world:
+            return f"{self.shape.key_heads} key heads can't be divided among {world} ranks"
+        return None
+
+    def on_rank(self, shard: Shard) -> GatedDeltaNet:
+        """With a rank's heads."""
+        shape, world = self.shape, shard.world
+        own = shape._replace(
+            key_heads=shape.key_heads // world, value_heads=shape.value_heads // world
+        )
+        return replace(self, shape=own)
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Nothing is planned."""
+        return GatedDeltaNet
+
+    def plan(self, ops: Operations, batch: ForwardBatch) -> None:
+        """Rows are in the batch."""
+
+    def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:
+        """Steps of these models are not captured."""
+        return None
+
+    def make(self, parts: MixerParts, norm: Norm | None) -> GatedDeltaLayer:
+        """With the layer's weights."""
+        return GatedDeltaLayer(self, parts, norm)
+
+
+class GatedDeltaLayer:
+    """One layer's net: from the stream to what its heads read, normed and gated, [T, H · D]."""
+
+    def __init__(self, spec: GatedDeltaNet, parts: MixerParts, norm: Norm | None) -> None:
+        products, shape = parts.products, spec.shape
+        self._ops, self._shape, self._cache = products.ops, shape, parts.cache
+        self._in = normed_product(
+            products, parts.named("delta_in"), norm, parts.named("attention_in")
+        )
+        values = shape.value_heads * shape.value_dim
+        self._parts = [shape.channels, values, shape.value_heads, shape.value_heads]
+        conv = products.tensor(parts.named("conv"))[:, 0].contiguous()
+        self._weights = DeltaWeights(
+            conv, *(products.tensor(parts.named(name)) for name in ("log_rate", "shift"))
+        )
+        self._norm, self._epsilon = products.tensor(parts.named("delta_norm")), spec.epsilon
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The states of the step's rows have gone on afterwards."""
+        pool, ops = step.pool, self._ops
+        assert isinstance(pool, StatePool)
+        states = DeltaStates(*pool.states[self._cache])
+        mixed, gate, write, decay = torch.split(self._in(x, step.batch), self._parts, dim=1)
+        found = ops.gated_delta(mixed, decay, write, self._weights, self._shape, states, step.batch)
+        normed = ops.rms_norm(found, self._norm, self._epsilon)
+        gates = functional.silu(gate.float()).view(normed.shape)
+        return (normed * gates).to(x.dtype).flatten(1)

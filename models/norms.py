@@ -1,0 +1,54 @@
+"""Norms over a token's features: as data, and made of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tokenpod.models.errors import ModelError
+from tokenpod.models.linear import Products
+
+#: [T, n] -> the same, normed.
+NormRows = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over a token's features: root mean square ("rms") or layer norm ("layer")."""
+
+    kind: str
+    epsilon: float
+    #: Added to the stored weight.
+    offset: int = 0
+    weight: bool = True
+    bias: bool = False
+    #: The weight is applied before the result is rounded: it is held in float32.
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for a norm that there is not."""
+        if self.kind not in ("rms", "layer"):
+            raise ModelError(f"norm.kind is {self.kind!r}; supported: rms, layer")
+        if self.kind == "rms" and (self.bias or not self.weight):
+            raise ModelError("norm.kind is 'rms': it has a weight, and no bias")
+
+
+def make_norm(norm: Norm | None, products: Products, name: str) -> NormRows:
+    """The norm whose weight is `name`; without one, nothing is done."""
+    if norm is None:
+        return _as_it_is
+    weight, bias = (
+        products.tensor(at) if has else None
+        for at, has in ((name, norm.weight), (f"{name}_bias", norm.bias))
+    )
+    if norm.kind == "layer":
+        return partial(products.ops.layer_norm, weight=weight, bias=bias, epsilon=norm.epsilon)
+    assert weight is not None, "an rms norm has one"
+    return partial(products.ops.rms_norm, weight=weight, epsilon=norm.epsilon)
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x

@@ -1,0 +1,35 @@
+"""How attention knows where tokens stand, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding: inverse wavelengths of pairs of dimensions, and a scale.
+
+    The first `rotated` dimensions of a head are turned, the others are left alone. Dimension i
+    pairs with i + rotated / 2, or, `interleaved`, 2i with 2i + 1.
+    """
+
+    #: [rotated / 2] radians per position.
+    inverse_frequencies: tuple[float, ...]
+    #: Multiplies sines and cosines.
+    scale: float = 1.0
+    interleaved: bool = False
+    #: Which of several sets of factors these frequencies were made with, for the operator.
+    variant: str = ""
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions that are turned."""
+        return 2 * len(self.inverse_frequencies)
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Logits fall by slope · distance (Press et al. 2021)."""
+
+    #: One per query head.
+    slopes: tuple[float, ...]

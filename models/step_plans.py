@@ -1,0 +1,74 @@
+"""What the layers of a model share of a step: plans of mixers, and rotations, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.operations.attention_ops import StepTiles
+from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.ops import Operations
+from tokenpod.models.mixer import Mixer, Turned
+from tokenpod.models.positions import Rope
+from tokenpod.models.rope import pair_frequencies
+from tokenpod.models.step import Step
+
+
+class StepPlans:
+    """Makes the `Step` of each batch.
+
+    Args:
+        mixers: of a rank's layers.
+        ops: of the device.
+        dtype: of activations.
+        device: where they are.
+    """
+
+    def __init__(
+        self, mixers: Sequence[Mixer], ops: Operations, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._ops, self._dtype, self._device = ops, dtype, device
+        #: One of each kind that plans steps alike.
+        self._planners = {mixer.plan_key: mixer for mixer in mixers}
+        self._numbers: dict[Turned, int] = {}
+        for turned in (mixer.turned for mixer in mixers):
+            if turned is not None:
+                self._numbers.setdefault(_of_ropes(turned), len(self._numbers))
+        self._rotations = [
+            (
+                pair_frequencies(each.positions, each.dim).to(device),
+                each.positions.scale if isinstance(each.positions, Rope) else 1.0,
+            )
+            for each in self._numbers
+        ]
+
+    def rotation(self, mixer: Mixer) -> int:
+        """Which of a step's rotations is this mixer's; 0 if none is."""
+        turned = mixer.turned
+        return 0 if turned is None else self._numbers[_of_ropes(turned)]
+
+    def step(
+        self, batch: ForwardBatch, pool: KVPool, per_layer: torch.Tensor | None = None
+    ) -> Step:
+        """What all layers share of this batch, and their own embeddings if there are any."""
+        ops = self._ops
+        plans = {key: mixer.plan(ops, batch) for key, mixer in self._planners.items()}
+        rotations = [
+            ops.rotate(batch.t_position, frequencies, scale, self._dtype)
+            for frequencies, scale in self._rotations
+        ]
+        return Step(batch, pool, plans, rotations, per_layer)
+
+    def tiles(self, rows: int) -> StepTiles:
+        """How captured steps of up to so many rows describe rows with several tokens."""
+        assert self._ops.prepare_capture is not None, "these operations are not captured"
+        mixers = self._planners.values()
+        shapes = [mixer.captured(self._dtype, self._device) for mixer in mixers]
+        return self._ops.prepare_capture([shape for shape in shapes if shape is not None], rows)
+
+
+def _of_ropes(turned: Turned) -> Turned:
+    """Whatever else positions are, they turn nothing."""
+    return turned if isinstance(turned.positions, Rope) else Turned(None, turned.dim)

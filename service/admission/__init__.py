@@ -1,0 +1,1 @@
+"""Who is let in: places in the queue, memory, and the numbers that front ends share for it."""

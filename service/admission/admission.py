@@ -1,0 +1,196 @@
+"""The bounded queue: which calls are admitted, and which are refused at once.
+
+A refusal is cheap: it happens before anything is tokenised or sent to the engine. So at ten times
+the load that can be served, refusals take almost nothing from the calls that are served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from msgspec.structs import replace
+
+from tokenpod.core.outputs import Load
+from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.admission.late_messages import LateMessages
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.admission.turnover import Turnover
+from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
+from tokenpod.service.config.sources import ServerSettings
+
+#: Seconds after which a refused client should try again.
+RETRY_SECONDS = 1.0
+#: The longest hint: what is waited for may be over sooner than estimated.
+MOST_RETRY_SECONDS = 30.0
+#: Why new calls are refused while the server stops.
+DRAINING = "the server is draining"
+#: Why new calls are refused while the engine has not settled a step for seconds, and the hint.
+STALLED = "the engine makes no progress"
+STALLED_RETRY_SECONDS = 5.0
+
+
+class Admission:
+    """Counts the admitted requests of all front-end processes of the pod together.
+
+    Limits hold for the pod, not for a process: where a connection lands is chance. Two processes
+    that count at the same instant may let one too many in.
+
+    Args:
+        max_requests: `Generate` and `Tokens` calls at once, running and waiting together.
+        max_queue_tokens: prompt tokens that may wait for their computation; to be set before
+            anything is taken in, if it depends on the engine.
+        max_bytes: what calls may hold of the front ends' memory.
+        max_message_bytes: of one message.
+        counters: where the counts are; None: this process is alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_queue_tokens: int = 0,
+        max_bytes: int = 2**63 - 1,
+        max_message_bytes: int = 0,
+        counters: PodCounters | None = None,
+    ) -> None:
+        self.max_requests = max_requests
+        self.max_queue_tokens = max_queue_tokens
+        self.counters = counters or PodCounters.create(1)
+        self.memory = MemoryBudget(self.counters, max_bytes)
+        self.turnover = Turnover(self.counters)
+        self.late = LateMessages(self.memory, max_message_bytes)
+        #: Why nothing is admitted: the server is starting or draining.
+        self.closed: str | None = "the server is starting: the model is not loaded yet"
+        #: When it is expected to be open again, by time.monotonic, and how long that is in all.
+        self._opens_at = self._expected = 0.0
+
+    @classmethod
+    def of(cls, settings: ServerSettings, counters: PodCounters) -> Admission:
+        """By the operator's limits, but for that on prompt tokens, which the engine decides."""
+        return cls(
+            max_requests=settings.resolved_concurrent_requests,
+            max_bytes=settings.resolved_front_end_bytes,
+            max_message_bytes=settings.max_message_bytes,
+            counters=counters,
+        )
+
+    def drain(self) -> None:
+        """Admit nothing more, in any process."""
+        self.close(DRAINING, 0.0)
+        self.counters.close()
+
+    def whole(self, load: Load) -> Load:
+        """The engine's load, with the requests that front ends refused because of their size."""
+        ignored = load.ended.ignored + self.counters.ignored
+        return replace(load, ended=replace(load.ended, ignored=ignored))
+
+    def close(self, why: str, seconds: float) -> None:
+        """Admit nothing more, for about so many seconds."""
+        self.closed = why
+        self._opens_at, self._expected = time.monotonic() + seconds, seconds
+
+    def check_open(self) -> None:
+        """Raise Unavailable while the server takes no new work."""
+        if self.counters.closed:
+            self.closed = DRAINING
+        if self.closed:
+            raise self.refusal()
+
+    def refusal(self) -> Unavailable:
+        """The error of calls that come while no new work is admitted."""
+        # If it takes longer than expected, it may take much longer, and clients retry only a few
+        # times.
+        left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
+        why = self.closed or DRAINING
+        return Unavailable(
+            why,
+            retry_after=min(left, MOST_RETRY_SECONDS),
+            state="draining" if why == DRAINING else "starting",
+        )
+
+    def check_room(self, seconds: float | None = None) -> None:
+        """Raise what `enter` would raise now."""
+        self.check_open()
+        if self.counters.stalled:
+            # A router's steps are let through: the error of one would end all that it runs.
+            raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS, state="stalled")
+        if (requests := self.counters.requests) >= self.max_requests:
+            raise ResourceExhausted(
+                f"{requests} requests are running or waiting; this server takes at most"
+                f" {self.max_requests} (--max-concurrent-requests)",
+                limit="max_concurrent_requests",
+                retry_after=self._come_again(seconds),
+            )
+        if seconds is not None:
+            self._check_time(seconds)
+
+    def _check_time(self, seconds: float) -> None:
+        """Refuse a call that would miss its deadline, before it makes others wait."""
+        outlook = self.turnover.outlook()
+        if outlook.fits(seconds):
+            return
+        late = outlook.wait + outlook.run - seconds
+        raise ResourceExhausted(
+            f"a call that comes now waits for about {outlook.wait:.1f} s and then runs for about"
+            f" {outlook.run:.1f} s; this one's deadline is {seconds:.1f} s away",
+            limit="deadline",
+            retry_after=self._come_again(seconds, late),
+        )
+
+    def _come_again(self, seconds: float | None, least: float = 0.0) -> float:
+        """The hint of a call that is refused for want of room."""
+        after = max(self.turnover.come_again(seconds), least, RETRY_SECONDS)
+        return min(after, MOST_RETRY_SECONDS)
+
+    @contextmanager
+    def enter(self, seconds: float | None = None) -> Iterator[Place]:
+        """Hold a place for one call; raises Unavailable or ResourceExhausted at once.
+
+        Args:
+            seconds: until its deadline; None: it has none, or needs no row.
+        """
+        self.check_room(seconds)
+        self.counters.add(requests=1)
+        place = Place(self)
+        try:
+            yield place
+        finally:
+            place.leave_queue()
+            self.counters.add(requests=-1)
+
+
+class Place:
+    """One call's place among the admitted requests."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._waits = False
+        self._tokens = 0
+
+    def line_up(self) -> None:
+        """Be counted among those that wait for a row."""
+        self._waits = True
+        self._admission.counters.add(waiting=1)
+
+    def queue(self, prompt_tokens: int) -> None:
+        """Join the queue; raises ResourceExhausted if it would overflow.
+
+        An empty queue takes any prompt that the other limits allow.
+        """
+        waiting, most = self._admission.counters.waiting_tokens, self._admission.max_queue_tokens
+        if waiting and waiting + prompt_tokens > most:
+            raise ResourceExhausted(
+                f"{waiting} prompt tokens are waiting; with the {prompt_tokens} of this request"
+                f" the queue would exceed {most} (--max-queue-tokens)",
+                limit="max_queue_tokens",
+                retry_after=RETRY_SECONDS,
+            )
+        self._tokens = prompt_tokens
+        self._admission.counters.add(waiting_tokens=prompt_tokens)
+
+    def leave_queue(self) -> None:
+        """The prompt has been computed, or the call is over."""
+        self._admission.counters.add(waiting=-self._waits, waiting_tokens=-self._tokens)
+        self._waits, self._tokens = False, 0

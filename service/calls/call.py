@@ -1,0 +1,273 @@
+"""What clients ask for, as plain values: the codecs of the dialects make them from messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from tokenpod.core.requests import BeamParams
+from tokenpod.service.calls.chats import ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen: raw values, 0 or None where not set."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    typical_p: float = 0.0
+    repetition_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    #: Empty: all.
+    allowed_token_ids: Sequence[int] = ()
+    #: Texts; what they are as tokens, `bad_words.token_runs` says.
+    bad_words: Sequence[str] = ()
+    seed: int | None = None
+    watermark: bool = False
+    n: int = 0
+    best_of: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a sample ends. Times in nanoseconds; 0 or None where not set."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    stop_sequences: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_sequence: bool = False
+    time_limit_ns: int = 0
+    #: From which token on ends become likelier, and by what for each; a factor of 1: never.
+    eos_boost_after: int = 0
+    eos_boost_factor: float = 1.0
+    #: Of `max_new_tokens` what does not fit is left out, and not refused.
+    shorten: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a client wants to read."""
+
+    #: Events as they come; else all of them at the end.
+    stream: bool = True
+    logprobs: bool = False
+    top_n_tokens: int = 0
+    #: Each token's rank among all.
+    ranks: bool = False
+    prompt_logprobs: bool = False
+    #: At each position of the prompt; and the ranks of its tokens.
+    prompt_top_n_tokens: int = 0
+    prompt_ranks: bool = False
+    #: Where each token's text begins.
+    text_offsets: bool = False
+    #: The text of the tokens; without it they are read for stop sequences alone.
+    text: bool = True
+    #: The whole text at the end, besides the pieces of it.
+    final_text: bool = True
+    #: Of a chat: tell neither reasoning nor calls of tools from text. Most protocols can't.
+    raw_text: bool = True
+    skip_special_tokens: bool = True
+    #: None: as the tokenizer does.
+    spaces_between_special_tokens: bool | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the model is to say what it thought of the prompt."""
+        return self.prompt_logprobs or self.prompt_top_n_tokens > 0 or self.prompt_ranks
+
+
+#: What Python takes for a token id in a list.
+ID_BYTES = 36
+
+#: Text, token ids or a chat; None: the client set none.
+Prompt = str | Sequence[int] | ChatPrompt | None
+
+
+def prompt_bytes(prompt: Prompt) -> int:
+    """About how many bytes of memory a prompt takes."""
+    if prompt is None:
+        return 0
+    if isinstance(prompt, str):
+        # Python's strings: as many bytes for each character as the widest one needs.
+        return len(prompt) if prompt.isascii() else 4 * len(prompt)
+    if isinstance(prompt, ChatPrompt):
+        return prompt.memory
+    return ID_BYTES * len(prompt)
+
+
+class ConstraintKind(Enum):
+    """How a constraint is described."""
+
+    JSON_SCHEMA = auto()
+    JSON_OBJECT = auto()
+    REGEX = auto()
+    GRAMMAR = auto()
+    CHOICE = auto()
+    STRUCTURAL_TAG = auto()
+    #: Of a kind that is not known; refused.
+    UNKNOWN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class AskedConstraint:
+    """What a text must conform to, as a client says it."""
+
+    kind: ConstraintKind
+    #: Where the client put it, for errors.
+    field: str
+    text: str = ""
+    #: Of a choice.
+    texts: Sequence[str] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that it says."""
+        return sum(len(text.encode()) for text in (self.text, *self.texts))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A request to generate text."""
+
+    prompt: Prompt
+    sampling: Sampling
+    stopping: Stopping
+    output: Output
+    #: Search; `sampling` then says no more than how many results there are.
+    beam: BeamParams | None = None
+    truncate: int = 0
+    request_id: str = ""
+    priority: int = 0
+    #: A sample that fails ends the call after the other samples, not at once.
+    failures_last: bool = False
+    #: For the log.
+    labels: Mapping[str, str] = field(default_factory=dict)
+    #: Prompts share cached prefixes within one salt alone.
+    salt: str = ""
+    #: The name of one; empty: none.
+    adapter: str = ""
+    constraint: AskedConstraint | None = None
+    #: Tokens that a step may draft; None: as many as the server drafts.
+    max_draft_tokens: int | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run for it."""
+        if self.beam is not None:
+            return self.beam.width
+        return self.sampling.best_of or self.sampling.n or 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokensCall:
+    """A request to count tokens, or to list them."""
+
+    prompt: str | ChatPrompt
+    add_special_tokens: bool = True
+    return_ids: bool = False
+    #: Of a text: where each token begins and ends.
+    return_offsets: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRequest:
+    """A router's `Request`, of any wire generation; fields that one lacks have their defaults."""
+
+    id: int
+    inputs: str
+    truncate: int
+    add_special_tokens: bool
+    prefill_logprobs: bool
+    top_n_tokens: int
+    max_new_tokens: int
+    stop_sequences: Sequence[str]
+    ignore_eos: bool
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    typical_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    seed: int
+    watermark: bool
+    constraint: AskedConstraint | None
+    adapter_id: str | None
+    #: Prompt tokens to process in this call; None: all.
+    chunk_len: int | None
+    #: Whether a step may bring it several tokens.
+    several_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBatch:
+    """A router's `Batch`."""
+
+    id: int
+    requests: Sequence[ShardRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBatch:
+    """What an answer says of a batch that its router can go on with."""
+
+    id: int
+    request_ids: Sequence[int]
+    max_tokens: int
+    current_tokens: int
+
+
+@dataclass(slots=True)
+class TokenList:
+    """Parallel: tokens with their texts."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    special: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardText:
+    """How a router's request ended. `finish_reason` is TGI's number."""
+
+    text: str
+    generated_tokens: int
+    finish_reason: int
+    seed: int | None
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class ShardGeneration:
+    """One request's part of a router's step: one token, or several where some were drafted.
+
+    It grows while the step's tokens come.
+    """
+
+    request_id: int
+    tokens: TokenList = field(default_factory=TokenList)
+    prefill: TokenList | None = None
+    #: One for each token, where asked for.
+    tops: list[TokenList] = field(default_factory=list)
+    text: ShardText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStep:
+    """The answer to Prefill and Decode. Times in nanoseconds."""
+
+    generations: list[ShardGeneration]
+    batch: CachedBatch | None
+    forward_ns: int
+    decode_ns: int
+    total_ns: int
+    concat_ns: int | None = None

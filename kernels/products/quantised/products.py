@@ -5,7 +5,8 @@ Weights of 4 bits, and those of 8 in groups, go another way (`lane_products`). O
 - a handful: `multiply_add`, which norms, gates and adds as the product of 16 bits does;
 - more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch
   (`input_rounding`), and multiplied on the matrix unit as they are (`matrix`); many of e4m3 by the
-  library, where it scales by rows.
+  library, where it scales by rows; of blocks, and of two digits, by the library with a copy of the
+  weight in 16 bits.
 
 What a token gets depends on which by rounding alone: where the format rounds inputs, all do.
 """
@@ -158,8 +159,11 @@ def _scaled_by_rows(
 
 
 def _many(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """X · weightᵀ + bias by the library, for as many tokens as there may be."""
-    if isinstance(weight, Fp8Weight) and x.itemsize == 2:
+    """X · weightᵀ + bias by the library, for as many tokens as there may be.
+
+    A weight of 8 bits is written out in 16 for it: hundreds of tokens pay for that.
+    """
+    if isinstance(weight, (Fp8Weight, Int8Weight)) and x.itemsize == 2:
         rounded_x = weight.rounded_inputs(x).to(x.dtype)
         return functional.linear(rounded_x, weight.dequantised(x.dtype), bias)
     return weight.multiply(x, bias)

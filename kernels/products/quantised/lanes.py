@@ -242,7 +242,7 @@ def _unpacked(numbers: torch.Tensor, planes: int, width: int, paired: bool) -> t
     """Lanes [rows, blocks · width] -> codes [rows, blocks · planes · width] int32."""
     lanes = (numbers.to(torch.int32) & 0xFFFF).view(len(numbers), -1, 1, width)
     if paired:
-        pairs = lanes.unflatten(3, (-1, 2))
+        pairs = lanes.view(len(numbers), -1, 1, width // 2, 2)
         words = (pairs[..., 0] | pairs[..., 1] << 16).repeat_interleave(2, 3)
         return (words >> _pair_shifts(planes, width, numbers.device) & 15).flatten(1)
     bits = 16 // planes

@@ -34,7 +34,7 @@ from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.logs import configure_logging
 from tokenpod.service.text.encoder import Encoder
-from tokenpod.service.text.tokenizer import TokenizerError
+from tokenpod.service.text.tokenizers.tokenizer import TokenizerError
 
 log = logging.getLogger("tokenpod")
 

@@ -80,8 +80,8 @@ class Listener:
     async def renew(self, why: ServiceError, sleep: Callable[[float], Awaitable[None]]) -> None:
         """Close all connections to the port, and listen on it again.
 
-        No call is cancelled; see `Closing.stop`. A server that has been stopped stays so, so there
-        is another one afterwards. The router's socket is as it was.
+        No call that is about to come is cancelled: it is refused with `why`. A server that has been
+        stopped stays so, so there is another one afterwards. The router's socket is as it was.
 
         Args:
             why: the error of calls that come meanwhile.
@@ -102,7 +102,7 @@ class Listener:
             await self.public.server.stop(None)
 
     async def stop(self, grace: float, sleep: Callable[[float], Awaitable[None]]) -> None:
-        """Stop listening; see `Closing.stop`."""
+        """Stop listening, without cancelling calls that are about to come; nothing listens then."""
         self._stopped = True
         await self.public.closing.stop(self.public.server, grace, sleep)
         if self.socket is not None:

@@ -67,9 +67,9 @@ from tokenpod.service.shutdown import (
 from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.readings import PodReadings
-from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.encoder import Encoder
-from tokenpod.service.text.tokenizer import TokenizerError
+from tokenpod.service.text.tokenizers.draft_vocabulary import check_draft
+from tokenpod.service.text.tokenizers.tokenizer import TokenizerError
 
 log = logging.getLogger("tokenpod")
 
@@ -326,7 +326,7 @@ class Server:
     async def _serve(
         self, state: PodState, ranks: Ranks, drains: DrainRequests, others: FrontEnds
     ) -> int | None:
-        """Until a signal, or until an engine or a front end is lost; see `_live`."""
+        """Until a signal, or until an engine or a front end is lost; the exit status, or None."""
         futures: set[asyncio.Future[Any]] = {state.stopping.task(), ranks.lost, others.lost}
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
         if ranks.lost.done():

@@ -40,7 +40,7 @@ from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.scheduler.steps.step_times import Costs
 from tokenpod.service.pod.model_store import resolve_model
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 GPU = DEVICE.type == "cuda"
 CASES = ("schemas", "arrivals")

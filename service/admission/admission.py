@@ -17,11 +17,9 @@ from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.admission.late_messages import LateMessages
 from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.admission.turnover import Turnover
-from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
+from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted, Unavailable
 from tokenpod.service.config.sources import ServerSettings
 
-#: Seconds after which a refused client should try again.
-RETRY_SECONDS = 1.0
 #: The longest hint: what is waited for may be over sooner than estimated.
 MOST_RETRY_SECONDS = 30.0
 #: Why new calls are refused while the server stops.

@@ -13,8 +13,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from tokenpod.service.admission.memory_budget import RETRY_SECONDS, MemoryBudget
-from tokenpod.service.calls.errors import ResourceExhausted
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted
 
 #: A message is late if it is not there so many seconds after its call. What comes earlier is not
 #: counted before it is there: no more than the network brings in this time.

@@ -13,10 +13,7 @@ its own bounds allow (a prompt's tokens, a reader that lags); the next call is r
 from __future__ import annotations
 
 from tokenpod.service.admission.counters import PodCounters
-from tokenpod.service.calls.errors import ResourceExhausted
-
-#: Seconds after which a refused client should try again.
-RETRY_SECONDS = 1.0
+from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted
 
 
 class MemoryBudget:

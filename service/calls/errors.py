@@ -20,6 +20,8 @@ from tokenpod.core.outputs import Failure, FailureCode
 
 #: `google.rpc.ErrorInfo.domain`.
 DOMAIN = "tokenpod"
+#: Seconds after which a client should try again that is refused for want of room, or for a moment.
+RETRY_SECONDS = 1.0
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 #: UTF-8 bytes of a text in an error. A status has a message three times, in percent encoding and in
 #: base64, and gRPC's clients refuse more than 8 KiB of metadata: they would see another code.
@@ -251,9 +253,9 @@ def engine_failure(failure: Failure) -> ServiceError:
     match failure.code:
         case FailureCode.RESOURCE_EXHAUSTED:
             limit = "max_batch_total_tokens"
-            return ResourceExhausted(failure.message, limit=limit, retry_after=1.0)
+            return ResourceExhausted(failure.message, limit=limit, retry_after=RETRY_SECONDS)
         case FailureCode.UNAVAILABLE:
-            return Unavailable(failure.message, retry_after=1.0)
+            return Unavailable(failure.message, retry_after=RETRY_SECONDS)
         case FailureCode.INVALID_ARGUMENT:
             return InvalidArgument("request", failure.message)
         case FailureCode.NOT_FOUND:

@@ -11,7 +11,7 @@ from tokenpod.service.calls.call import GenerateCall
 from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.limits import check_request_id
 from tokenpod.service.calls.sample import Delta, Sample
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 #: Metadata of a call, and of its answer: the request's name.
 REQUEST_ID_KEY = "x-request-id"

@@ -32,7 +32,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, Load, StepOutputs
 from tokenpod.core.requests import Request
-from tokenpod.service.calls.errors import Unavailable
+from tokenpod.service.calls.errors import RETRY_SECONDS, Unavailable
 from tokenpod.service.pod.sinks import Sink, Sinks
 
 _LOST = "the model's engine was lost; retry"
@@ -180,7 +180,7 @@ class EngineClient(AsyncLink[FromEngine]):
             ends: set[asyncio.Future[Any]] = {done, self.lost}
             await asyncio.wait(ends, return_when="FIRST_COMPLETED")
             if not done.done():
-                raise Unavailable(_LOST, retry_after=1.0)
+                raise Unavailable(_LOST, retry_after=RETRY_SECONDS)
             return done.result()
         finally:
             del self._changes[change.op]
@@ -191,7 +191,7 @@ class EngineClient(AsyncLink[FromEngine]):
 
     def _expect_step(self) -> None:
         if self.lost.done():
-            raise Unavailable(_LOST, retry_after=1.0)
+            raise Unavailable(_LOST, retry_after=RETRY_SECONDS)
         if not self.pending:
             # A step's time begins with the work, not with the last step.
             self._step_began_at = self._now()

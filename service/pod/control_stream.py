@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from tokenpod.core.async_link import AsyncLink
 from tokenpod.core.group_messages import Drain, FromRank, Joined, Pulse, Waiting
 from tokenpod.core.messages import Broken
-from tokenpod.service.calls.errors import Unavailable
+from tokenpod.service.calls.errors import RETRY_SECONDS, Unavailable
 
 
 class ControlStream(AsyncLink[FromRank]):
@@ -78,14 +78,16 @@ class DrainRequests:
         """The ranks are gone: nothing will be answered any more."""
         self._control = None
         if self._drained is not None and not self._drained.done():
-            self._drained.set_exception(Unavailable("the group has ended", retry_after=1.0))
+            self._drained.set_exception(
+                Unavailable("the group has ended", retry_after=RETRY_SECONDS)
+            )
         for task in self._answers:
             task.cancel()
 
     async def ask(self) -> None:
         """Return once the leader's pod has drained. Raises Unavailable if the group ends before."""
         if self._control is None:
-            raise Unavailable("the group has not formed yet", retry_after=1.0)
+            raise Unavailable("the group has not formed yet", retry_after=RETRY_SECONDS)
         self._drained = asyncio.get_running_loop().create_future()
         self._control.send(Drain(0))
         await self._drained

@@ -117,13 +117,7 @@ class Sinks:
                 del by_id[sequence_id]
                 code = FinishCode(finish)
             top = tops.get(at) if tops else None
-            # Not through `_call`: this runs once for every token of every stream.
-            try:
-                sink.on_token(sequence_id, token_id, logprob, code, top)
-            except _EXITS:
-                raise
-            except BaseException as error:
-                self._fault(sequence_id, sink, error)
+            self._call(sequence_id, sink, sink.on_token, sequence_id, token_id, logprob, code, top)
         self._fail(outputs.failures, touched)
         self._wake(touched)
 

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Collection
 
 import grpc
 
-from tokenpod.service.admission.admission import DRAINING, RETRY_SECONDS
-from tokenpod.service.calls.errors import ServiceError, Unavailable
+from tokenpod.service.admission.admission import DRAINING
+from tokenpod.service.calls.errors import RETRY_SECONDS, ServiceError, Unavailable
 from tokenpod.service.rpc.interceptors import Handler, Interceptor, refusing
 
 #: Seconds in which a client that retries calls again: the hint of a refusal is a little shorter.

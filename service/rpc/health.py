@@ -32,9 +32,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.core.silence import Listening
-from tokenpod.service.admission.admission import RETRY_SECONDS
 from tokenpod.service.admission.counters import PodCounters
-from tokenpod.service.calls.errors import ResourceExhausted
+from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.intake import Intake
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
@@ -175,7 +174,7 @@ class HealthBoard:
         stall_timeout: seconds without a sign of the engine after which it never moves again.
         counters: say whether other front ends wait for the engine, and hear whether all wait in
             vain; None: this process is alone.
-        most_watchers: `Watch` streams of each server at once; see `HealthServicer`.
+        most_watchers: `Watch` streams of each server at once.
     """
 
     def __init__(

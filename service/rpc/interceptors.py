@@ -74,7 +74,7 @@ class AuthInterceptor(Interceptor):
     better one. Tokens are compared in constant time.
 
     Args:
-        token_file: see `TokenFile`.
+        token_file: the tokens that are known, one on each line; read again when it changes.
         exempt: full names of the methods that need none of these tokens.
         only: those of all that need one; None: all others.
     """

@@ -10,7 +10,7 @@ import grpc
 from tokenpod.core.messages import Ready
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.memory_budget import MemoryBudget
-from tokenpod.service.calls.errors import FailedPrecondition, Unavailable
+from tokenpod.service.calls.errors import RETRY_SECONDS, FailedPrecondition, Unavailable
 from tokenpod.service.rpc.methods import Gate, MethodTable
 
 
@@ -36,7 +36,7 @@ class Services:
         """What the engine said of the model. Raises Unavailable until it is ready."""
         if self._ready is None:
             self.admission.check_open()
-            raise Unavailable("the model is not loaded yet", retry_after=1.0)
+            raise Unavailable("the model is not loaded yet", retry_after=RETRY_SECONDS)
         return self._ready
 
     def check(self, method: str, remaining: float | None = None) -> MemoryBudget | None:

@@ -11,6 +11,7 @@ from tokenpod.core.messages import AdapterDone, AdapterFacts, LoadAdapter, Unloa
 from tokenpod.core.outputs import FailureCode
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.calls.errors import (
+    RETRY_SECONDS,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -122,7 +123,7 @@ def _error(done: AdapterDone, field: str) -> ServiceError:
         case FailureCode.RESOURCE_EXHAUSTED:
             return ResourceExhausted(done.message, limit="max_loaded_adapters")
         case FailureCode.UNAVAILABLE:
-            return Unavailable(done.message, retry_after=1.0)
+            return Unavailable(done.message, retry_after=RETRY_SECONDS)
     error = InvalidArgument(field, done.message)
     error.message = done.message
     return error

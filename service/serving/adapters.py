@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec import structs
 
 from tokenpod.core.adapters import AdapterKind
-from tokenpod.core.messages import AdapterFacts
+from tokenpod.core.messages import AdapterFacts, AdapterList
 from tokenpod.core.requests import Request
 from tokenpod.service.calls.errors import NotFound
 
@@ -35,6 +35,10 @@ class Adapters:
     def take(self, facts: Iterable[AdapterFacts]) -> None:
         """The adapters that can be used from now on."""
         self._named = {each.name: each for each in facts}
+
+    def hear(self, told: AdapterList) -> None:
+        """The engine says which there are."""
+        self.take(told.loaded)
 
     def remove(self, name: str) -> None:
         """Nobody finds this adapter any more."""

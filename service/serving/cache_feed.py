@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from tokenpod.core.messages import CacheEvents, FlushCache, WatchCache
-from tokenpod.service.admission.admission import RETRY_SECONDS
-from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
+from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted, Unavailable
 from tokenpod.service.pod.client import EngineClient
 
 #: Listeners at once.

@@ -23,6 +23,7 @@ from msgspec import structs
 from tokenpod.core.messages import AdapterFacts, Ready
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.service.admission.admission import Admission, Place
+from tokenpod.service.admission.aside import Aside
 from tokenpod.service.admission.call_names import NamedCalls
 from tokenpod.service.admission.memory_budget import Lease
 from tokenpod.service.calls.call import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
@@ -51,8 +52,8 @@ from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.bad_words import token_runs
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.turn import formats_of
-from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokenpod.service.telemetry.tracing import ServerCall
@@ -74,6 +75,8 @@ class GenerateService:
         self._admission = admission
         self._telemetry = telemetry
         self._serving: Serving | None = None
+        #: Where calls have done what would hold up the event loop.
+        self.aside = Aside()
         #: Calls that can be ended by their names.
         self.named = NamedCalls(admission.counters.names)
 
@@ -92,7 +95,7 @@ class GenerateService:
         told = ready.adapters if client.adapters is None else client.adapters
         changing = settings.adapter_token_file is not None
         adapters = Adapters(settings.resolved_adapters, told, changing=changing)
-        client.on_adapters = lambda told: adapters.take(told.loaded)
+        client.on_adapters = adapters.hear
         self._serving = Serving(
             client,
             encoder,
@@ -101,7 +104,7 @@ class GenerateService:
             ready,
             CacheFeed(client),
             formats,
-            TokenizerArchive(encoder, self._admission.memory),
+            TokenizerArchive(encoder, self._admission.memory, self.aside),
             adapters,
             settings.served_name,
         )

@@ -12,7 +12,7 @@ from tokenpod.core.requests import Request
 from tokenpod.service.calls.call import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.calls.errors import Internal, ServiceError, engine_failure
 from tokenpod.service.text.stops import TailStops
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("tokenpod.shard")
 

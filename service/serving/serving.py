@@ -23,8 +23,8 @@ from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats, TurnParser
 from tokenpod.service.text.reader import TextReader
 from tokenpod.service.text.stops import StopMatcher
-from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 #: Of answers that are all text.
 _NOT_TOLD = Formats()

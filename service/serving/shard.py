@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from tokenpod.service.admission.admission import DRAINING, RETRY_SECONDS, Admission
+from tokenpod.service.admission.admission import DRAINING, Admission
 from tokenpod.service.calls.call import (
     CachedBatch,
     ShardBatch,
@@ -31,6 +31,7 @@ from tokenpod.service.calls.call import (
     ShardStep,
 )
 from tokenpod.service.calls.errors import (
+    RETRY_SECONDS,
     InvalidArgument,
     NotFound,
     ServiceError,
@@ -138,7 +139,7 @@ class ShardService:
     # -- the end -------------------------------------------------------------------------------
 
     def awaited(self, since: float) -> bool:
-        """Whether a router's call runs or is to be expected; see `Batches.awaited`."""
+        """Whether a router's call runs, or is to be expected by a pod that waits since then."""
         return self.batches.awaited(since)
 
     async def end(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> int:

@@ -22,7 +22,7 @@ from tokenpod.service.serving.adapters import with_adapter
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.encoder import Tokenised
-from tokenpod.service.text.text_messages import Text
+from tokenpod.service.text.workers.text_messages import Text
 
 log = logging.getLogger("tokenpod.shard")
 

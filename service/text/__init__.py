@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, stops, and their processes."""
+"""Prompts to tokens and tokens to answers: what is done at once, and what by others."""

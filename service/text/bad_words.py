@@ -6,7 +6,7 @@ from tokenpod.service.calls.call import Sampling
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.limits import RequestLimits
 from tokenpod.service.text.encoder import Encoder
-from tokenpod.service.text.text_messages import Text
+from tokenpod.service.text.workers.text_messages import Text
 
 
 async def token_runs(

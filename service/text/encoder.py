@@ -19,12 +19,12 @@ from tokenpod.service.calls.call import Prompt
 from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.text.generation_defaults import read_defaults
-from tokenpod.service.text.inline_cost import is_bounded
 from tokenpod.service.text.parsers.calls import CallFormat
-from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, TextModel, unpacked
-from tokenpod.service.text.text_workers import TextWorkers
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
+from tokenpod.service.text.tokenizers.generation_defaults import read_defaults
+from tokenpod.service.text.tokenizers.inline_cost import is_bounded
+from tokenpod.service.text.tokenizers.tokenizer import TextModel, Tokenizer, TokenizerPanic
+from tokenpod.service.text.workers.text_messages import EncodeChat, EncodeTexts, Text, unpacked
+from tokenpod.service.text.workers.text_workers import TextWorkers
 
 #: Bytes of UTF-8 up to which texts are tokenised on the event loop (benchmarks/NOTES.md).
 INLINE_BYTES = 4096

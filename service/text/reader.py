@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenpod.service.calls.parts import Part
-from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.parsers.turn import TurnParser
 from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.tokenizers.decoding import Detokenizer
 
 
 class TextReader:

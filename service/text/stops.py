@@ -40,6 +40,9 @@ class StopMatcher:
     and time and memory follow the text, not the size of the stops. What is held back is always
     the prefix that the current state stands for, so there is no buffer to copy.
 
+    Libraries (pyahocorasick, ahocorasick-rs) tell matches, but not how much of a text's end may yet
+    become one, which is what must be held back.
+
     ValueError: a stop is empty.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import io
 import json
@@ -10,6 +11,7 @@ import zipfile
 from dataclasses import dataclass
 from typing import Any
 
+from tokenpod.service.admission.aside import Aside
 from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.text.encoder import Encoder
 
@@ -37,9 +39,11 @@ class TokenizerArchive:
     Args:
         encoder: has the tokenizer, and the folder with the files beside it.
         memory: of the front ends, which the zip takes a part of.
+        aside: where it is made.
     """
 
-    def __init__(self, encoder: Encoder, memory: MemoryBudget) -> None:
+    def __init__(self, encoder: Encoder, memory: MemoryBudget, aside: Aside) -> None:
+        self._aside = aside
         self._encoder = encoder
         self._memory = memory
         self._making: asyncio.Task[Archive] | None = None
@@ -62,7 +66,7 @@ class TokenizerArchive:
 
     async def _make(self) -> Archive:
         try:
-            archive = await asyncio.to_thread(_archive_of, self._encoder)
+            archive = await self._aside.run(functools.partial(_archive_of, self._encoder))
             if not self._released:
                 self._memory.keep(len(archive.data))
                 self._kept = len(archive.data)

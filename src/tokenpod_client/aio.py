@@ -79,7 +79,7 @@ class AsyncClient:
         Args:
             prompt: a text, token ids, or messages of a chat, as OpenAI's API has them.
             deadline: seconds of this call; None: the client's.
-            options: fields of the request, by our names or by OpenAI's; see `GenerateOptions`.
+            options: fields of the request, by our names or by OpenAI's (`GenerateOptions`).
         """
         request = generate_request(prompt, **options)
         return AsyncStream(self._stub.Generate, request, self._patience(deadline), self._metadata)

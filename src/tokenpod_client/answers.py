@@ -127,7 +127,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What was generated; see `Result.text`."""
+        """What the first sample says, without reasoning and calls."""
         return self._first.text
 
     @property
@@ -142,7 +142,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended; see `Result.finish_reason`."""
+        """Why the first sample ended, in OpenAI's words."""
         return self._first.finish_reason
 
     @property

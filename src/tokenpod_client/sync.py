@@ -81,7 +81,7 @@ class Client:
         Args:
             prompt: a text, token ids, or messages of a chat, as OpenAI's API has them.
             deadline: seconds of this call; None: the client's.
-            options: fields of the request, by our names or by OpenAI's; see `GenerateOptions`.
+            options: fields of the request, by our names or by OpenAI's (`GenerateOptions`).
         """
         request = generate_request(prompt, **options)
         return Stream(self._stub.Generate, request, self._patience(deadline), self._metadata)

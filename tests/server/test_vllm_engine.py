@@ -17,7 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as public
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

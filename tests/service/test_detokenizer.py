@@ -5,7 +5,7 @@ from byte_runs import ids_of_bytes, known
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 SEQUENCES = 1200
 RECOGNISED = [

@@ -19,9 +19,9 @@ from tokenpod.service.calls.sample import Sample
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.pod.client import NO_LOAD
 from tokenpod.service.pod.sinks import Sinks
-from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.reader import TextReader
 from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.tokenizers.decoding import Detokenizer
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 TOP = Top(0, list(range(20)), [-1.0] * 20)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tokenpod.service.text.files import TokenizerError
-from tokenpod.service.text.generation_defaults import read_defaults, with_defaults
+from tokenpod.service.text.tokenizers.files import TokenizerError
+from tokenpod.service.text.tokenizers.generation_defaults import read_defaults, with_defaults
 
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 4096}
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}

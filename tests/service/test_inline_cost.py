@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from tokenpod.service.text.inline_cost import is_bounded
+from tokenpod.service.text.tokenizers.inline_cost import is_bounded
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

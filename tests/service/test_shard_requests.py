@@ -26,7 +26,7 @@ from tokenpod.service.calls.limits import RequestLimits
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.serving.shard_requests import ShardRequests
 from tokenpod.service.text.encoder import Encoder
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 DEMO = Path(tokenpod.models.demo.__file__).parent
 LIMITS = RequestLimits(

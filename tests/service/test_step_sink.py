@@ -14,8 +14,8 @@ from tokenpod.service.calls.call import ShardRequest
 from tokenpod.service.pod.client import NO_LOAD
 from tokenpod.service.pod.sinks import Sinks
 from tokenpod.service.serving.routed import RoutedSequence, StepSink
-from tokenpod.service.text.decoding import Detokenizer
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.decoding import Detokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 FOLDER = Path(tokenpod.models.demo.__file__).parent
 TOKENIZER = Tokenizer.load(FOLDER)

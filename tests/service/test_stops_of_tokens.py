@@ -15,7 +15,7 @@ from tokenpod.service.calls.sample import Sample
 from tokenpod.service.serving.routed import RoutedSequence
 from tokenpod.service.text.reader import TextReader
 from tokenpod.service.text.stops import StopMatcher
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 #: Of Llama 2, Mistral and Gemma, and of GPT-2 and Llama 3.
 KINDS = ["byte_fallback", "byte_fallback_unstripped", "byte_level"]

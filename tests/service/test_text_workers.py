@@ -21,17 +21,16 @@ from tokenpod.service.calls.chats import Tool
 from tokenpod.service.calls.errors import InvalidArgument, Unavailable
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
-from tokenpod.service.text.text_messages import (
+from tokenpod.service.text.tokenizers.tokenizer import TextModel, Tokenizer, TokenizerError
+from tokenpod.service.text.workers.text_messages import (
     EncodeChat,
     EncodeTexts,
     Text,
-    TextModel,
     packed,
     unpacked,
 )
-from tokenpod.service.text.text_workers import TextWorkers
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
-from tokenpod.service.text.tool_constraints import calls_constraint
+from tokenpod.service.text.workers.text_workers import TextWorkers
+from tokenpod.service.text.workers.tool_constraints import calls_constraint
 
 pytestmark = pytest.mark.pod
 
@@ -121,7 +120,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def the_worker() -> int:
     """The process id of the only one."""
     # Servers of other files may be children as well.
-    (pid,) = children_of(os.getpid(), running="tokenpod.service.text.text_worker")
+    (pid,) = children_of(os.getpid(), running="tokenpod.service.text.workers.text_worker")
     return pid
 
 

@@ -14,14 +14,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from tokenpod.core.messages import MTP
-from tokenpod.service.text.chat_template import (
+from tokenpod.service.text.tokenizers.chat_template import (
     MAX_RANGE_STEPS,
     MAX_RENDERED_CHARS,
     ChatTemplateError,
     roles_of,
 )
-from tokenpod.service.text.draft_vocabulary import check_draft
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.tokenizers.draft_vocabulary import check_draft
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 CHAT = (
     "{{ bos_token }}{% for message in messages %}<|user|>{{ message['content'] }}"
@@ -232,7 +232,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
 def test_neither_torch_nor_transformers_is_imported(folder):
     program = (
         "import sys; from pathlib import Path;"
-        "from tokenpod.service.text.tokenizer import Tokenizer;"
+        "from tokenpod.service.text.tokenizers.tokenizer import Tokenizer;"
         f"Tokenizer.load(Path({str(folder)!r})).encode('fox');"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )

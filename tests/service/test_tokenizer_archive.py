@@ -99,7 +99,7 @@ async def running(folder: Path, most: int = 1024 * MEGABYTE) -> AsyncIterator[Po
     async with contextlib.AsyncExitStack() as life:
         encoder = await Counted.start(folder, settings, life)
         none: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Serving))
-        archive = TokenizerArchive(encoder, admission.memory)
+        archive = TokenizerArchive(encoder, admission.memory, generate.aside)
         serving = Serving(**{**none, "encoder": encoder, "archive": archive})
         generate._serving = serving
         ready: Any = SimpleNamespace()

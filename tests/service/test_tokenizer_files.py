@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from examples import examples
-from tokenpod.service.text.conversion import converted
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.tokenizers.conversion import converted
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 #: Text of any script, with what breaks detokenisers more often than chance would have it.
 TEXTS = st.lists(

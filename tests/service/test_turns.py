@@ -24,9 +24,9 @@ from tokenpod.service.dialects.tokenpod_v1.chats import MOST_CALLS, MOST_TOOLS, 
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.text.chat_template import ChatTemplateError
 from tokenpod.service.text.parsers.turn import formats_of
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.chat_template import ChatTemplateError
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 

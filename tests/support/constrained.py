@@ -27,7 +27,7 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 DEMO = Path(tokenpod.models.demo.__file__).parent

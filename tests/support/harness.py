@@ -132,7 +132,7 @@ class ServerProcess:
 
     def text_worker_pids(self) -> list[int]:
         """Process ids of the first front end's text workers."""
-        return self._running("tokenpod.service.text.text_worker")
+        return self._running("tokenpod.service.text.workers.text_worker")
 
     def _running(self, module: str) -> list[int]:
         return children_of(self.process.pid, running=module)

@@ -42,13 +42,13 @@ _IMPORTED = (
     "tokenpod.engine.shards.member",
     "tokenpod.kernels.backends.compiled",
     "tokenpod.service.server",
-    "tokenpod.service.text.chat_template",
+    "tokenpod.service.text.tokenizers.chat_template",
 )
 #: What /proc shows as the command line of a process that forks for its parent.
 FORKER = "forker"
 _ENGINE = "tokenpod.engine.process"
 _FRONT_END = "tokenpod.service.front_end"
-_TEXT_WORKER = "tokenpod.service.text.text_worker"
+_TEXT_WORKER = "tokenpod.service.text.workers.text_worker"
 _TRIAL = "tokenpod.engine.constraints.trial"
 #: Modules that are forked, and those that start them.
 _CHILDREN = (_ENGINE, _FRONT_END, _TEXT_WORKER, _TRIAL)

@@ -11,7 +11,7 @@ from tokenpod.core.outputs import FinishCode
 from tokenpod.service.calls.call import GenerateCall
 from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.sample import Delta, Sample
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 _STOP = {

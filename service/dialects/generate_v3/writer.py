@@ -9,7 +9,7 @@ from tokenpod.service.calls.call import GenerateCall
 from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 _FINISH = {

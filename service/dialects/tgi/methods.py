@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from tokenpod.service.calls.errors import ServiceError, Unavailable
+from tokenpod.service.calls.errors import RETRY_SECONDS, ServiceError, Unavailable
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.tgi.codec import ShardCodec
 from tokenpod.service.rpc.interceptors import Context
@@ -66,7 +66,7 @@ class ShardHandlers:
     async def health(self, backend: Backend, request: Any, context: Context) -> Any:
         """OK while the engine moves."""
         if not backend.healthy():
-            raise Unavailable("the engine makes no progress", retry_after=1.0)
+            raise Unavailable("the engine makes no progress", retry_after=RETRY_SECONDS)
         return self._pb.HealthResponse()
 
     async def info(self, backend: Backend, request: Any, context: Context) -> Any:

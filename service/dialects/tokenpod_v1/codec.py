@@ -25,7 +25,7 @@ from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
 from tokenpod.service.dialects.fields import copied, given, unless_unset
 from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
 from tokenpod.service.dialects.tokenpod_v1.features import check_built
-from tokenpod.service.text.generation_defaults import with_defaults
+from tokenpod.service.text.tokenizers.generation_defaults import with_defaults
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,7 +107,8 @@ async def get_model(
     """What is served, and within which limits."""
     backend.generate.check_model(request.name)
     # Finding the roles of a long template takes a while.
-    model = await asyncio.to_thread(model_of, backend.generate.serving)
+    serving = backend.generate.serving
+    model = await backend.generate.aside.run(functools.partial(model_of, serving))
     return pb.GetModelResponse(model=model)
 
 

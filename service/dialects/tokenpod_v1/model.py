@@ -12,7 +12,7 @@ from tokenpod.service.admission.admission import Admission
 from tokenpod.service.calls.limits import MOST_CHAT_MESSAGES, MOST_RETURNED_IDS
 from tokenpod.service.dialects.tokenpod_v1.features import features
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.text.chat_template import roles_of, takes_tools
+from tokenpod.service.text.tokenizers.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 

@@ -13,7 +13,7 @@ from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.parts import Kind
 from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service_pb
 

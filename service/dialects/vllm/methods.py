@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +77,8 @@ async def get_model_info(
     backend: Backend, request: pb.GetModelInfoRequest, context: Context
 ) -> pb.GetModelInfoResponse:
     """What is served."""
-    return await asyncio.to_thread(model_info, backend.generate.serving)
+    serving = backend.generate.serving
+    return await backend.generate.aside.run(functools.partial(model_info, serving))
 
 
 async def get_server_info(

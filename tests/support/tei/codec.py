@@ -8,7 +8,7 @@ from tei.messages import message
 from tokenpod.service.calls.call import TokensCall
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.encoder import Tokenised
-from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 
 def tokens_call(request: Any) -> TokensCall:

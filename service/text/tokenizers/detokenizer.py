@@ -24,7 +24,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.service.text.decoding import Decoding, Detokenizer, Pieces
+from tokenpod.service.text.tokenizers.decoding import Decoding, Detokenizer, Pieces
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -111,7 +111,7 @@ class _ByteLevel(Decoding):
         self._pieces = Pieces[str | bytes](backend, special_ids, "", _byte_level_piece)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See `Decoding`."""
+        """The bytes that one token adds to a text; b'' outside the vocabulary."""
         piece = self._pieces[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
@@ -208,7 +208,7 @@ class _SentencePiece(Decoding):
         return cls(backend, special_ids, piece=piece, strip=strip)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See `Decoding`. A space that the beginning of a text loses is part of it here."""
+        """The bytes that one token adds to a text, with a space that a text's beginning loses."""
         piece = self._pieces[token_id]
         return piece if isinstance(piece, bytes) else (piece or "").encode()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenpod.core.sampling import TABLE
-from tokenpod.service.text.files import read_object
+from tokenpod.service.text.tokenizers.files import read_object
 
 log = logging.getLogger("tokenpod")
 

@@ -1,9 +1,9 @@
 """Vocabularies of older formats to a `tokenizer.json`, by transformers: SentencePiece, tiktoken,
 and the vocabulary and merges of GPT-2 and BERT.
 
-`python -m tokenpod.service.text.conversion FOLDER` writes it to standard output, or one line that
-says what is wrong. Transformers and what it brings take half a gigabyte and three seconds: hence a
-process, which ends. No code of the model's folder is run.
+`python -m tokenpod.service.text.tokenizers.conversion FOLDER` writes it to standard output, or one
+line that says what is wrong. Transformers and what it brings take half a gigabyte and three
+seconds: hence a process, which ends. No code of the model's folder is run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from tokenpod.core.parent import die_with_parent
-from tokenpod.service.text.files import (
+from tokenpod.service.text.tokenizers.files import (
     MOST_VOCABULARY_BYTES,
     TokenizerError,
     UnreadableFile,

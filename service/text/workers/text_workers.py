@@ -21,19 +21,24 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenpod.service.calls.errors import Internal, InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.calls.errors import (
+    RETRY_SECONDS,
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+)
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.text.text_messages import (
+from tokenpod.service.text.tokenizers.tokenizer import TextModel, TokenizerError
+from tokenpod.service.text.workers.text_messages import (
     EncodeChat,
     Encoded,
     Job,
     Refusal,
     Refused,
-    TextModel,
     WorkerOptions,
 )
-from tokenpod.service.text.text_process import TextProcess, WorkerEnded
-from tokenpod.service.text.tokenizer import TokenizerError
+from tokenpod.service.text.workers.text_process import TextProcess, WorkerEnded
 
 log = logging.getLogger("tokenpod.text")
 
@@ -261,7 +266,7 @@ class TextWorkers:
         if status in _FAULTS:
             return InvalidArgument(field, f"makes {_work(job)} fail")
         log.error("a text worker has ended", extra={"status": status})
-        return _WorkerLost("the process that tokenises was lost; retry", retry_after=1.0)
+        return _WorkerLost("the process that tokenises was lost; retry", retry_after=RETRY_SECONDS)
 
     def _refusal(self, job: Job, field: str, refused: Refused) -> ServiceError:
         if refused.reason is Refusal.MEMORY:
@@ -285,7 +290,7 @@ class TextWorkers:
 
 
 def _stopping() -> Unavailable:
-    return Unavailable("the server is stopping or starting anew", retry_after=1.0)
+    return Unavailable("the server is stopping or starting anew", retry_after=RETRY_SECONDS)
 
 
 def _work(job: Job) -> str:

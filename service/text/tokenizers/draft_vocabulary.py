@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tokenpod.core.messages import MTP
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 
 def is_head(folder: Path) -> bool:

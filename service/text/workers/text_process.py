@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from tokenpod.core.async_link import AsyncLink
-from tokenpod.service.text.text_messages import (
+from tokenpod.service.text.workers.text_messages import (
     Encoded,
     FromWorker,
     Job,
@@ -20,7 +20,7 @@ from tokenpod.service.text.text_messages import (
 )
 
 #: -P: nothing is imported from the working directory.
-_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.text.text_worker")
+_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.text.workers.text_worker")
 
 
 class WorkerEnded(Exception):

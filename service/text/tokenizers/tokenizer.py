@@ -6,17 +6,18 @@ Neither torch nor, as a rule, transformers is imported: `tokenizer.json` says ev
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from tokenizers import Tokenizer as Backend
 
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
-from tokenpod.service.text.decoding import Decoding, Detokenizer, Spaced
-from tokenpod.service.text.detokenizer import decoding_of
-from tokenpod.service.text.text_messages import TextModel
-from tokenpod.service.text.tokenizer_files import (
+from tokenpod.service.text.tokenizers.chat_template import ChatTemplate, ChatTemplateError
+from tokenpod.service.text.tokenizers.decoding import Decoding, Detokenizer, Spaced
+from tokenpod.service.text.tokenizers.detokenizer import decoding_of
+from tokenpod.service.text.tokenizers.tokenizer_files import (
     TokenizerError,
     TokenizerPanic,
     check_vocabulary,
@@ -25,6 +26,27 @@ from tokenpod.service.text.tokenizer_files import (
 )
 
 __all__ = ["Tokenizer", "TokenizerError", "TokenizerPanic"]
+
+
+class TextModel(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker tokenises and renders with; it reads no file of the model's folder.
+
+    Args:
+        tokenizer: a whole `tokenizer.json`.
+        chat_template: source; None: the model has none.
+        special_tokens: the template's variables (`bos_token`, ...).
+    """
+
+    tokenizer: bytes
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+    @classmethod
+    def read(cls, descriptor: int) -> TextModel:
+        """That of a file that holds one."""
+        # Mapped, not read: all processes share the descriptor, and with it the place in the file.
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            return msgspec.msgpack.decode(view, type=cls)
 
 
 class Tokenizer:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenpod.service.text.files import (
+from tokenpod.service.text.tokenizers.files import (
     MOST_CONFIG_BYTES,
     TokenizerError,
     UnreadableFile,

@@ -6,7 +6,6 @@ unpacking a million Python integers would hold the event loop for 20 ms.
 
 from __future__ import annotations
 
-import mmap
 from array import array
 from enum import IntEnum
 
@@ -18,27 +17,6 @@ from tokenpod.service.calls.chats import ChatPrompt
 
 #: `array`'s letter for token ids, and bytes of one.
 _ID = "I"
-
-
-class TextModel(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker tokenises and renders with; it reads no file of the model's folder.
-
-    Args:
-        tokenizer: a whole `tokenizer.json`.
-        chat_template: source; None: the model has none.
-        special_tokens: the template's variables (`bos_token`, ...).
-    """
-
-    tokenizer: bytes
-    chat_template: str | None
-    special_tokens: dict[str, str]
-
-    @classmethod
-    def read(cls, descriptor: int) -> TextModel:
-        """That of a file that holds one."""
-        # Mapped, not read: all processes share the descriptor, and with it the place in the file.
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            return msgspec.msgpack.decode(view, type=cls)
 
 
 class WorkerOptions(Message, frozen=True, array_like=True, tag=True):

@@ -1,4 +1,4 @@
-"""A process that tokenises and renders: `python -m tokenpod.service.text.text_worker FD`.
+"""A process that tokenises and renders: `python -m tokenpod.service.text.workers.text_worker FD`.
 
 A template is a program, and its messages are the caller's; a tokenizer's time and memory hang on
 the text. Neither can be bounded from inside a process that must go on, so they run here: the kernel
@@ -21,10 +21,11 @@ from tokenpod.core.constraints import Tagged
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.own_limits import be_first_to_go, limit_memory
 from tokenpod.core.parent import die_with_parent
-from tokenpod.service.text.chat_template import ChatTemplateError
 from tokenpod.service.text.parsers.calls import ToolsError
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
-from tokenpod.service.text.text_messages import (
+from tokenpod.service.text.tokenizers.chat_template import ChatTemplateError
+from tokenpod.service.text.tokenizers.tokenizer import TextModel, Tokenizer, TokenizerPanic
+from tokenpod.service.text.workers.text_messages import (
     EncodeChat,
     Encoded,
     EncodeTexts,
@@ -34,13 +35,11 @@ from tokenpod.service.text.text_messages import (
     Refusal,
     Refused,
     Text,
-    TextModel,
     ToWorker,
     WorkerOptions,
     packed,
 )
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
-from tokenpod.service.text.tool_constraints import calls_constraint
+from tokenpod.service.text.workers.tool_constraints import calls_constraint
 
 #: Characters at the end of a rendered chat that a front end is told.
 _RENDERED_END = 64

@@ -13,15 +13,15 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.service.text.conversion import converted_apart
-from tokenpod.service.text.files import (
+from tokenpod.service.text.tokenizers.conversion import converted_apart
+from tokenpod.service.text.tokenizers.files import (
     MOST_VOCABULARY_BYTES,
     TokenizerError,
     one_line,
     read_bounded,
     read_object,
 )
-from tokenpod.service.text.template_files import chosen_template, read_templates
+from tokenpod.service.text.tokenizers.template_files import chosen_template, read_templates
 
 __all__ = ["TokenizerError", "TokenizerFiles", "TokenizerPanic", "panics_named", "read_folder"]
 

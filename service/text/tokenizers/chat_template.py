@@ -13,7 +13,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.text.template_values import ChatTemplateError, messages_of, tools_of
+from tokenpod.service.text.tokenizers.template_values import (
+    ChatTemplateError,
+    messages_of,
+    tools_of,
+)
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "roles_of", "takes_tools"]
 

@@ -1,0 +1,1 @@
+"""A model's tokenizer: its files, its chat templates, texts to tokens and tokens to texts."""

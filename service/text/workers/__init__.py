@@ -1,0 +1,1 @@
+"""Processes that tokenise long texts and render chats, bounded in time and memory."""

@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 
 from tokenpod.commands.serve import setting_flag
-from tokenpod.core.capacity import host_slots
+from tokenpod.core.capacity import offload_slots
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 from tokenpod.scheduler.sequences.work import Limits
 from tokenpod.service.config.sources import ServerSettings, SettingsError, load_settings
 from tokenpod.simulator.machines import MACHINES, Machine
@@ -127,8 +127,8 @@ def limits_of(settings: ServerSettings, machine: Machine) -> Limits:
         max_positions=min(settings.max_total_tokens or machine.positions, machine.positions),
         prefill_tokens=settings.resolved_prefill_tokens,
         prefix_caching=settings.prefix_caching,
-        host_slots=host_slots(settings.host_kv_bytes, 1, machine.slot_bytes),
-        host_least=settings.host_kv_least_tokens,
+        offload_slots=offload_slots(settings.host_kv_bytes, 1, machine.slot_bytes),
+        offload_least=settings.host_kv_least_tokens,
     )
 
 
@@ -196,7 +196,7 @@ def _own_figures(machine: Machine, outcome: Outcome) -> Iterator[tuple[str, str]
     yield "machine", machine.name
     yield "preemptions", f"{outcome.load.preemptions:,}"
     yield "tokens computed again", f"{outcome.wasted_tokens:,}"
-    if outcome.load.host_slots:
+    if outcome.load.offload_slots:
         yield "tokens swapped", f"{outcome.load.swapped_tokens:,}"
         yield "tokens fetched from the host's memory", f"{outcome.load.fetched_tokens:,}"
     yield "KV cache in use", f"{outcome.mean_use:.1%} on average, {outcome.most_use:.1%} at most"

@@ -14,7 +14,7 @@ import msgspec
 
 from tokenpod.commands.gpus import Device
 from tokenpod.core.capability import eight_bits_problem, problem_of
-from tokenpod.core.capacity import GIB, Capacity, capacity, fewest_ranks, host_slots
+from tokenpod.core.capacity import GIB, Capacity, capacity, fewest_ranks, offload_slots
 from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.core.model_size import Footprint, dtype_of, positions_of
 from tokenpod.service.config.sources import ServerSettings
@@ -61,10 +61,10 @@ class Report:
         return self.found.slots or 0 if self.found.fits else 0
 
     @property
-    def host_slots(self) -> int:
+    def offload_slots(self) -> int:
         """Tokens whose keys and values the hosts' memory holds besides."""
         each_pod = max(self.found.ranks // self.pods, 1)
-        return host_slots(self.options.host_kv_bytes, each_pod, self.found.slot_bytes)
+        return offload_slots(self.options.host_kv_bytes, each_pod, self.found.slot_bytes)
 
     @property
     def longest(self) -> int:
@@ -231,7 +231,7 @@ def as_json(report: Report) -> str:
         "sequences_at_once": found.rows if found.fits else 0,
         "kv_bytes_per_token": found.slot_bytes,
         "kv_slots": found.slots if found.fits else 0,
-        "host_slots": report.host_slots,
+        "host_slots": report.offload_slots,
         "longest_sequence": report.longest,
         "sequences": [{"tokens": length, "at_once": n} for length, n in report.sequences],
     }
@@ -269,8 +269,8 @@ def _lines(report: Report) -> Iterator[str]:
             cache += f", and {found.rows:,} states of {found.row_bytes / 1024:g} KiB"
         yield f"{'KV cache':<16}{gib(found.kv_bytes):>8}  {cache}"
         yield f"{'left':<16}{gib(found.free - found.kv_bytes):>8}"
-        if report.host_slots:
-            tokens = f"{report.host_slots:,} tokens more, of each pod's host"
+        if report.offload_slots:
+            tokens = f"{report.offload_slots:,} tokens more, of each pod's host"
             yield f"{'host memory':<16}{gib(report.options.host_kv_bytes):>8}  {tokens}"
         yield ""
         yield f"{'tokens':>16}{'sequences at once':>20}"

@@ -65,7 +65,7 @@ def choose_slots(
     return max(min(fits, most_useful), 1)
 
 
-def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
+def offload_slots(asked: int, ranks: int, slot_bytes: int) -> int:
     """Tokens that host memory holds, in whole blocks.
 
     Args:
@@ -222,7 +222,7 @@ def largest_step(
 
     Args:
         hidden: width of a token's state.
-        inner: width inside a rank's share of the widest layer.
+        inner: width inside a rank's shard of the widest layer.
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
         expanded: numbers that attention makes of latents, or of int8, at a time.

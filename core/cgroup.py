@@ -37,7 +37,7 @@ def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
 
     Args:
         root: where cgroups are mounted.
-        own: this process's cgroups, a line a hierarchy, as in /proc/self/cgroup.
+        own: this process's cgroups, one line per hierarchy, as in /proc/self/cgroup.
     """
     found = [*_limits(root, _path(own, ""), 2), *_limits(root / "memory", _path(own, "memory"), 1)]
     return sorted(found, key=lambda each: each.left)

@@ -202,7 +202,7 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     speculate: int = 0
     draft_method: str = ""
     #: Tokens whose keys and values the host's memory holds.
-    host_slots: int = 0
+    offload_slots: int = 0
     #: Prompt tokens of a step, at most; 0: not said.
     prefill_tokens: int = 0
 
@@ -244,7 +244,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
-    #: See `scheduler.sequences.work.Limits`.
+    #: What is forgotten first: "lru" what was used longest ago, "lfu" what few requests have used.
     prefix_eviction: str = "lru"
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
@@ -263,7 +263,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: are part of the model.
     adapters: list[tuple[str, str]] = []
     lora_fuse: bool = False
-    #: Who may join, by name (see scheduler/policies/registry.py).
+    #: Who may join, by name (see scheduler/policies/by_name.py).
     admission: str = "exact"
     #: What a step holds, likewise; and TGI's numbers for "alternate".
     batching: str = "mixed"

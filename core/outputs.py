@@ -188,8 +188,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: preemption or as a cached prefix.
     fetched_tokens: int = 0
     #: Tokens that the host's memory has room for, and those of them that are taken.
-    host_slots: int = 0
-    host_used_slots: int = 0
+    offload_slots: int = 0
+    offload_used_slots: int = 0
     steps: StepCounts = StepCounts()
 
     @property
@@ -215,7 +215,7 @@ class Drafted(msgspec.Struct, frozen=True, array_like=True):
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     """Everything one step brought.
 
-    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token, and
+    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry per token, and
     several in order of a sequence with drafts. A sequence that ends without a token (its time limit
     passed in the queue) has token id -1.
     """

@@ -1,7 +1,8 @@
 """What the leader tells every executor about one step: columns of numbers in one buffer.
 
-The scheduler fills them once. Executors read views of them, on the leader and, from the same bytes,
-on every follower.
+`StepPlan` declares each column once. The scheduler writes a plan in one go (`StepPlan.of`), and
+nobody changes it afterwards. Executors read views of it, on the leader and, from the same bytes, on
+every follower.
 
     r_  one number per row of the step    t_  one per token, row after row    n_  one per new row
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Annotated, Any, Final, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,8 @@ Ints = npt.NDArray[np.int32]
 
 Floats = npt.NDArray[np.float32]
 
+NDArray = npt.NDArray[Any]
+
 #: In place of a token: the one that the row sampled last; in place of a draft: none is known yet.
 LAST = -1
 #: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings,
@@ -33,58 +37,25 @@ GIVEN = -2
 #: In place of a sampled token: none was, since a draft before it was wrong or its mask was late.
 UNSAMPLED = -2
 
-
-class Counts(NamedTuple):
-    """How long a plan's columns are; its header has these numbers in this order."""
-
-    rows: int
-    tokens: int
-    #: Prompt tokens whose log probabilities are asked for.
-    scored: int = 0
-    freed: int = 0
-    new: int = 0
-    #: Slots of new rows' cached prefixes.
-    prefix: int = 0
-    copies: int = 0
-    #: As many as rows, or none.
-    adapters: int = 0
-    masked: int = 0
-    #: Given embeddings, and how many numbers one has.
-    given: int = 0
-    width: int = 0
-    #: Adapters that are put into slots.
-    puts: int = 0
-    #: Tokens whose embeddings an adapter has, and slots of tokens whose keys and values one has.
-    soft: int = 0
-    ready: int = 0
-    #: 1 or none: copies that it relies on.
-    awaited: int = 0
-
-    @property
-    def words(self) -> int:
-        """Words of all columns together."""
-        return (
-            6 * self.rows
-            + 2 * self.tokens
-            + self.scored
-            + self.freed
-            + 3 * self.new
-            + self.prefix
-            + 2 * self.copies
-            + self.adapters
-            + self.masked
-            + self.given * self.width
-            + 2 * (self.puts + self.soft)
-            + 3 * self.ready
-            + self.awaited
-        )
+# What a column has a number for. Columns of the same are equally long.
+_PerRow = Annotated[Ints, "rows"]
+_PerToken = Annotated[Ints, "tokens"]
+_PerScoring = Annotated[Ints, "rows, if any is scored"]
+_PerScored = Annotated[Ints, "scored tokens of prompts"]
+_PerFreed = Annotated[Ints, "freed rows"]
+_PerNew = Annotated[Ints, "new rows"]
+_PerPrefix = Annotated[Ints, "slots of cached prefixes"]
+_PerCopy = Annotated[Ints, "copies"]
+_PerAdapted = Annotated[Ints, "rows, if any has an adapter"]
+_PerMasked = Annotated[Ints, "rows, if any is masked"]
+_PerPut = Annotated[Ints, "adapters that are put into slots"]
+_PerSoft = Annotated[Ints, "tokens with an adapter's embedding"]
+_PerReady = Annotated[Ints, "slots filled by an adapter"]
+_PerAwaited = Annotated[Ints, "1, if copies are awaited"]
 
 
-_NOTHING: Ints = np.empty(0, np.int32)
-_NO_VECTORS: Floats = np.empty((0, 0), np.float32)
-
-#: The buffer begins with the step's number, in two halves, and the counts.
-_HEADER = 2 + len(Counts._fields)
+_NOTHING: Final[Ints] = np.empty(0, np.int32)
+_NO_VECTORS: Final[Floats] = np.empty((0, 0), np.float32)
 
 
 class StepPlan:
@@ -93,86 +64,121 @@ class StepPlan:
     Rows with a single token come first; of these, those with the most context before others.
 
     Args:
-        buffer: header and columns, int32.
+        buffer: int32: a header of lengths, the columns in the order of their declaration, and
+            `given`. It is write-protected from now on.
         asks: of each new row; empty on followers.
+
+    Raises:
+        ValueError: the buffer is not as long as it says.
     """
 
+    # Read by the model and the sampler, in every step.
+    r_row: _PerRow
+    #: Position of the first token.
+    r_start: _PerRow
+    r_tokens: _PerRow
+    #: Of how many of its last positions a token is sampled; the first one sampled is the sequence's
+    #: output number `r_output`.
+    r_samples: _PerRow
+    r_output: _PerRow
+    #: A token's id, `LAST`, or `GIVEN` and below. Drafts that are `LAST` the executor finds:
+    #: `StepResult.drafts` has them.
+    t_token: _PerToken
+    #: Where keys and values go.
+    t_slot: _PerToken
+    #: For how many of a row's tokens the log probability of the one that follows is asked for;
+    #: `scored_token` has those that follow, row after row.
+    r_scored: _PerScoring
+    scored_token: _PerScored
+
+    # Read by the executor, before the step.
+    #: Rows to forget first.
+    freed: _PerFreed
+    #: Rows that sequences take, their `NewRow.flags`, and how many tokens of their prompts were
+    #: found in the cache, at which slots.
+    n_row: _PerNew
+    n_flags: _PerNew
+    n_prefix: _PerNew
+    prefix_slot: _PerPrefix
+    #: Keys and values to be copied before anything else, from slot to slot: one of the two is
+    #: behind the pool's last one, in the host's memory. First all go out that do, then all come in
+    #: that do, which may take longer than the step.
+    copy_from: _PerCopy
+    copy_to: _PerCopy
+
+    # Read by the model and the sampler, in steps that need them.
+    #: The slot of each row's adapter, from 1; 0: none.
+    r_adapter: _PerAdapted
+    #: Whether a row is sampled under a mask, which comes after the plan.
+    r_masked: _PerMasked
+
+    # Read by the executor's adapters and copies, before the step.
+    #: Slots, from 1, and the numbers of the adapters that are put there before anything else.
+    put_slot: _PerPut
+    put_adapter: _PerPut
+    #: What follows `given`: numbers of adapters, and which of each one's virtual tokens.
+    soft_adapter: _PerSoft
+    soft_index: _PerSoft
+    #: Slots that get the keys and values of adapters' virtual tokens before anything else.
+    ready_slot: _PerReady
+    ready_adapter: _PerReady
+    ready_index: _PerReady
+    #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be there
+    #: before anything of this step is read or copied (0: it is this step).
+    awaited: _PerAwaited
+
+    #: [given, width] what stands in for rows of the embedding's table. Read by the model.
+    given: Floats = _NO_VECTORS
+
+    buffer: Ints
+    asks: Sequence[NewRow]
+    step: int
+
     def __init__(self, buffer: Ints, asks: Sequence[NewRow] = ()) -> None:
-        self.buffer = buffer
-        self.asks = asks
-        low, high, *counts = buffer[:_HEADER].tolist()
-        self.step = high << 31 | low
-        rows, tokens, scored, freed, new, prefix, *fewer = counts
+        buffer.flags.writeable = False
+        low, high, given, width, *counts = buffer[:_HEADER].tolist()
+        own = self.__dict__
+        own["buffer"], own["asks"], own["step"] = buffer, asks, high << 31 | low
         at = _HEADER
+        for n, names in zip(counts, _COLUMNS, strict=True):
+            if n:
+                for name in names:
+                    own[name] = buffer[at : at + n]
+                    at += n
+        if at + given * width != len(buffer):
+            words = at + given * width
+            raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {words}")
+        if given:
+            own["given"] = buffer[at:].view(np.float32).reshape(given, width)
 
-        def column(length: int) -> Ints:
-            nonlocal at
-            at += length
-            return buffer[at - length : at]
-
-        self.r_row = column(rows)
-        #: Position of the first token.
-        self.r_start = column(rows)
-        self.r_tokens = column(rows)
-        #: Of how many of its last positions a token is sampled; the first one sampled is the
-        #: sequence's output number `r_output`.
-        self.r_samples = column(rows)
-        self.r_output = column(rows)
-        #: For how many of its tokens the log probability of the one that follows is asked for;
-        #: `scored_token` has those that follow, row after row.
-        self.r_scored = column(rows)
-        #: A token's id, `LAST`, or `GIVEN` and below. Drafts that are `LAST` the executor finds; it
-        #: has entered them here by the time that the step's results are there.
-        self.t_token = column(tokens)
-        #: Where keys and values go.
-        self.t_slot = column(tokens)
-        self.scored_token = column(scored)
-        #: Rows to forget first.
-        self.freed = column(freed)
-        #: Rows that sequences take, their `NewRow.flags`, and how many tokens of their prompts were
-        #: found in the cache, at which slots.
-        self.n_row = column(new)
-        self.n_flags = column(new)
-        self.n_prefix = column(new)
-        self.prefix_slot = column(prefix)
-        #: Keys and values to be copied before anything else, from slot to slot: one of the two is
-        #: behind the pool's last one, in the host's memory. First all go out that do, then all come
-        #: in that do, which may take longer than the step.
-        self.copy_from = self.copy_to = _NOTHING
-        #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be
-        #: there before anything of this step is read or copied (0: it is this step).
-        self.awaited = _NOTHING
-        #: Adapters to be put into slots before anything else: slots, from 1, and adapters' numbers.
-        self.put_slot = self.put_adapter = _NOTHING
-        #: Empty if no row has one: the slot of each row's adapter, from 1; 0: none.
-        self.r_adapter = _NOTHING
-        #: Empty if no row is: whether a row is sampled under a mask, which comes after the plan.
-        self.r_masked = _NOTHING
-        #: [given, width] what stands in for rows of the embedding's table.
-        self.given: Floats = _NO_VECTORS
-        #: What follows them: numbers of adapters, and which of each one's virtual tokens.
-        self.soft_adapter = self.soft_index = _NOTHING
-        #: Slots that get the keys and values of adapters' virtual tokens before anything else.
-        self.ready_slot = self.ready_adapter = self.ready_index = _NOTHING
-        if any(fewer):
-            copies, adapters, masked, given, width, puts, soft, ready, awaited = fewer
-            self.copy_from, self.copy_to = column(copies), column(copies)
-            self.r_adapter, self.r_masked = column(adapters), column(masked)
-            self.given = column(given * width).view(np.float32).reshape(given, width)
-            self.put_slot, self.put_adapter = column(puts), column(puts)
-            self.soft_adapter, self.soft_index = column(soft), column(soft)
-            self.ready_slot, self.ready_adapter = column(ready), column(ready)
-            self.ready_index = column(ready)
-            self.awaited = column(awaited)
-        if at != len(buffer):
-            raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a plan does not change")
 
     @classmethod
-    def empty(cls, step: int, counts: Counts, asks: Sequence[NewRow] = ()) -> StepPlan:
-        """A plan whose columns are yet to be filled."""
-        buffer = np.empty(_HEADER + counts.words, np.int32)
-        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *counts)
-        return cls(buffer, asks)
+    def of(
+        cls,
+        step: int,
+        asks: Sequence[NewRow] = (),
+        given: Floats = _NO_VECTORS,
+        **columns: Sequence[int] | NDArray,
+    ) -> StepPlan:
+        """A plan of these columns, integers; those that are not there are empty.
+
+        Raises TypeError for what is no column or not of integers, ValueError for columns of the
+        same that are not equally long.
+        """
+        if not columns.keys() <= _NAMES:
+            raise TypeError(f"a plan has no {', '.join(columns.keys() - _NAMES)}")
+        counts, parts = [], []
+        for names in _COLUMNS:
+            n = len(columns.get(names[0], ()))
+            counts.append(n)
+            if n:
+                parts += [columns[name] for name in names]
+        if len(given):
+            parts.append(np.ascontiguousarray(given).view(np.int32).ravel())
+        header = (step & 0x7FFFFFFF, step >> 31, *given.shape, *counts)
+        return cls(np.concatenate((header, *parts), dtype=np.int32, casting="same_kind"), asks)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StepPlan:
@@ -180,7 +186,7 @@ class StepPlan:
         buffer = np.frombuffer(data, "<i4")
         if len(buffer) < _HEADER or (buffer[:_HEADER] < 0).any():
             raise ValueError(f"a step's plan of {len(buffer)} words without a header")
-        return cls(buffer.astype(np.int32))
+        return cls(buffer.astype(np.int32, copy=False))
 
     def to_bytes(self) -> bytes:
         """Little-endian, without `asks`."""
@@ -211,7 +217,7 @@ class StepPlan:
         """Leading rows with one token."""
         return self.rows if self.rows == self.tokens else int((self.r_tokens == 1).sum())
 
-    # All parts of a turn ask these, once the columns have been filled.
+    # All parts of a turn ask these.
 
     @cached_property
     def sampling(self) -> int:
@@ -229,6 +235,22 @@ class StepPlan:
         return self.samples - self.sampling
 
 
+def _by_kind() -> list[list[str]]:
+    """Names of columns of integers, together those of the same; both in order of declaration."""
+    found: dict[str, list[str]] = {}
+    for name, hint in get_type_hints(StepPlan, include_extras=True).items():
+        if hasattr(hint, "__metadata__"):
+            found.setdefault(hint.__metadata__[0], []).append(name)
+            setattr(StepPlan, name, _NOTHING)
+    return [*found.values()]
+
+
+_COLUMNS: Final = _by_kind()
+_NAMES: Final = frozenset(chain.from_iterable(_COLUMNS))
+#: The step's number, the two lengths of `given`, and those of the columns.
+_HEADER: Final = 4 + len(_COLUMNS)
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """A row of a plan that is written by hand: warm-up steps, tests."""
@@ -237,7 +259,7 @@ class PlanRow:
     #: Position of the first token.
     start: int
     #: [n] where keys and values go.
-    slots: Sequence[int] | npt.NDArray[Any]
+    slots: Sequence[int] | NDArray
     #: The n tokens, of which those from `GIVEN` downwards are rows of `given`; None: the one that
     #: the row sampled last.
     tokens: Sequence[int] | None = None
@@ -248,7 +270,7 @@ class PlanRow:
     following: Sequence[int] = ()
     #: The sequence that takes the row with this step, and where its cached prefix lies.
     new: NewRow | None = None
-    prefix: Sequence[int] | npt.NDArray[Any] = ()
+    prefix: Sequence[int] | NDArray = ()
     adapter: int = 0
     masked: bool = False
     #: [m, width]
@@ -265,53 +287,37 @@ def plan_of(
 ) -> StepPlan:
     """A plan of these rows; those with a single token come first.
 
-    `copies`: slots from and to; `puts`: slots of adapters, and their numbers; `awaited`: see
+    `copies`: slots from and to; `puts`: slots of adapters, and their numbers; `awaited`: as in
     `StepPlan`.
     """
     fresh = [(row, row.new) for row in rows if row.new is not None]
     given = [row.given for row in rows if row.given is not None]
-    counts = Counts(
-        rows=len(rows),
-        tokens=sum(len(row.slots) for row in rows),
-        scored=sum(len(row.following) for row in rows),
-        freed=len(freed),
-        new=len(fresh),
-        prefix=sum(len(row.prefix) for row, _ in fresh),
-        copies=len(copies),
-        adapters=len(rows) if any(row.adapter for row in rows) else 0,
-        masked=len(rows) if any(row.masked for row in rows) else 0,
-        given=sum(map(len, given)),
-        width=given[0].shape[1] if given else 0,
-        puts=len(puts),
-        awaited=len(awaited),
+    return StepPlan.of(
+        step,
+        [new for _, new in fresh],
+        r_row=[row.row for row in rows],
+        r_start=[row.start for row in rows],
+        r_tokens=[len(row.slots) for row in rows],
+        r_samples=[row.samples for row in rows],
+        r_output=[row.output for row in rows],
+        r_scored=[len(row.following) for row in rows],
+        t_token=[token for row in _numbered(rows) for token in row],
+        t_slot=[int(slot) for row in rows for slot in row.slots],
+        scored_token=[token for row in rows for token in row.following],
+        freed=freed,
+        n_row=[row.row for row, _ in fresh],
+        n_flags=[new.flags for _, new in fresh],
+        n_prefix=[len(row.prefix) for row, _ in fresh],
+        prefix_slot=[int(slot) for row, _ in fresh for slot in row.prefix],
+        copy_from=[slot for slot, _ in copies],
+        copy_to=[slot for _, slot in copies],
+        r_adapter=[row.adapter for row in rows] if any(row.adapter for row in rows) else [],
+        r_masked=[row.masked for row in rows] if any(row.masked for row in rows) else [],
+        given=np.concatenate(given) if given else _NO_VECTORS,
+        put_slot=[slot for slot, _ in puts],
+        put_adapter=[adapter for _, adapter in puts],
+        awaited=awaited,
     )
-    plan = StepPlan.empty(step, counts, [new for _, new in fresh])
-    plan.r_row[:] = [row.row for row in rows]
-    plan.r_start[:] = [row.start for row in rows]
-    plan.r_tokens[:] = [len(row.slots) for row in rows]
-    plan.r_samples[:] = [row.samples for row in rows]
-    plan.r_output[:] = [row.output for row in rows]
-    plan.r_scored[:] = [len(row.following) for row in rows]
-    plan.t_token[:] = [token for row in _numbered(rows) for token in row]
-    plan.t_slot[:] = [slot for row in rows for slot in row.slots]
-    plan.scored_token[:] = [token for row in rows for token in row.following]
-    plan.freed[:] = freed
-    plan.n_row[:] = [row.row for row, _ in fresh]
-    plan.n_flags[:] = [new.flags for _, new in fresh]
-    plan.n_prefix[:] = [len(row.prefix) for row, _ in fresh]
-    plan.prefix_slot[:] = [slot for row, _ in fresh for slot in row.prefix]
-    plan.copy_from[:] = [slot for slot, _ in copies]
-    plan.copy_to[:] = [slot for _, slot in copies]
-    plan.put_slot[:] = [slot for slot, _ in puts]
-    plan.put_adapter[:] = [adapter for _, adapter in puts]
-    plan.awaited[:] = awaited
-    if counts.adapters:
-        plan.r_adapter[:] = [row.adapter for row in rows]
-    if counts.masked:
-        plan.r_masked[:] = [row.masked for row in rows]
-    if given:
-        np.concatenate(given, out=plan.given)
-    return plan
 
 
 def _numbered(rows: Sequence[PlanRow]) -> Iterator[list[int]]:

@@ -66,7 +66,7 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
 class Request(Message, frozen=True, array_like=True, tag=True):
     """One prompt and its samples. The samples share the keys and values of the prompt."""
 
-    #: One id a sample; sample i draws from stream i of the seed.
+    #: One id per sample; sample i draws from stream i of the seed.
     sequence_ids: list[int]
     prompt: list[int]
     sampling: SamplingParams
@@ -116,6 +116,12 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     def positions(self) -> int:
         """Of the prompt, and of the virtual tokens before it."""
         return self.virtual_tokens + len(self.prompt)
+
+    @property
+    def timed(self) -> bool:
+        """Whether there is a moment at which it has to end, or to have begun."""
+        moments = self.deadline_at, self.begin_by, self.stopping.time_limit_at
+        return moments != (None, None, None)
 
     @property
     def reported(self) -> list[int]:

@@ -37,10 +37,11 @@ class StepLimits:
 
     def check(self, plan: StepPlan) -> None:
         """Raise AssertionError, which names the limit, for a step that a buffer can't hold."""
-        for name, number, most in (
-            ("rows", plan.rows, self.rows),
-            ("tokens", plan.tokens, self.tokens),
-            ("drafts", plan.drafts, self.drafts),
-        ):
-            if number > most:
-                raise AssertionError(f"a step of {number} {name}; executors have room for {most}")
+        held = plan.rows, plan.tokens, plan.drafts
+        most = self.rows, self.tokens, self.drafts
+        if held[0] > most[0] or held[1] > most[1] or held[2] > most[2]:
+            for number, name, room in zip(held, ("rows", "tokens", "drafts"), most, strict=True):
+                if number > room:
+                    raise AssertionError(
+                        f"a step of {number} {name}; executors have room for {room}"
+                    )

@@ -33,7 +33,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import Advanced, Load, Started, StepCounts, StepOutputs, Top
 from tokenpod.core.requests import Request
-from tokenpod.engine.adapters.adapters import Adapters
+from tokenpod.engine.adapters.adapters import Adapters, no_adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.idle_check import IdleCheck
@@ -76,10 +76,12 @@ class EngineLoop:
     executor: Launcher
     overlap: bool = False
     clock: Callable[[], int] = time.monotonic_ns
-    #: None: adapters neither come nor go.
+    #: None: there are none, and none can be loaded.
     adapters: Adapters | None = None
     #: Brings masks; None: requests have no constraints.
     masked: MaskedSteps | None = None
+    #: The same, once a request has had a constraint.
+    _masking: MaskedSteps | None = None
     _settled: int = 0
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
@@ -125,16 +127,16 @@ class EngineLoop:
             self._take(message)
         if self.adapters is not None:
             self.adapters.settle()
-        if self.masked is not None:
-            self.masked.look(self.scheduler)
+        if self._masking is not None:
+            self._masking.look(self.scheduler)
         self._load_sent = False
         previous, self._flying = self._flying, None
         # What waits for the step in flight to settle (rows with drafts) can run after that.
         self._stuck = not self._launch() and previous is None
         if previous is not None:
             self._settle(previous)
-        if self._flying is not None and self.masked is not None:
-            self.masked.sample(self._flying.step, self._flying.launched)
+        if self._flying is not None and self._masking is not None:
+            self._masking.sample(self._flying.step, self._flying.launched)
         if self._flying is not None and not self.overlap:
             flying, self._flying = self._flying, None
             self._settle(flying)
@@ -144,7 +146,7 @@ class EngineLoop:
         """Seconds to wait for messages; None: for ever."""
         if self._flying is not None or not (self._stuck or not self.scheduler.busy):
             return 0.0
-        if self.masked is not None and self.scheduler.waiting_for_masks:
+        if self._masking is not None and self.scheduler.waiting_for_masks:
             return _MASK_SECONDS
         # What is queued and cannot run waits for a router to let go, or for its own deadline.
         return self._check.patience(self._settled) if self._idle else _NAP_SECONDS
@@ -164,8 +166,8 @@ class EngineLoop:
                 self.scheduler.submit(message)
             case Abort():
                 self.scheduler.abort(message.sequence_ids, stopped=message.stopped)
-                if self.masked is not None:
-                    self.masked.forget(message.sequence_ids)
+                if self._masking is not None:
+                    self._masking.forget(message.sequence_ids)
                 for sequence_id in message.sequence_ids:
                     self._scored.pop(sequence_id, None)
             case Advance():
@@ -176,24 +178,29 @@ class EngineLoop:
                 self.scheduler.watch_cache(wanted=message.wanted)
             case FlushCache():
                 self.scheduler.flush_cache()
-            case LoadAdapter():
-                assert self.adapters is not None
-                self.adapters.load(message)
-            case UnloadAdapter():
-                assert self.adapters is not None
-                self.adapters.unload(message)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(message)
             case Vocabulary():
                 if self.masked is not None:
                     self.masked.learn(message)
             case EngineOptions():
                 raise ValueError("EngineOptions is the first message only")
 
+    def _change_adapters(self, wanted: LoadAdapter | UnloadAdapter) -> None:
+        if self.adapters is None:
+            self.link.send(no_adapters(wanted))
+        elif isinstance(wanted, LoadAdapter):
+            self.adapters.load(wanted)
+        else:
+            self.adapters.unload(wanted)
+
     def _begin(self, requests: list[Request]) -> None:
         """Let constraints of new requests be compiled."""
         for request in requests:
             if request.constraint is not None:
                 assert self.masked is not None, "this engine has no constraints"
-                self.masked.begin(request)
+                self._masking = self.masked
+                self._masking.begin(request)
 
     def _advance(self, op: Advance) -> None:
         now = self.clock()
@@ -212,16 +219,16 @@ class EngineLoop:
         step = self.scheduler.plan(now)
         if step is None:
             return False
-        if self.masked is not None:
-            self.masked.prepare(step)
+        if self._masking is not None:
+            self._masking.prepare(step)
         self._flying = _InFlight(step, self.executor.launch(step.plan), now)
         return True
 
     def _settle(self, flying: _InFlight) -> None:
         with self.pace:
             result = flying.launched.wait()
-        if self.masked is not None:
-            self.masked.forwarded(result.forward_ns)
+        if self._masking is not None:
+            self._masking.forwarded(result.forward_ns)
         for times in self._ops.values():
             times.forward_ns += result.forward_ns
             times.sample_ns += result.sample_ns
@@ -294,7 +301,7 @@ class EngineLoop:
         self._asked = False
         load = self._sent_load = self.scheduler.load()
         self._load_sent = True
-        masks = load.masks if self.masked is None else self.masked.counts
+        masks = load.masks if self._masking is None else self._masking.counts
         load = msgspec.structs.replace(load, masks=masks, steps=self._counts)
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
@@ -329,7 +336,7 @@ class EngineLoop:
 
     def _satisfied(self, settled: Settled) -> dict[int, bool]:
         """Of sequences that end: whether they conform to their constraints."""
-        return self.masked.settled(settled) if self.masked is not None else {}
+        return self._masking.settled(settled) if self._masking is not None else {}
 
     def _forget_scores(self, settled: Settled) -> None:
         """A prompt that was being scored may have failed, or run out of time, half-way."""

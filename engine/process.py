@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tokenpod.core.errors import EngineError
 from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import Broken, EngineOptions
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import die_with_parent
 from tokenpod.engine.exchange import Face, face_of
 from tokenpod.models.errors import ModelError
 

@@ -28,7 +28,7 @@ from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.startup.assemble import Assembled, assemble
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
-from tokenpod.engine.startup.offload_room import check_host_memory
+from tokenpod.engine.startup.offload_room import check_offload_room
 from tokenpod.engine.steps.executor import Executor
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.eagle import is_eagle
@@ -40,7 +40,7 @@ from tokenpod.scheduler.drafts.drafting import Drafter, Drafting, ModelDrafts
 from tokenpod.scheduler.drafts.ngrams import NGrams
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
 
@@ -78,15 +78,17 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
         forced_costs=Costs(),
     )
-    adapters = Adapters(
-        store,
-        scheduler.adapters,
-        ready.adapters,
-        root=options.adapter_folder,
-        most=options.max_loaded_adapters,
-        send=link.send,
-        followers=member.followers if member else None,
-    )
+    adapters: Adapters | None = None
+    if store is not None:
+        adapters = Adapters(
+            store,
+            scheduler.adapters,
+            ready.adapters,
+            root=options.adapter_folder,
+            most=options.max_loaded_adapters,
+            send=link.send,
+            followers=member.followers if member else None,
+        )
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
     masked = MaskedSteps(masks, overlap=overlap)
@@ -142,7 +144,7 @@ def load(
     device = torch.device(options.device)
     override = json.loads(options.config_override) if options.config_override else None
     check_device(device)
-    check_host_memory(options)
+    check_offload_room(options)
     if device.type == "cuda":
         check_step(step_limits(options))
         let_segments_grow()
@@ -205,8 +207,8 @@ def load(
         adapters=frozenset(adapter.number for adapter in adapters),
         adapter_heads=options.max_adapter_heads,
         whole_adapters=frozenset(adapter.number for adapter in adapters if adapter.whole),
-        host_slots=assembled.host_slots,
-        host_least=options.host_kv_least_tokens,
+        offload_slots=assembled.offload_slots,
+        offload_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
         forced=MOST_AHEAD if device.type == "cpu" else options.speculate,
         # On a CPU no buffer is of a fixed size.
@@ -235,7 +237,7 @@ def load(
         runs_on=config.runs_on,
         adapters=adapters,
         quantization=model.quantization,
-        host_slots=assembled.host_slots,
+        offload_slots=assembled.offload_slots,
         prefill_tokens=assembled.prefill_tokens,
     )
     return assembled, ready, limits

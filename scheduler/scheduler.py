@@ -19,23 +19,16 @@ from collections.abc import Sequence as Listing
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
-from tokenpod.core.outputs import (
-    Drafted,
-    Ended,
-    Failure,
-    FailureCode,
-    FinishCode,
-    Load,
-    Started,
-)
+from tokenpod.core.outputs import Failure, FailureCode, FinishCode, Load
 from tokenpod.core.plan import UNSAMPLED
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.drafts.drafting import Drafting, Landed
 from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
-from tokenpod.scheduler.kv.offload import HostKV, host_of
+from tokenpod.scheduler.kv.offload import Offload, offload_of
 from tokenpod.scheduler.kv.preemption import Always, Preemption
 from tokenpod.scheduler.planners.batcher import Batcher
 from tokenpod.scheduler.planners.deadlines import Deadlines
@@ -43,13 +36,14 @@ from tokenpod.scheduler.planners.planner import StepPlanner
 from tokenpod.scheduler.planners.queue import Queue
 from tokenpod.scheduler.planners.refusals import malformed, never_fits, too_much
 from tokenpod.scheduler.planners.router_steps import Probes, RouterSteps
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Batching, Mixed
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.pool.blocks import BlockLog
 from tokenpod.scheduler.pool.given import VectorIds
 from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
 from tokenpod.scheduler.sequences.beam_search import Top
+from tokenpod.scheduler.sequences.events import Events
 from tokenpod.scheduler.sequences.rows import Rows
 from tokenpod.scheduler.sequences.sequence import (
     END_STATES,
@@ -62,9 +56,8 @@ from tokenpod.scheduler.sequences.sequence import (
 )
 from tokenpod.scheduler.sequences.table import Table
 from tokenpod.scheduler.sequences.work import Limits, Settled
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import Estimates
 from tokenpod.scheduler.steps.step import Step, StepBuilder
-from tokenpod.scheduler.steps.step_clock import StepClock
 from tokenpod.scheduler.steps.step_times import Costs
 
 _RECOMPUTE = Always(swap=False)
@@ -100,7 +93,7 @@ class Scheduler:
             limits.slots + PROBE_TOKENS,
             caching=limits.caching,
             by_uses=limits.prefix_eviction == "lfu",
-            host=host_of(limits),
+            offload=offload_of(limits),
         )
         self.adapters = AdapterSlots(
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters
@@ -131,44 +124,38 @@ class Scheduler:
         )
         self._routed = RouterSteps(self.kv, self._rows, self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
-        #: In the order in which they settle.
-        self._planners: tuple[StepPlanner, ...] = (self._batcher, self._routed, self._probes)
+        #: Those that have had a sequence, in the order in which they settle.
+        self._planners: tuple[StepPlanner, ...] = (self._batcher,)
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
-        self._pace = Pace(limits.prefill_tokens)
-        self._deadlines = Deadlines(self._sequences, self.kv, self._pace)
+        self._estimates = Estimates(
+            limits.prefill_tokens, self._drafting.costs if self._drafting else None, forced_costs
+        )
+        self._deadlines = Deadlines(self._sequences, self.kv, self._estimates.prompts)
         self._vectors = VectorIds()
-        self._clock = StepClock()
+        self._step_limits = limits.step
         self._cache_log: BlockLog | None = None
         self._steps = 0
-        #: What has happened since the last message. Whoever ends a sequence notes it here, once,
-        #: before anything of it is freed.
-        self._events = Settled()
-        #: Since the start: prompt tokens (of several samples they count once), those of them that
-        #: were found in the prefix tree, requests by how their last sample ended, and drafted and
-        #: accepted tokens by how far behind the last known one they stood.
-        self._prompt_tokens = self._cached_tokens = 0
-        self._ended = Ended()
-        self._drafted: list[int] = []
-        self._accepted: list[int] = []
+        self._events = Events()
 
     # -- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request. One that can never fit fails at once (see `drain_events`)."""
+        """Queue a request. One that can never fit fails at once, among the next events."""
         if refusal := self._refusal(request):
             problem, code = refusal
-            for sequence_id in request.sequence_ids:
-                self._events.failures.append(Failure(sequence_id, code, problem))
-            self._count_end(EndState.IGNORED)
+            self._events.failed(request.sequence_ids, code, problem)
+            self._events.ended(EndState.IGNORED)
             return
         if request.probe:
+            self._planners = (self._batcher, self._routed, self._probes)
             self._probes.add(*self._make(request, self._probes))
             return
         samples = self._make(request, self._batcher)
         for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
             self._queue.add(together)
-        self._deadlines.add(samples[0])
+        if request.timed:
+            self._deadlines.add(samples[0])
 
     def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
@@ -176,6 +163,7 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
+        self._planners = (self._batcher, self._routed, self._probes)
         fresh = [s for request in op.start for s in self._make(request, self._routed)]
         for sequence in fresh:
             self._queue.add([sequence])
@@ -196,26 +184,30 @@ class Scheduler:
         """Why a request can never run; None: it can."""
         if problem := never_fits(request, self.limits):
             return problem, FailureCode.INVALID_ARGUMENT
-        if not self.adapters.knows(request.adapter):
+        if request.adapter and not self.adapters.knows(request.adapter):
             return "its adapter has been unloaded", FailureCode.NOT_FOUND
         return None
 
     def _make(self, request: Request, planner: Planner) -> list[Sequence]:
         """The sequences of a request, which nobody has queued yet."""
-        if not self.adapters.knows(request.adapter):
+        if request.adapter and not self.adapters.knows(request.adapter):
             # A router's: it is the base model's then, as of any other name.
             changes = {"adapter": 0, "virtual_tokens": 0, "virtual_kv": False}
             request = msgspec.structs.replace(request, **changes)
-        prompt, table = self._vectors.prompt_of(request), self.kv.table
+        if request.given or request.virtual_tokens:
+            prompt = self._vectors.prompt_of(request)
+        else:
+            prompt = np.array(request.prompt, np.int32)
         streams = range(len(request.sequence_ids))
-        samples = [Sequence(request, i, prompt, table, planner) for i in streams]
+        samples = [Sequence(request, i, prompt, self.kv.table, planner) for i in streams]
         group = None if request.beam is None else Group(request, request.beam, samples)
         together = [*samples]
         for sequence in samples:
             self._sequences[sequence.id] = sequence
             sequence.samples = together
             sequence.group = group
-            self.adapters.enter(sequence)
+            if request.adapter:
+                self.adapters.enter(sequence)
         if self._drafting:
             self._drafting.began(samples)
         return samples
@@ -224,11 +216,11 @@ class Scheduler:
 
     @property
     def waiting_for_masks(self) -> list[Sequence]:
-        """Sequences that can't go on before their next mask is there: see `masked`."""
+        """Sequences that can't go on before their next mask is there."""
         return self._constrained.waiting
 
     def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
-        """The next masks of these sequences are there; see `Constrained.masked`."""
+        """The next masks of these sequences are there; `most` of them may go on, None: all."""
         self._queue.masked(sequence_ids, most)
 
     def end_constrained(self, sequence_id: int, failure: Failure | None = None) -> None:
@@ -244,30 +236,26 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any sequence could be advanced."""
-        waiting = len(self._queue) + len(self._probes) + len(self._constrained.held)
-        return bool(self._batcher.running or waiting or self._routed.ops)
+        waiting = len(self._queue) or self._constrained.held or self._probes.waiting
+        return bool(self._batcher.running or waiting or self._routed.ops or self._probes.running)
 
     def load(self) -> Load:
         """The counts that go to the service with every step."""
         kv, queue, held = self.kv, self._queue, self._constrained
         load = Load(
-            running=self._batcher.running + len(self._routed.sequences),
+            running=self._batcher.running + len(self._routed.admitted),
             waiting=len(queue) - queue.swapped + len(held.held),
-            waiting_tokens=queue.tokens + held.held_tokens,
+            waiting_tokens=queue.tokens + (held.held_tokens if held.held else 0),
             slots=kv.total - PROBE_TOKENS,
             free_slots=max(kv.free - PROBE_TOKENS, 0),
             evictable_slots=kv.tree.evictable,
             preemptions=self._batcher.preemptions,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
             evicted_tokens=kv.tree.evicted,
-            adapters=len(self.adapters.in_use),
+            adapters=len(self.adapters.in_use) if kv.table.adapted else 0,
             swapped=queue.swapped,
-            ended=self._ended,
-            drafted_at=[*self._drafted],
-            accepted_at=[*self._accepted],
+            **self._events.counts,
         )
-        return load if kv.host is None else msgspec.structs.replace(load, **kv.host.counts)
+        return load if kv.offload is None else msgspec.structs.replace(load, **kv.offload.counts)
 
     def watch_cache(self, *, wanted: bool) -> None:
         """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
@@ -296,29 +284,27 @@ class Scheduler:
         self._end_late(now)
         self._end_constrained()
         self._admit()
-        builder = StepBuilder(self.kv, now, self.limits.step, self._rows.free)
-        host = self.kv.host
-        if host is not None:
-            host.step = self._steps + 1
+        builder = StepBuilder(self.kv, now, self._step_limits, self._rows.free)
+        offload = self.kv.offload
+        if offload is not None:
+            offload.step = self._steps + 1
         self._add_rows(builder)
-        if builder.empty and host is not None and host.flying:
+        if builder.empty and offload is not None and offload.flying:
             # There is nothing else to compute: the step waits for the copies.
-            self._land(host, self._steps + 1)
+            self._land(offload, self._steps + 1)
             self._add_rows(builder)
-            assert host.issued or not builder.empty, "copies to slots that may have gone"
+            assert offload.issued or not builder.empty, "copies to slots that may have gone"
         if builder.empty:
-            self._clock.idle()
+            self._estimates.idle()
             return None
         self._steps += 1
-        builder.gap = self._clock.planned(now)
-        rows = self._rows
-        return builder.finish(
-            self._steps,
-            rows.take_fresh(),
-            rows.take_freed(),
-            self.adapters.take_puts(),
-            self.adapters.take_ready(self.kv.pool.take_unfilled()),
-        )
+        builder.gap = self._estimates.planned(now)
+        fresh, freed = self._rows.take_fresh(), self._rows.take_freed()
+        if not self.adapters.pending:
+            return builder.finish(self._steps, fresh, freed)
+        puts = self.adapters.take_puts()
+        ready = self.adapters.take_ready(self.kv.pool.take_unfilled())
+        return builder.finish(self._steps, fresh, freed, puts, ready)
 
     def settle(
         self,
@@ -340,22 +326,20 @@ class Scheduler:
             drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
         """
-        took = self._clock.settled(step.planned_at, now)
-        self._pace.note(step.prompt_tokens, took)
-        self.forced.settled(step, took)
+        self._estimates.settled(step, now, drafting_ns)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
-        drafted = self._check_drafts(step, tokens, took, drafting_ns)
+        drafted = self._check_drafts(step, tokens)
         self._take_each(step, tokens, tops, drafted, now)
         for draft in drafted.values():
-            self._count_drafts(draft)
+            self._events.drafted(draft.sequence, draft.drafted, draft.accepted)
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
         for planner in self._planners:
             planner.settle(step)
-        if self.kv.host is not None:
-            self._land(self.kv.host, step.plan.step if arrived is None else arrived)
+        if self.kv.offload is not None:
+            self._land(self.kv.offload, step.plan.step if arrived is None else arrived)
         return self._take_events()
 
     def drain_events(self) -> Settled:
@@ -369,8 +353,9 @@ class Scheduler:
         whose end it has not been sent, so an answer that leaves before the end of one of its
         sequences makes that next step fail.
         """
-        events, self._events = self._events, Settled()
-        events.advanced += self._routed.answers()
+        events = self._events.take()
+        if self._routed.ops:
+            events.advanced += self._routed.answers()
         return events
 
     @property
@@ -394,16 +379,17 @@ class Scheduler:
         if self._routed.ops:
             of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
             running = self._batcher.running
-            share = step.drafts_left * running // max(running + len(self._routed.sequences), 1)
+            share = step.drafts_left * running // max(running + len(self._routed.admitted), 1)
             with step.kept_drafts(share):
                 self._routed.next_rows(step, of_routers, self._routed.reserved)
         left = budget - step.prompt_tokens
         self._batcher.next_rows(step, left, self._slots_for_batcher)
-        self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
+        if self._probes.waiting:
+            self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
 
-    def _land(self, host: HostKV, step: int) -> None:
+    def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""
-        landed = host.land(step)
+        landed = offload.land(step)
         for sequence in landed:
             if sequence.dead and not sequence.in_flight:
                 self._free(sequence)
@@ -413,13 +399,11 @@ class Scheduler:
 
     # -- tokens --------------------------------------------------------------------------------
 
-    def _check_drafts(
-        self, step: Step, tokens: Listing[int], took: int, drafting_ns: int
-    ) -> Mapping[int, Landed]:
-        """Take back what wrong drafts of a step have computed; see `Drafting.land`."""
+    def _check_drafts(self, step: Step, tokens: Listing[int]) -> Mapping[int, Landed]:
+        """Take back what wrong drafts of a step have computed; by id, who had drafts."""
         if self._drafting is None:
             return {}
-        drafted = self._drafting.land(step, tokens, took, drafting_ns)
+        drafted = self._drafting.land(step, tokens)
         for draft in drafted.values():
             draft.sequence.planner.taken_back(draft.sequence, draft.wrong)
         return drafted
@@ -436,7 +420,7 @@ class Scheduler:
 
         Args:
             step: whose outcome it is.
-            tokens: see `settle`, as `tops`.
+            tokens: one for each sample, row after row.
             tops: of beams, by index into `tokens`.
             drafted: what has become of drafts, by sequence.
             now: in nanoseconds.
@@ -472,7 +456,7 @@ class Scheduler:
                 self._start(sequence)
             sequence.proven = True
             sequence.planner.inputs_settled(sequence)
-        events = self._events
+        events = self._events.settled
         events.sequence_ids.append(sequence.id)
         events.token_ids.append(token)
         events.finishes.append(finish)
@@ -502,29 +486,14 @@ class Scheduler:
         if parents := group.advance(now):
             self._batcher.branched(group, parents)
             return
-        finish = group.report(self._events)
+        finish = group.report(self._events.settled)
         self._end(group.first, END_STATES[finish])
 
     def _start(self, sequence: Sequence) -> None:
         """The first token of a sequence has come."""
-        # Virtual tokens are not the client's.
-        cached = max(sequence.cached - sequence.request.virtual_tokens, 0)
-        self._events.started.append(Started(sequence.id, cached, sequence.began_at))
-        if not sequence.stream:
-            # Samples share their prompt: it counts once.
-            self._prompt_tokens += len(sequence.request.prompt)
-            self._cached_tokens += cached
-            if sequence.node is not None:
-                self.kv.tree.use(sequence.node)
-
-    def _count_drafts(self, draft: Landed) -> None:
-        """Count a row's drafts, and tell of them."""
-        for counts in (self._drafted, self._accepted):
-            counts += [0] * (draft.drafted - len(counts))
-        for at in range(draft.drafted):
-            self._drafted[at] += 1
-            self._accepted[at] += at < draft.accepted
-        self._events.drafted.append(Drafted(draft.sequence.id, draft.drafted, draft.accepted))
+        self._events.started(sequence)
+        if not sequence.stream and sequence.node is not None:
+            self.kv.tree.use(sequence.node)
 
     # -- ends ----------------------------------------------------------------------------------
 
@@ -543,7 +512,7 @@ class Scheduler:
             self._queue.remove(each)
             each.end(state)
             if each.owner is not Owner.PROBE and not each.alive:
-                self._count_end(state)
+                self._events.ended(state)
             if running:
                 each.planner.drop(each)
             if not each.in_flight:
@@ -555,26 +524,27 @@ class Scheduler:
         if self._drafting:
             self._drafting.forget(sequence)
         self.kv.release(sequence)
-        if self.kv.host is not None:
-            self.kv.host.came_back(sequence)
+        if self.kv.offload is not None:
+            self.kv.offload.came_back(sequence)
         self._rows.give_back(sequence)
         sequence.planner.released(sequence)
         self._queue.freed()
-        self._deadlines.forget(sequence.id)
+        if sequence.request.timed:
+            self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
-        self.adapters.leave(sequence)
+        if sequence.request.adapter:
+            self.adapters.leave(sequence)
         sequence.leave()
 
     def _end_late(self, now: int) -> None:
         """End whoever is late, and whoever will be."""
-        if not self._deadlines.watches:
+        if not self._deadlines.watched:
             return
         for sequence, problem in self._deadlines.late(now, self._computed_next()):
             if problem is not None:
                 self._fail(sequence, FailureCode.DEADLINE_EXCEEDED, problem)
                 continue
-            for sequence_id in sequence.reported:
-                self._finish(sequence_id, FinishCode.TIME_LIMIT)
+            self._events.finished(sequence.reported, FinishCode.TIME_LIMIT)
             self._end(sequence, EndState.LENGTH)
 
     def _computed_next(self) -> Iterator[Sequence]:
@@ -587,10 +557,10 @@ class Scheduler:
             if sequence.owner is Owner.ROUTER and not self._routed.names(sequence):
                 continue
             if failure is None:
-                self._finish(sequence_id, FinishCode.CONSTRAINT)
+                self._events.finished([sequence_id], FinishCode.CONSTRAINT)
                 self._end(sequence, END_STATES[FinishCode.CONSTRAINT])
             else:
-                self._events.failures.append(failure)
+                self._events.settled.failures.append(failure)
                 refused = failure.code is FailureCode.INVALID_ARGUMENT
                 self._end(sequence, EndState.IGNORED if refused else EndState.ABORTED)
 
@@ -599,19 +569,5 @@ class Scheduler:
         self._fail(sequence, FailureCode.DATA_LOSS, problem)
 
     def _fail(self, sequence: Sequence, code: FailureCode, problem: str) -> None:
-        self._events.failures += [Failure(each, code, problem) for each in sequence.reported]
+        self._events.failed(sequence.reported, code, problem)
         self._end(sequence, EndState.ABORTED)
-
-    def _finish(self, sequence_id: int, code: FinishCode) -> None:
-        """Note an end without a token."""
-        events = self._events
-        # It may be told with a step's tokens: see `Settled.samples`.
-        events.samples.append(-1)
-        events.logprobs[len(events.sequence_ids)] = 0.0
-        events.sequence_ids.append(sequence_id)
-        events.token_ids.append(-1)
-        events.finishes.append(code)
-
-    def _count_end(self, state: EndState) -> None:
-        name = state.name.lower()
-        self._ended = msgspec.structs.replace(self._ended, **{name: getattr(self._ended, name) + 1})

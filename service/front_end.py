@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import die_with_parent
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.config.sources import ServerSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.simulator.step_times import StepSize, StepTimes, fitted
+from tokenpod.simulator.machine_times import MachineTimes, StepSize, fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Machine:
     copy_rate: float
 
     @property
-    def step_times(self) -> StepTimes:
+    def step_times(self) -> MachineTimes:
         """The model of its steps' times."""
         return fitted(self.measured)
 

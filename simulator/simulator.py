@@ -1,6 +1,6 @@
 """Serves a trace by the scheduler itself, under a virtual clock.
 
-    arrivals --submit--> scheduler --plan--> StepTimes --the clock moves--> settle
+    arrivals --submit--> scheduler --plan--> MachineTimes --the clock moves--> settle
 
 The turns are those of `engine.loop.EngineLoop`: with `overlap` a step is planned while the one
 before runs. A request ends after as many tokens as its trace says, by an end of text that comes
@@ -23,8 +23,8 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
+from tokenpod.simulator.machine_times import Ints, MachineTimes, StepSize
 from tokenpod.simulator.skipping import SkippingScheduler
-from tokenpod.simulator.step_times import Ints, StepSize, StepTimes
 from tokenpod.simulator.token_times import TokenTimes
 from tokenpod.simulator.trace import Arrival
 
@@ -87,7 +87,7 @@ class Simulator:
     """
 
     scheduler: SkippingScheduler
-    step_times: StepTimes
+    step_times: MachineTimes
     arrivals: list[Arrival]
     max_new_tokens: int
     max_input_tokens: int | None = None

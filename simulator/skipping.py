@@ -31,7 +31,7 @@ class SkippingScheduler(Scheduler):
         self._counts = OutputCounts(self.kv.table)
 
     def submit(self, request: Request) -> None:
-        """See `Scheduler`: outputs are counted, not kept."""
+        """Queue a request, whose outputs are counted, not kept."""
         super().submit(request)
         for sequence_id in request.sequence_ids:
             if sequence := self._sequences.get(sequence_id):
@@ -42,7 +42,7 @@ class SkippingScheduler(Scheduler):
     def settle_plain(
         self, step: Step, tokens: Ints, now: int, *, arrived: int | None = None
     ) -> Settled:
-        """See `settle`; tokens are [samples] int64."""
+        """Take a step's outcome; tokens are [samples] int64."""
         # `_take_each` takes them as they are, and nobody else looks at them.
         return self.settle(step, cast("list[int]", tokens), now, arrived=arrived)
 
@@ -52,9 +52,11 @@ class SkippingScheduler(Scheduler):
         Such steps hold a token of the same rows, nobody joins, and each row has room for its slots.
         At most `most`; 0 if that can't be said.
         """
-        if most < 1 or self._queue.may_admit or self._routed.ops or len(self._probes):
+        if most < 1 or self._queue.may_admit or self._routed.ops:
             return 0
-        if self._deadlines.watches or not self._batcher.holds_only(step.places):
+        if self._probes.waiting or self._probes.running:
+            return 0
+        if self._deadlines.watched or not self._batcher.holds_only(step.places):
             return 0
         table = self.kv.table
         left = (table.bound[step.places] - table.computed[step.places]).min()
@@ -93,7 +95,7 @@ class SkippingScheduler(Scheduler):
         drafted: Mapping[int, Landed],
         now: int,
     ) -> None:
-        """See `Scheduler`: a plain token of a running stream takes no questions."""
+        """Count the plain tokens of running streams; take the others one by one."""
         del tops, drafted
         plan, table = step.plan, self.kv.table
         # The first one after what a sequence needs is another matter.

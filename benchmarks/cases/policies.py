@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.support.loads import SHAPES, Lengths, arrivals, figures
 from benchmarks.support.report import Report
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.scheduler import Limits
 from tokenpod.simulator.machines import MACHINES
 from tokenpod.simulator.simulator import Simulator

@@ -21,7 +21,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.executor import StepResult
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 STEPS = 300
@@ -56,7 +56,7 @@ def ask(scheduler: Scheduler, first: int, requests: int, *, prompt: int, most: i
 
 
 def full_pod(
-    rows: int, waiting: int, admission: str, turns: str, *, memory: bool, host_slots: int = 0
+    rows: int, waiting: int, admission: str, turns: str, *, memory: bool, offload_slots: int = 0
 ) -> tuple[float, float, float]:
     """Least milliseconds of plans of a full pod: nobody comes or goes; one has gone; its median.
 
@@ -69,7 +69,7 @@ def full_pod(
         (2 if memory else 1) * rows,
         slots,
         prefill_tokens=rows * PROMPT,
-        host_slots=host_slots,
+        offload_slots=offload_slots,
     )
     made = batching(turns)
     scheduler = Scheduler(limits, admission=ADMISSIONS[admission], batching=made)
@@ -173,13 +173,13 @@ def measure_full(sizes: list[int], report: Report) -> None:
     for admission_name, turns, host in names:
         for memory in (False, True):
             calm, moved, median = full_pod(
-                rows, waiting, admission_name, turns, memory=memory, host_slots=host
+                rows, waiting, admission_name, turns, memory=memory, offload_slots=host
             )
             report.row(
                 f"{rows} rows and {waiting} waiting",
                 policies=f"{admission_name} + {turns}",
                 the_waiting_lack="memory" if memory else "a row",
-                host_slots=host,
+                offload_slots=host,
                 nobody_comes_ms=calm,
                 one_has_gone_ms=moved,
                 median_ms=median,

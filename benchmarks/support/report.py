@@ -44,7 +44,8 @@ class Report:
     def write(self, path: Path | None) -> None:
         """All rows, with what they were measured on and by which command."""
         if path is not None:
-            path.write_text(json.dumps({"about": self.about, **self.tables}, indent=1) + "\n")
+            written = json.dumps({"about": self.about, **self.tables}, indent=1, default=str)
+            path.write_text(written + "\n")
 
 
 def about() -> dict[str, str]:

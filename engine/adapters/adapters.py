@@ -52,7 +52,7 @@ class OwnAdapters:
         self._reader = Reader(self.pace)
 
     def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
-        """See `follower.FollowerAdapters`."""
+        """Read an adapter beside the steps, and tell what came of it."""
         store = self._store
         assert store is not None, "the leader has slots, and so have all"
 
@@ -63,7 +63,7 @@ class OwnAdapters:
         self._reader.submit(read)
 
     def drop(self, number: int) -> None:
-        """See `follower.FollowerAdapters`."""
+        """Forget an adapter."""
         assert self._store is not None
         self._store.drop(number)
 
@@ -104,7 +104,7 @@ class Adapters:
     """The leader's book of adapters. Its methods are the step loop's.
 
     Args:
-        store: this rank's; None: the model takes no adapters.
+        store: this rank's.
         slots: the scheduler's.
         given: those that were loaded with the model.
         root: below it lie those that are loaded while serving.
@@ -115,7 +115,7 @@ class Adapters:
 
     def __init__(
         self,
-        store: AdapterStore | None,
+        store: AdapterStore,
         slots: AdapterSlots,
         given: list[AdapterFacts],
         *,
@@ -147,10 +147,7 @@ class Adapters:
     def load(self, wanted: LoadAdapter) -> None:
         """Begin to load an adapter; `AdapterDone` follows, now or later."""
         names = {loading.wanted.name for loading in self._loading.values()}
-        if self._store is None:
-            problem = "there are no slots for adapters (--max-adapters)"
-            self._fail(wanted.op, FailureCode.INVALID_ARGUMENT, problem)
-        elif wanted.name in names:
+        if wanted.name in names:
             problem = f"adapter {wanted.name} is being loaded already"
             self._fail(wanted.op, FailureCode.UNAVAILABLE, problem)
         elif len(names | self._named.keys() | {wanted.name}) > self._most:
@@ -158,9 +155,9 @@ class Adapters:
             problem += " (--max-loaded-adapters)"
             self._fail(wanted.op, FailureCode.RESOURCE_EXHAUSTED, problem)
         else:
-            self._begin(self._store, wanted)
+            self._begin(wanted)
 
-    def _begin(self, store: AdapterStore, wanted: LoadAdapter) -> None:
+    def _begin(self, wanted: LoadAdapter) -> None:
         self._number += 1
         number, loading = self._number, _Loading(wanted.op, wanted)
         self._loading[number] = loading
@@ -170,7 +167,7 @@ class Adapters:
 
         def read() -> None:
             facts, problem = read_below(
-                store, self._root, number, wanted.name, wanted.path, self._reader.rest
+                self._store, self._root, number, wanted.name, wanted.path, self._reader.rest
             )
             digest = facts.digest if facts is not None else ""
             self._reads.put((RankRead(0, number, digest, problem), facts))
@@ -181,8 +178,7 @@ class Adapters:
         """Take an adapter's name away; `AdapterDone` follows once nobody has it any more."""
         facts = self._named.pop(wanted.name, None)
         if facts is None:
-            problem = f"there is no adapter {wanted.name!r}"
-            self._fail(wanted.op, FailureCode.NOT_FOUND, problem)
+            self._send(_unknown(wanted))
             return
         self._publish()
         self._leaving.setdefault(facts.number, []).append(wanted.op)
@@ -240,7 +236,6 @@ class Adapters:
         self._send(AdapterDone(loading.op, facts))
 
     def _drop(self, number: int) -> None:
-        assert self._store is not None
         self._store.drop(number)
         if self._followers is not None:
             self._followers.drop_adapter(number)
@@ -250,3 +245,16 @@ class Adapters:
 
     def _fail(self, op: int, code: FailureCode, problem: str) -> None:
         self._send(AdapterDone(op, None, code, problem))
+
+
+def no_adapters(wanted: LoadAdapter | UnloadAdapter) -> AdapterDone:
+    """The answer of a model without slots for adapters."""
+    if isinstance(wanted, UnloadAdapter):
+        return _unknown(wanted)
+    problem = "there are no slots for adapters (--max-adapters)"
+    return AdapterDone(wanted.op, None, FailureCode.INVALID_ARGUMENT, problem)
+
+
+def _unknown(wanted: UnloadAdapter) -> AdapterDone:
+    problem = f"there is no adapter {wanted.name!r}"
+    return AdapterDone(wanted.op, None, FailureCode.NOT_FOUND, problem)

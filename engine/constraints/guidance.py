@@ -57,7 +57,7 @@ class _Tokens:
 
 
 class Guidance:
-    """See `Library`.
+    """Compiles constraints for one vocabulary, by llguidance.
 
     Args:
         tokens: the bytes of each token of the model, by id; empty: never drawn.
@@ -89,7 +89,7 @@ class Guidance:
         return grammar, GuidanceMatcher(made, self._vocab)
 
     def compile(self, constraint: Constraint, prepared: str = "") -> GuidanceMatcher:
-        """See `Library`."""
+        """A matcher at the beginning of a text. Raises Refused."""
         if not prepared:
             return self.prepare(constraint)[1]
         made = self._made(prepared)
@@ -98,11 +98,11 @@ class Guidance:
         return GuidanceMatcher(made, self._vocab)
 
     def joins(self, matcher: Matcher) -> bool:
-        """See `Library`."""
+        """Whether `advance` takes this matcher."""
         return type(matcher) is GuidanceMatcher
 
     def advance(self, taken: Sequence[tuple[Matcher, int]], threads: int) -> Advanced:
-        """See `Library`."""
+        """Go on with a token of each of several matchers, together."""
         batches = self._batches = self._batches or Batches(self._vocab, threads)
         return batches.advance([(_own(matcher), token) for matcher, token in taken])
 

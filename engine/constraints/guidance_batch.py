@@ -35,7 +35,7 @@ class Batches:
         self._executor = llguidance.LLExecutor(threads)
 
     def advance(self, taken: Sequence[tuple[GuidanceMatcher, int]]) -> Advanced:
-        """See `Library.advance`."""
+        """Go on with a token of each of several matchers: what `fill` says of each."""
         found = np.empty((len(taken), self._vocab // 32 + 1), np.int32)
         over: list[int] = []
         left = list(range(len(taken)))

@@ -20,7 +20,7 @@ _NAMED = {"NoExtensionBias": "no text conforms to it"}
 
 
 class GuidanceMatcher:
-    """See `Matcher`."""
+    """The state of one text under a constraint. Used by one thread at a time."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab: int) -> None:
         self._matcher = matcher
@@ -31,11 +31,11 @@ class GuidanceMatcher:
         self._texts = 1
 
     def copy(self) -> GuidanceMatcher:
-        """See `Matcher`."""
+        """An independent matcher in the same state."""
         return GuidanceMatcher(self._matcher.deep_copy(), self._vocab)
 
     def begin_again(self) -> bool:
-        """See `Matcher`."""
+        """Go back to the beginning, for another text; False: it is of no use for one."""
         self._texts += 1
         if self._texts > _MOST_TEXTS or self._matcher.is_error():
             return False
@@ -43,12 +43,12 @@ class GuidanceMatcher:
         return bool(self._matcher.reset()) and not self._matcher.is_error()
 
     def take(self, token: int) -> None:
-        """See `Matcher`."""
+        """Go on with a token that the last mask allows. Raises LimitReached."""
         if not self._matcher.consume_token(token):
             raise LimitReached(told(self._matcher.get_error()))
 
     def fill(self, words: Words) -> bool:
-        """See `Matcher`."""
+        """Write which tokens may follow; whether the text may end here. Raises LimitReached."""
         found = self._words
         began = time.thread_time_ns()
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, _WORD_BYTES * len(found))
@@ -80,7 +80,7 @@ class GuidanceMatcher:
 
     @property
     def whole(self) -> bool:
-        """See `Matcher`."""
+        """Whether the text so far satisfies the constraint."""
         return bool(self._matcher.is_accepting())
 
 

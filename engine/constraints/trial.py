@@ -31,8 +31,7 @@ import numpy as np
 
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.own_limits import be_first_to_go, limit_memory
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import LimitReached, Refused, Words
 

@@ -9,40 +9,38 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.cpu.cpu_sampler import HostSampler, host_sampler
+from tokenpod.engine.cpu.cpu_sampler import CpuSampler, cpu_sampler
 from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Masks, Model
 from tokenpod.engine.steps.integers import Counts, Integers, StepWords
-from tokenpod.engine.steps.mailbox import Flight, HostMailbox, Mailbox
-from tokenpod.engine.steps.offload_copies import HostCopies, pools_of
+from tokenpod.engine.steps.mailbox import CpuMailbox, Flight, Mailbox
+from tokenpod.engine.steps.offload_copies import OffloadCopies, pools_of
 from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import (
     Drawing,
     Ints,
     Round,
     allowed,
-    drafts_of,
     mask_words,
     unmasked_rounds,
 )
 from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.batch import ForwardBatch, append_run, append_slots, cut_runs
 from tokenpod.kernels.operations.group import Group
 
 _CPU = torch.device("cpu")
-_NOTHING = Samples.nothing(0, 0)
 
 
-class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
+class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
     """The model on a CPU; see `StepExecutor` for the other arguments.
 
     Args:
         vocab_size: width of the logits.
         group: the ranks that the model is divided among, if it is.
-        host: holds keys and values for later; None: nothing is held.
+        offload: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -55,9 +53,9 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         group: Group | None = None,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
-        host: HostPool | None = None,
+        offload: OffloadPool | None = None,
     ) -> None:
-        sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
+        sampler = cpu_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
         super().__init__(
             model,
@@ -66,7 +64,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            copies=HostCopies(pools_of(pool, draft), host),
+            copies=None if offload is None else OffloadCopies(pools_of(pool, draft), offload),
             adapters=adapters,
             draft=draft,
         )
@@ -77,11 +75,11 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     def _take_words(self, words: int) -> None:
         """Have memory for the integers of steps: as torch sees it, and as numpy does."""
         self._words = StepWords(torch.empty(words, dtype=torch.int64))
-        self._host_words = StepWords(self._words.words.numpy())
+        self._cpu_words = StepWords(self._words.words.numpy())
 
     def _free_mailbox(self, plan: StepPlan) -> Mailbox:
         del plan
-        return HostMailbox()
+        return CpuMailbox()
 
     def _take_rows(self, plan: StepPlan) -> None:
         super()._take_rows(plan)
@@ -104,13 +102,16 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             append_slots(self._runs[row], plan.t_slot[start : start + tokens])
             start += tokens
 
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
-        """Find drafts, small step after small step, and put them into the plan."""
+    def _propose(
+        self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the drafts that a plan leaves open, small step after small step."""
+        found = plan.t_token.astype(np.int64)
         for first in range(0, unknown.most, draft.each):
             which = unknown.counts > first
             planned, at = unknown.rows[which], unknown.firsts[which] + first
             rows, positions = plan.r_row[planned], plan.r_start[planned] + first
-            tokens = self._resolved(plan.t_token[at], rows)
+            tokens = self._resolved(found[at], rows)
             batch = self._small_step(rows, tokens, positions, plan.t_slot[at])
             n = min(draft.each, unknown.most - first)
             logits = draft.logits(batch, n).float().view(n, len(rows), -1)
@@ -119,8 +120,10 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
                 outputs = plan.r_output[planned[some]] + first + i
                 scores = scores[torch.from_numpy(some)]
                 drafts = self._sampler.propose(scores, rows[some].tolist(), outputs.tolist())
-                plan.t_token[at[some] + 1 + i] = drafts.numpy()
+                found[at[some] + 1 + i] = drafts.numpy()
         mailbox.drafted()
+        where = unknown.tokens
+        return torch.from_numpy(where), torch.from_numpy(found[where])
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
@@ -147,22 +150,35 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             logit_index=torch.arange(len(rows)),
         )
 
-    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
-        logits, _, scored = self._forward(plan, mailbox)
+    def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
+        del unknown
+        logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
         flight = Flight(mailbox, plan, scored)
         if logits is None:
             flight.send(None)
             return flight
-        drawing = _HostDrawing(plan, logits.float(), self._sampler, self._last_token)
+        if not plan.drafts and not len(plan.r_masked):
+            flight.send(self._draw(plan, logits.float()))
+            return flight
+        tokens = integers.t_token.numpy()
+        drawing = _CpuDrawing(plan, logits.float(), tokens, self._sampler, self._last_token)
         return self._finish(flight, drawing, unmasked_rounds(plan))
+
+    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
+        """One token for each row that is sampled; none waits for a mask or follows a draft."""
+        sampled = plan.r_samples.nonzero()[0]
+        rows = plan.r_row[sampled]
+        samples = self._sampler.sample(logits, rows.tolist(), plan.r_output[sampled].tolist())
+        self._last_token.numpy()[rows] = samples.tokens.numpy()
+        return samples
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
         del mailbox
         counts = Counts.of(plan)
         if not self._words.fit(counts):
             self._take_words(counts.words)
-        host = self._host_words.of(counts)
+        host = self._cpu_words.of(counts)
         self._fill(host, plan)
         return host, self._words.of(counts)
 
@@ -173,12 +189,13 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         return tokens
 
 
-class _HostDrawing(Drawing):
-    """Draws a step's samples on the CPU.
+class _CpuDrawing(Drawing):
+    """Draws the samples of a step with drafts or masks on the CPU.
 
     Args:
         plan: the step's.
         logits: [n, vocab] float32.
+        t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
     """
@@ -187,19 +204,20 @@ class _HostDrawing(Drawing):
         self,
         plan: StepPlan,
         logits: torch.Tensor,
-        sampler: HostSampler | LeaderTokens,
+        t_token: Ints,
+        sampler: CpuSampler | LeaderTokens,
         last_token: torch.Tensor,
     ) -> None:
-        super().__init__(plan, logits, _NOTHING)
-        self._sampler, self._last_token = sampler, last_token
+        super().__init__(plan, logits, Samples.nothing(len(logits), MOST_TOP_TOKENS, ranks=True))
+        self._t_token, self._sampler, self._last_token = t_token, sampler, last_token
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
-        """See `Drawing.draw`."""
+        """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
         plan = self.plan
         for turn in turns:
             right: slice | np.ndarray = slice(None)
             if turn.place:
-                right = self.drawn.tokens.numpy()[turn.before] == drafts_of(plan, turn)
+                right = self.drawn.tokens.numpy()[turn.before] == self._t_token[turn.behind]
             at, which = turn.at[right], turn.rows[right]
             if not len(at):
                 continue
@@ -211,12 +229,7 @@ class _HostDrawing(Drawing):
             rows = plan.r_row[which]
             outputs = (plan.r_output[which] + turn.place).tolist()
             samples = self._sampler.sample(logits, rows.tolist(), outputs, bits)
-            if len(at) == len(self.logits):
-                self.drawn = samples
-            else:
-                if self.drawn is _NOTHING:
-                    self.drawn = Samples.nothing(len(self.logits), MOST_TOP_TOKENS, ranks=True)
-                self._put(samples, torch.from_numpy(at))
+            self._put(samples, torch.from_numpy(at))
             tokens = samples.tokens.numpy()
             # A bad row's token is never used; that it stays is good for one that was not sampled.
             drew = slice(None) if masks is None and not turn.place else tokens >= 0

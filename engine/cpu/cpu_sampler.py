@@ -37,14 +37,14 @@ from tokenpod.kernels.operations.group import Group
 Ints = npt.NDArray[np.int64]
 
 
-def host_sampler(group: Group | None, *, rows: int, vocab_size: int) -> HostSampler | LeaderTokens:
+def cpu_sampler(group: Group | None, *, rows: int, vocab_size: int) -> CpuSampler | LeaderTokens:
     """The sampler of a rank, or what followers have in place of one."""
     if group is not None and group.rank > 0:
         return LeaderTokens(group, rows=rows, device=torch.device("cpu"))
-    return HostSampler(rows=rows, vocab_size=vocab_size, group=group)
+    return CpuSampler(rows=rows, vocab_size=vocab_size, group=group)
 
 
-class HostSampler(Sampler):
+class CpuSampler(Sampler):
     """Draws on the CPU; see `Sampler` for the arguments."""
 
     def __init__(
@@ -92,9 +92,11 @@ class HostSampler(Sampler):
             logits = logits + _forbidden(masks, self._vocab_size)
         columns = self._words[rows].view(self._table.dtype)[:, 0]
         flags = columns["flags"]
-        tokens = argmax(logits)
-        best = logits.numpy()[np.arange(len(rows)), tokens.numpy()]
-        bad = torch.from_numpy(~np.isfinite(best))
+        values = logits.numpy()
+        # The lowest id in ties; a NaN counts as highest.
+        best = values.argmax(axis=1)
+        bad = torch.from_numpy(~np.isfinite(values[np.arange(len(rows)), best]))
+        tokens = torch.from_numpy(best)
         if not flags.any():
             # The best tokens are all that anybody wants to know.
             tokens.masked_fill_(bad, -1)

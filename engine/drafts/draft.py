@@ -77,7 +77,7 @@ class SmallModel:
         *,
         follow: bool = True,
     ) -> torch.Tensor:
-        """See `Drafter.compute`."""
+        """Run a step of the served model, [T, hidden]; the draft follows it, now or by `follow`."""
         if not (follow and own.t_slot.is_cuda and torch.cuda.is_current_stream_capturing()):
             hidden = served.forward(batch, pool)
             if follow:
@@ -95,19 +95,19 @@ class SmallModel:
         return hidden
 
     def follow(self, own: ForwardBatch) -> None:
-        """See `Drafter.follow`."""
+        """Compute the draft model over the tokens of a step that has been computed."""
         self.model.forward(self._own(own), self.pool)
 
     def prepare_capture(self, rows: int) -> StepTiles:
-        """See `CapturableModel`."""
+        """How captured steps describe rows with several tokens, to both models."""
         return self.model.prepare_capture(rows)
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
-        """See `Drafter.tile_rows`."""
+        """A step's rows as the draft model's own tiles are to have them."""
         return rows
 
     def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
-        """See `Drafter.logits`."""
+        """[n, vocabulary] what may follow the tokens of a small step."""
         assert drafts == 1
         batch = self._own(batch)
         found = self.model.logits(self.model.forward(batch, self.pool), batch)[:, : self.wanted]
@@ -223,17 +223,17 @@ class BothTiles:
     own_rows: Callable[[RaggedRows], RaggedRows]
 
     def count(self, tokens: int) -> int:
-        """See `StepTiles`."""
+        """Numbers of the tiles of both models, for steps of so many tokens."""
         return self.served.count(tokens) + self.draft.count(tokens)
 
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
-        """See `StepTiles`."""
+        """Write the tiles of both models; False: they don't fit."""
         at = self._cut(len(into))
         own = self.own_rows(rows)
         return self.served.fill(rows, into[:at]) and self.draft.fill(own, into[at:])
 
     def by_kind(self, numbers: torch.Tensor) -> Mapping[TileKind, torch.Tensor]:
-        """See `StepTiles`: the served model's."""
+        """The served model's numbers, by kind of tile."""
         return self.served.by_kind(numbers[: self._cut(len(numbers))])
 
     def of_draft(self, numbers: torch.Tensor) -> Mapping[TileKind, torch.Tensor]:

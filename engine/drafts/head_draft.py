@@ -53,7 +53,7 @@ class Head(Protocol):
         ...
 
     def prepare_capture(self, rows: int) -> StepTiles:
-        """See `CapturableModel`."""
+        """How captured steps of up to so many rows describe rows with several tokens."""
         ...
 
 
@@ -77,7 +77,7 @@ class HeadDraft:
         *,
         follow: bool = True,
     ) -> torch.Tensor:
-        """See `Drafter.compute`."""
+        """Run a step of the served model, [T, hidden]; the head follows it, now or by `follow`."""
         assert isinstance(served, Decoder)
         hidden, streams = served.forward_tapped(batch, pool, self.head.taps)
         features = self.head.features_of(hidden, streams)
@@ -87,13 +87,13 @@ class HeadDraft:
         return hidden
 
     def follow(self, own: ForwardBatch) -> None:
-        """See `Drafter.follow`."""
+        """Let the head compute what the next small step needs of a step."""
         entries = _entries(own)
         if len(entries.t_token):
             self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
 
     def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
-        """See `Drafter.logits`."""
+        """[drafts * n, vocabulary] what may follow the tokens of a small step."""
         assert drafts == 1
         entries = _entries(batch)
         stream = self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
@@ -101,11 +101,11 @@ class HeadDraft:
         return self.head.logits(stream)
 
     def prepare_capture(self, rows: int) -> StepTiles:
-        """See `CapturableModel`."""
+        """How captured steps describe rows with several tokens to the head."""
         return self.head.prepare_capture(rows)
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
-        """See `Drafter.tile_rows`."""
+        """A step's rows as the head's own tiles are to have them."""
         return _without_firsts(rows)
 
 

@@ -53,7 +53,7 @@ class ParallelDraft:
         *,
         follow: bool = True,
     ) -> torch.Tensor:
-        """See `Drafter.compute`; heads have nothing to follow with."""
+        """Run a step of the served model, [T, hidden], and keep what heads read of it."""
         del own, follow
         hidden = served.forward(batch, pool)
         t_row, t_position, states = _rows_of(batch), batch.t_position, hidden
@@ -64,18 +64,18 @@ class ParallelDraft:
         return hidden
 
     def follow(self, own: ForwardBatch) -> None:
-        """See `Drafter.follow`: `compute` has kept what is read."""
+        """Nothing: `compute` has kept what is read."""
 
     def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
-        """See `Drafter.logits`: of the hidden states before the tokens of a small step."""
+        """[drafts * n, vocabulary] of the hidden states before the tokens of a small step."""
         before = self._at(_rows_of(batch), batch.t_position - 1)
         return self._heads.logits(self._hidden[before], drafts)
 
     def prepare_capture(self, rows: int) -> None:
-        """See `Drafter.prepare_capture`."""
+        """Nothing: heads read no keys and values."""
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:
-        """See `Drafter.tile_rows`."""
+        """The step's rows, unchanged: heads have no tiles of their own."""
         return rows
 
     def _at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -23,61 +23,57 @@ import torch
 from tokenpod.core.capacity import STAGING_BYTES, STAGING_PIECES
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.steps.mailbox import upload
-from tokenpod.engine.steps.offload_copies import HostCopies
+from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.cache.slot_copies import SlotRows
 
 #: Pieces of staging memory for what goes out; what comes in has one.
 PIECES = STAGING_PIECES - 1
 
 
-class DeviceCopies(HostCopies):
-    """Makes a plan's copies on a GPU; see `HostCopies`.
+class DeviceCopies(OffloadCopies):
+    """Makes a plan's copies on a GPU, in a queue of their own.
 
     Args:
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
     """
 
-    def __init__(
-        self, pools: Sequence[KVPool], host: HostPool | None, device: torch.device
-    ) -> None:
-        super().__init__(pools, host)
+    def __init__(self, pools: Sequence[KVPool], offload: OffloadPool, device: torch.device) -> None:
+        super().__init__(pools, offload)
         self._device = device
         self._queue: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._queue = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         #: Of copies that come in: the step, and when they are there.
         self._coming: deque[tuple[int, _Moment]] = deque()
-        self._pieces: list[torch.Tensor] = []
-        if host is not None:
-            slot_bytes = host.rows.shape[1]
-            piece = min(max(STAGING_BYTES // slot_bytes, 1), host.slots)
-            shape = (PIECES + 1, piece, slot_bytes)
-            self._pieces = [*torch.empty(shape, dtype=torch.uint8, device=device)]
-            #: When each piece that things go out by is free again.
-            self._free = [_Moment(device) for _ in range(PIECES)]
-            self._turn = 0
+        slot_bytes = offload.rows.shape[1]
+        piece = min(max(STAGING_BYTES // slot_bytes, 1), offload.slots)
+        shape = (PIECES + 1, piece, slot_bytes)
+        self._pieces = [*torch.empty(shape, dtype=torch.uint8, device=device)]
+        #: When each piece that things go out by is free again.
+        self._free = [_Moment(device) for _ in range(PIECES)]
+        self._turn = 0
         self.use(pools)
 
     def use(self, pools: Sequence[KVPool]) -> None:
-        """See `HostCopies`."""
+        """Keep keys and values there from now on."""
         self._take(pools)
-        self._slots = SlotRows(self._stored) if SlotRows.can_move(self._stored) else None
-        assert self._slots or not self._pieces, "tokens of the pool are no whole words"
+        assert SlotRows.can_move(self._stored), "tokens of the pool are no whole words"
+        self._slots = SlotRows(self._stored)
 
     def begin(self, plan: StepPlan) -> None:
-        """See `HostCopies`."""
+        """Queue the copies of a plan, and let its step wait for those that it relies on."""
         behind = int(plan.awaited[0]) if len(plan.awaited) else None
         if behind is not None:
             self._await(plan.step - behind)
         before = len(self._coming)
         super().begin(plan)
-        if self._host is not None and len(self._coming) > before and behind == 0:
+        if len(self._coming) > before and behind == 0:
             self._await(plan.step)
 
     def arrived(self) -> int | None:
-        """See `HostCopies`."""
+        """The last step whose copies from main memory are there; None: all are."""
         while self._coming and self._coming[0][1].passed:
             self._coming.popleft()
         return self._coming[0][0] - 1 if self._coming else None
@@ -90,8 +86,7 @@ class DeviceCopies(HostCopies):
             _, moment = self._coming.popleft()
             moment.wait()
 
-    def _go_out(self, slots: torch.Tensor, host_slots: np.ndarray, host: HostPool) -> None:
-        assert self._slots is not None
+    def _go_out(self, slots: torch.Tensor, offload_slots: np.ndarray) -> None:
         for first, end in _pieces_of(len(slots), len(self._pieces[0])):
             which = self._turn % PIECES
             self._turn += 1
@@ -103,14 +98,11 @@ class DeviceCopies(HostCopies):
             gathered.record()
             with self._beside():
                 gathered.wait()
-                for at, to, n in _runs(host_slots[first:end]):
-                    host.rows[to : to + n].copy_(piece[at : at + n], non_blocking=True)
+                for at, to, n in _runs(offload_slots[first:end]):
+                    self._offload.rows[to : to + n].copy_(piece[at : at + n], non_blocking=True)
                 self._free[which].record()
 
-    def _come_in(
-        self, host_slots: np.ndarray, slots: np.ndarray, host: HostPool, step: int
-    ) -> None:
-        assert self._slots is not None
+    def _come_in(self, offload_slots: np.ndarray, slots: np.ndarray, step: int) -> None:
         # Steps before this one may have read these slots for others.
         queued, there = _Moment(self._device), _Moment(self._device)
         queued.record()
@@ -119,8 +111,8 @@ class DeviceCopies(HostCopies):
             targets = self._indices(slots)
             for first, end in _pieces_of(len(slots), len(self._pieces[0])):
                 piece = self._pieces[PIECES][: end - first]
-                for to, at, n in _runs(host_slots[first:end]):
-                    piece[to : to + n].copy_(host.rows[at : at + n], non_blocking=True)
+                for to, at, n in _runs(offload_slots[first:end]):
+                    piece[to : to + n].copy_(self._offload.rows[at : at + n], non_blocking=True)
                 self._slots.scatter(piece, targets[first:end])
             there.record()
         self._coming.append((step, there))

@@ -74,7 +74,7 @@ class Proposals:
         """Queue the small steps, if they have not been before.
 
         Returns which tokens of the step the drafts are, row after row, and the drafts: [n] int64
-        each. The mailbox gets them too.
+        each.
         """
         columns = self.ahead.columns(plan, unknown)
         if columns is not None:
@@ -84,9 +84,7 @@ class Proposals:
             mailbox.drafted()
         source = unknown.places * self._small.found.shape[1] + columns
         at, found_at = self._upload(np.stack([unknown.tokens, source]).astype(np.int64))
-        found = self._small.found.view(-1).index_select(0, found_at)
-        mailbox.post_drafts(found)
-        return at, found
+        return at, self._small.found.view(-1).index_select(0, found_at)
 
     def _find(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown) -> Ints:
         """Queue them; [n] of each draft, its row's column."""

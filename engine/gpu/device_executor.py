@@ -35,7 +35,7 @@ from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import unmasked_rounds
 from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.gpu.steps import remember, resolve
 from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import (
@@ -60,7 +60,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
         adapted: whether steps in which rows have adapters are captured too.
-        host: holds keys and values for later; None: nothing is held.
+        offload: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -77,9 +77,12 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         adapted: bool = False,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
-        host: HostPool | None = None,
+        offload: OffloadPool | None = None,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
+        copies: DeviceCopies | None = None
+        if offload is not None:
+            copies = DeviceCopies(pools_of(pool, draft), offload, device)
         super().__init__(
             model,
             pool,
@@ -87,16 +90,13 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
-            copies=DeviceCopies(pools_of(pool, draft), host, device),
+            copies=copies,
             adapters=adapters,
             draft=draft,
         )
         self._masked_draws = MaskedDraws(sampler, self._last_token)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | None = None
-        #: Drafts for the step that is being launched, see `Proposals.find`.
-        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._unknown: Unknown | None = None
         #: How many drafts of each row's last step were right.
         self._accepted = torch.zeros_like(self._last_token)
         if draft is not None:
@@ -135,7 +135,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             self._draft.pool = of_draft
         if self._proposals is not None:
             self._proposals.use(pool.slots)
-        self._copies.use(pools_of(pool, self._draft))
+        if self._copies is not None:
+            self._copies.use(pools_of(pool, self._draft))
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
@@ -153,21 +154,18 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return mailbox
 
     def release(self, rows: Sequence[int]) -> None:
-        """See `StepExecutor.release`."""
+        """Forget these rows, as a plan's `freed` does."""
         super().release(rows)
         if self._proposals is not None:
             self._proposals.ahead.forget(rows)
 
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
+    def _propose(
+        self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._proposals is not None
-        self._found = self._proposals.find(plan, mailbox, unknown)
-        self._unknown = unknown
+        return self._proposals.find(plan, mailbox, unknown)
 
-    def _enter_drafts(self, integers: Integers) -> None:
-        if self._found is not None:
-            integers.t_token.index_copy_(0, *self._found)
-
-    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
+    def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
         scored: dict[int, PromptScores] = {}
         logits: torch.Tensor | None
         captured = self._filled(plan, mailbox)
@@ -177,8 +175,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         else:
             logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
-        unknown, self._found, self._unknown = self._unknown, None, None
-        flight = Flight(mailbox, plan, scored, unknown=unknown)
+        flight = Flight(mailbox, plan, scored)
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight
@@ -248,7 +245,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def computed(
         self, integers: Integers, rows: RaggedRows, *, decode: bool, follow: bool
     ) -> torch.Tensor:
-        """See `CapturableSteps`: the model, and the first draw, which is that of greedy rows.
+        """Launch the model, and the first draw, which is that of greedy rows.
 
         Of mixed steps, rows that decode are fewer than there is room for; what their kernel writes
         beyond them, zeros, is overwritten by the one that follows, for rows of several tokens.
@@ -272,17 +269,17 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return logits
 
     def follow(self, integers: Integers, rows: RaggedRows) -> None:
-        """See `CapturableSteps`."""
+        """Launch what follows a step with drafts."""
         assert self._draft is not None
         batch = self._batch(integers, rows, integers.t_token)
         self._draft.follow(self._of_draft(batch, integers))
 
     def draw_masked(self, counts: Counts, integers: Integers, logits: torch.Tensor) -> None:
-        """See `CapturableSteps`."""
+        """Launch the draws of rows under masks."""
         self._masked_draws.launch(counts, integers, logits)
 
     def padding(self, counts: Counts) -> torch.Tensor:
-        """See `CapturableSteps`."""
+        """[words] int64: the integers of a step of padding alone."""
         host = np.zeros(counts.words, np.int64)
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)

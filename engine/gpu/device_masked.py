@@ -111,7 +111,7 @@ class MaskedDrawing(Drawing):
         assert not any(len(turn.rows) for turn in turns)
 
     def draw_masked(self, masks: Masks) -> None:
-        """See `Drawing.draw_masked`."""
+        """Draw for the rows that wait for masks."""
         self._draws.enter(self.plan, len(self.logits), masks, self._staging)
         self._run(self.logits)
         self.drawn = self._draws.drawn(self.logits, self.plan.sampling)

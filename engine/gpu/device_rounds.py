@@ -57,7 +57,7 @@ class DeviceDrawing(Drawing):
             self._enter(first, slice(0, plan.sampling))
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
-        """See `Drawing.draw`."""
+        """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
         turns = [turn for turn in turns if len(turn.rows)]
         if turns and turns[-1].place and self._may_join(turns):
             self._draw_joined(turns, masks)

@@ -2,7 +2,7 @@
 
 A row's columns go to the device once, when a sequence takes it; a step's sampling is then two to
 seven launches whose shapes depend on nothing but the batch size, so that a CUDA graph can hold
-them. It draws what `HostSampler`, the specification, draws.
+them. It draws what `CpuSampler`, the specification, draws.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class DeviceSampler(Sampler):
     def propose(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[n] drafts for these rows, broadcast: see `HostSampler.propose`.
+        """[n] drafts for these rows, broadcast: see `CpuSampler.propose`.
 
         Its launches are the same for any rows, so a captured step can hold them. The arguments are
         those of `begin`; a draft is good until the next one is drawn.

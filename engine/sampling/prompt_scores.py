@@ -28,6 +28,10 @@ class Wanted(NamedTuple):
         return cls(request.prompt_top_n_tokens, request.prompt_ranks)
 
 
+#: Log probabilities alone.
+NOTHING_ELSE = Wanted()
+
+
 class PromptScores(NamedTuple):
     """Of a run of a prompt's tokens, [m]; on a device or on the host."""
 

@@ -1,4 +1,4 @@
-"""Choosing tokens: what the samplers of hosts and devices have in common.
+"""Choosing tokens: what the samplers of CPUs and GPUs have in common.
 
 A sampler has a row of columns for each live sequence, laid out by the table of knobs
 (`tokenpod.core.sampling`). In a group only the leader samples: its tokens are broadcast, which is
@@ -159,7 +159,7 @@ class LeaderTokens:
         return any(flags & DRAWS for flags in self._flags.values())
 
     def edits(self, rows: Sequence[int]) -> bool:
-        """See `Sampler.edits`."""
+        """Whether some of these rows' scores depend on the tokens that the row has drawn."""
         return any(self._flags[row] & EDITED for row in rows)
 
     def take_rows(self, plan: StepPlan) -> None:
@@ -173,12 +173,12 @@ class LeaderTokens:
     def sample(
         self, logits: object, rows: Sized, positions: object, masks: object = None
     ) -> Samples:
-        """All tokens of the leader's `HostSampler.sample`; nothing else of them is known."""
+        """All tokens of the leader's `CpuSampler.sample`; nothing else of them is known."""
         del logits, positions, masks
         return Samples.of_tokens(self._receive(len(rows)))
 
     def propose(self, logits: object, rows: Sized, positions: object) -> torch.Tensor:
-        """The drafts of the leader's `HostSampler.propose` or `DeviceSampler.propose`."""
+        """The drafts of the leader's `CpuSampler.propose` or `DeviceSampler.propose`."""
         del logits, positions
         return self._receive(len(rows))
 

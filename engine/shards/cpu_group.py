@@ -22,7 +22,7 @@ _SHORT = 1 << 16
 _TAG = 0
 
 
-class HostGroup:
+class CpuGroup:
     """A `Group` whose tensors are on a CPU.
 
     Args:
@@ -54,7 +54,7 @@ class HostGroup:
         self.buffers = None
 
     def sum(self, x: torch.Tensor) -> None:
-        """See `Group.sum`."""
+        """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
         if x.nbytes <= _SHORT:
             parts = self._run(lambda: self._exchange(x))
             total = parts[0].float()
@@ -65,26 +65,26 @@ class HostGroup:
             self._run(lambda: self._gloo.allreduce([x]).wait())
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """See `Group.add`."""
+        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`."""
         self.sum(partial)
         residual += partial
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Group.gather`."""
+        """[n, local] -> [n, world * local]: the ranks' columns, those of rank 0 first."""
         return torch.cat(self._run(lambda: self._exchange(x.contiguous())), dim=1)
 
     def broadcast(self, tokens: torch.Tensor) -> None:
-        """See `Group.broadcast`."""
+        """Every rank's tokens [n] int64 become the leader's."""
         self._run(lambda: self._gloo.broadcast(tokens, 0).wait())
 
     def least(self, number: int) -> int:
-        """See `Group.least`."""
+        """The smallest of all ranks' numbers. Waits for all ranks."""
         numbers = torch.tensor([number])
         self._run(lambda: self._gloo.allreduce([numbers], c10d.ReduceOp.MIN).wait())
         return int(numbers)
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """Leave. The others' next collective fails."""
         # Ends its threads, and the store's. A process that ends before they do may crash.
         self._gloo = None
 

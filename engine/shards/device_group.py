@@ -16,7 +16,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
 from tokenpod.core.errors import EngineError
-from tokenpod.engine.shards.cpu_group import HostGroup
+from tokenpod.engine.shards.cpu_group import CpuGroup
 from tokenpod.engine.shards.rendezvous import one_line
 from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 
@@ -38,7 +38,7 @@ class DeviceGroup:
     """
 
     def __init__(
-        self, host: HostGroup, store: c10d.Store, *, device: torch.device, timeout: float
+        self, host: CpuGroup, store: c10d.Store, *, device: torch.device, timeout: float
     ) -> None:
         self._host = host
         self.rank, self.world, self.local_ranks = host.rank, host.world, host.local_ranks
@@ -64,14 +64,14 @@ class DeviceGroup:
         self._broadcasts = self._symmetric_buffers(_MOST_BROADCAST, device) if self._sums else None
 
     def sum(self, x: torch.Tensor) -> None:
-        """See `Group.sum`."""
+        """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
         if self._sums is not None and self._sums.fit(x):
             self._sums.sum(x)
         else:
             distributed.all_reduce(x)
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """See `Group.add`."""
+        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`."""
         if self._sums is not None and self._sums.fit(partial):
             self._sums.add(partial, residual)
         else:
@@ -79,25 +79,25 @@ class DeviceGroup:
             residual += partial
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Group.gather`."""
+        """[n, local] -> [n, world * local]: the ranks' columns, those of rank 0 first."""
         n, local = x.shape
         parts = torch.empty((self.world, n, local), dtype=x.dtype, device=x.device)
         distributed.all_gather_into_tensor(parts, x.contiguous())
         return parts.transpose(0, 1).reshape(n, self.world * local)
 
     def broadcast(self, tokens: torch.Tensor) -> None:
-        """See `Group.broadcast`."""
+        """Every rank's tokens [n] int64 become the leader's."""
         if self._broadcasts is not None and len(tokens) <= self._broadcasts.capacity:
             self._broadcasts.tell(tokens)
         else:
             distributed.broadcast(tokens, 0)
 
     def least(self, number: int) -> int:
-        """See `Group.least`."""
+        """The smallest of all ranks' numbers. Waits for all ranks."""
         return self._host.least(number)
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """Leave. The others' next collective fails."""
         distributed.destroy_process_group()
         self._host.close()
 

@@ -29,9 +29,9 @@ def join_group(
     if not 0 <= rank < world or world < 2:
         raise EngineError(f"rank {rank} of {world}: a group has ranks 0 to world - 1, two or more")
     store = open_store(rank, world, address, port, timeout=timeout)
-    from tokenpod.engine.shards.cpu_group import HostGroup
+    from tokenpod.engine.shards.cpu_group import CpuGroup
 
-    host = HostGroup(store, rank, world, toward=(address, port), timeout=timeout)
+    host = CpuGroup(store, rank, world, toward=(address, port), timeout=timeout)
     if device.type == "cpu":
         return host
     # Not on a CPU: it brings Triton with it.

@@ -143,12 +143,12 @@ class PlanServer:
         return self._placement.world - 1
 
     def read_adapter(self, number: int, name: str, path: str) -> None:
-        """See `adapters.Followers`."""
+        """Ask all to read an adapter; each answers in `reads`."""
         wanted = pb.ReadAdapter(number=number, name=name, path=path)
         self._send(pb.FollowResponse(read_adapter=wanted))
 
     def drop_adapter(self, number: int) -> None:
-        """See `adapters.Followers`."""
+        """Ask all to forget an adapter, behind the plans sent so far."""
         self._send(pb.FollowResponse(drop_adapter=pb.DropAdapter(number=number)))
 
     def send_drain(self, drain: Drain) -> None:

@@ -19,7 +19,7 @@ from tokenpod.core.capacity import (
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import DraftModel, draft_of
 from tokenpod.engine.startup.kv_scales import (
     EIGHT_BITS,
@@ -34,7 +34,7 @@ from tokenpod.engine.startup.memory import (
     free_memory,
     map_ahead,
 )
-from tokenpod.engine.startup.offload_room import make_host_pool
+from tokenpod.engine.startup.offload_room import make_offload_pool
 from tokenpod.engine.startup.room import Room, room_for
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Executor
@@ -71,7 +71,7 @@ class Assembled:
     #: None: the model takes none.
     adapters: AdapterStore | None = None
     #: Tokens whose keys and values the host's memory holds.
-    host_slots: int = 0
+    offload_slots: int = 0
 
     @property
     def slots(self) -> int:
@@ -109,11 +109,11 @@ def assemble(
     if group is not None:
         group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
-        return _on_host(model, options, positions, device, group, draft)
+        return _on_cpu(model, options, positions, device, group, draft)
     return _on_device(model, options, positions, device, group, draft)
 
 
-def _on_host(
+def _on_cpu(
     model: LoadedModel,
     options: EngineOptions,
     positions: int,
@@ -123,10 +123,10 @@ def _on_host(
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
-    host = make_host_pool(model, options, dtype, device, group, draft)
+    offload = make_offload_pool(model, options, dtype, device, group, draft)
     free = free_memory(device).shared(ranks)
-    if host is not None:
-        free = free.less(host.rows.nbytes, "--host-kv-bytes takes")
+    if offload is not None:
+        free = free.less(offload.rows.nbytes, "--host-kv-bytes takes")
     if free.limited:
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
@@ -137,9 +137,9 @@ def _on_host(
         pool.take_pages()
         if drafts is not None:
             drafts.pool.take_pages()
-        if host is not None:
-            host.take_pages()
-    executor = HostExecutor(
+        if offload is not None:
+            offload.take_pages()
+    executor = CpuExecutor(
         model,
         pool,
         rows=step_limits(options).rows,
@@ -147,7 +147,7 @@ def _on_host(
         group=group,
         adapters=model.adapters,
         draft=drafts,
-        host=host,
+        offload=offload,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
     prefill_tokens = options.max_batch_prefill_tokens
@@ -164,7 +164,7 @@ def _on_host(
         overlap=False,
         prefill_tokens=prefill_tokens,
         adapters=model.adapters,
-        host_slots=0 if host is None else host.slots,
+        offload_slots=0 if offload is None else offload.slots,
     )
 
 
@@ -211,7 +211,7 @@ def _on_device(
     limits = step_limits(options)
     rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts
     adapted = model.adapters is not None and model.adapters.slots > 0
-    host = make_host_pool(model, options, dtype, device, group, draft)
+    offload = make_offload_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, limits.tokens, device)
     spare = spare_draft_slots(options.speculate, rows)
     executor = DeviceExecutor(
@@ -232,7 +232,7 @@ def _on_device(
         adapters=model.adapters,
         drafts=drafts,
         draft=_draft(draft, model, options, pool.slots + spare, device),
-        host=host,
+        offload=offload,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
@@ -279,8 +279,8 @@ def _on_device(
     )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    if host is not None:
-        warm_copies(executor, pool.sink, host.slots)
+    if offload is not None:
+        warm_copies(executor, pool.sink, offload.slots)
     return Assembled(
         executor,
         room,
@@ -288,7 +288,7 @@ def _on_device(
         overlap=True,
         prefill_tokens=options.max_batch_prefill_tokens,
         adapters=model.adapters,
-        host_slots=0 if host is None else host.slots,
+        offload_slots=0 if offload is None else offload.slots,
     )
 
 

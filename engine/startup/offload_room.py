@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.core.capacity import BLOCK, host_slots
+from tokenpod.core.capacity import BLOCK, offload_slots
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.drafts.draft import DraftModel
 from tokenpod.engine.startup.memory import free_memory, size
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.facts import LoadedModel
 
 
-def check_host_memory(options: EngineOptions) -> None:
+def check_offload_room(options: EngineOptions) -> None:
     """Raise EngineError if `--host-kv-bytes` is more than there is, before anything is loaded."""
     if problem := _lacking(options.host_kv_bytes):
         raise EngineError(f"--host-kv-bytes is {options.host_kv_bytes}: {problem}")
@@ -27,14 +27,14 @@ def _lacking(asked: int) -> str:
     return f"{size(free.bytes)} are free {free.source}" if asked > free.bytes else ""
 
 
-def make_host_pool(
+def make_offload_pool(
     model: LoadedModel,
     options: EngineOptions,
     dtype: torch.dtype,
     device: torch.device,
     group: Group | None,
     draft: DraftModel | None = None,
-) -> HostPool | None:
+) -> OffloadPool | None:
     """This rank's part of `--host-kv-bytes`; None: there is none.
 
     All ranks have as many slots. Those of a machine share what is given for it.
@@ -62,7 +62,7 @@ def make_host_pool(
     if draft is not None:
         slot_bytes += KVPool.bytes_per_slot(layouts=draft.config.kv_layouts, dtype=draft.dtype)
     ranks = group.local_ranks if group else 1
-    slots = host_slots(asked, ranks, slot_bytes)
+    slots = offload_slots(asked, ranks, slot_bytes)
     problem = _lacking(asked)
     if not problem and not slots:
         problem = f"{BLOCK} tokens take {size(BLOCK * slot_bytes * ranks)}"
@@ -71,6 +71,6 @@ def make_host_pool(
     if problem or not slots:
         raise EngineError(f"{flag}: {problem or 'another rank has no room for it'}")
     try:
-        return HostPool(slots, slot_bytes, pinned=device.type == "cuda")
+        return OffloadPool(slots, slot_bytes, pinned=device.type == "cuda")
     except RuntimeError as error:
         raise EngineError(f"{flag}: the memory can't be locked ({error})") from None

@@ -52,7 +52,7 @@ class Drafter(Protocol):
         ...
 
     def prepare_capture(self, rows: int) -> StepTiles | None:
-        """See `CapturableModel`; None: it reads no keys and values."""
+        """How captured steps describe its rows; None: it reads no keys and values."""
         ...
 
     def tile_rows(self, rows: RaggedRows) -> RaggedRows:

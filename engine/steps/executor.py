@@ -7,7 +7,7 @@ be launched before anybody has seen the tokens of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import Ints, StepPlan
+from tokenpod.core.plan import StepPlan
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
@@ -64,22 +64,10 @@ class StepResult:
     sample_ns: int = 0
     #: As many as tokens, from 1, 0 where nobody asked; or none.
     ranks: list[int] = field(default_factory=list)
+    #: What the executor found where the plan left drafts open, row after row.
+    drafts: list[int] = field(default_factory=list)
     #: The last step whose copies from the host's memory are there; None: all are.
     arrived: int | None = None
-
-
-def new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
-    """Each row that a sequence takes, and the slots of its cached prefix."""
-    ends = plan.n_prefix.cumsum().tolist()
-    for row, n, end in zip(plan.n_row.tolist(), plan.n_prefix.tolist(), ends, strict=True):
-        yield row, plan.prefix_slot[end - n : end]
-
-
-def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
-    """Each row of the plan whose tokens' log probabilities are asked for, and what follows them."""
-    ends = plan.r_scored.cumsum()
-    for row in np.flatnonzero(plan.r_scored).tolist():
-        yield row, plan.scored_token[ends[row] - plan.r_scored[row] : ends[row]]
 
 
 #: Tokens that may be drawn, 32 to a word: bit t % 32 of word t // 32 is token t's.

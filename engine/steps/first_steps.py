@@ -67,9 +67,9 @@ def run_worst_steps(
     executor.release(range(rows))
 
 
-def warm_copies(executor: Executor, sink: int, host_slots: int) -> None:
+def warm_copies(executor: Executor, sink: int, offload_slots: int) -> None:
     """Copy some tokens to the host's memory and back; `sink`: the slot behind the pool's last."""
-    n = min(host_slots, sink, BLOCK)
+    n = min(offload_slots, sink, BLOCK)
     there = range(sink + 1, sink + 1 + n)
     for number, ends in enumerate(((range(n), there), (there, range(n))), 1):
         row = PlanRow(0, 0, [sink], [0], new=_new_row([0]))

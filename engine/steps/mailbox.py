@@ -10,15 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.naps import end_naps_on_time
+from tokenpod.core.own_process import end_naps_on_time
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.sampling.sampler import Samples
 from tokenpod.engine.steps.executor import Masks, StepResult
 from tokenpod.engine.steps.integers import StepWords
-from tokenpod.engine.steps.offload_copies import HostCopies
-from tokenpod.engine.steps.open_drafts import Unknown
+from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.engine.steps.rounds import Drawing, masks_there, row_after_row
 
 #: How often results that are urgent are looked for.
@@ -135,7 +134,7 @@ class Mailbox:
 
     def begin(self) -> None:
         """Mark the begin of the step, before its work is queued."""
-        self._drafting = None
+        self._drafting, self._found = None, 0
         self._began.record()
 
     def drafted(self, between: tuple[Mark, Mark] | None = None) -> None:
@@ -146,11 +145,8 @@ class Mailbox:
 
     def post_drafts(self, tokens: torch.Tensor) -> None:
         """Queue the copy of drafts [n] int64 that the device has found to the host."""
-        self._drafts[: len(tokens)].copy_(tokens, non_blocking=True)
-
-    def received_drafts(self, n: int) -> npt.NDArray[np.int64]:
-        """[n] the same, once the step's results are there."""
-        return self._drafts[:n].numpy()
+        self._found = len(tokens)
+        self._drafts[: self._found].copy_(tokens, non_blocking=True)
 
     def forwarded(self) -> None:
         """Mark the end of the forward pass, before sampling is queued."""
@@ -198,6 +194,7 @@ class Mailbox:
             scored=posted.scored,
             forward_ns=forward_ns,
             drafting_ns=drafting_ns,
+            drafts=self._drafts[: self._found].tolist(),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
 
@@ -205,8 +202,8 @@ class Mailbox:
         self._began, self._drafted, self._forwarded, self._done = (
             Mark(self._on_gpu) for _ in range(4)
         )
-        #: Between which marks the step's drafts have been found; None: it has none.
-        self._drafting = None
+        #: Between which marks the step's drafts have been found, if any were; and how many.
+        self._drafting, self._found = None, 0
 
     def _samples(self, n: int) -> Samples:
         tops = self._top_ids[:n], self._top_logprobs[:n]
@@ -221,13 +218,18 @@ class Mailbox:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
 
 
-class HostMailbox(Mailbox):
+class CpuMailbox(Mailbox):
     """Of one step on a CPU, where results stay where they were drawn, and integers are not sent."""
 
     def __init__(self) -> None:
         self._on_gpu = False
         self._make_marks()
+        self._drafts = torch.empty(0, dtype=torch.int64)
         self._drawn: Samples | None = None
+
+    def post_drafts(self, tokens: torch.Tensor) -> None:
+        """Keep the drafts."""
+        self._drafts, self._found = tokens, len(tokens)
 
     def send(self, drawn: Samples | None, scored: dict[int, PromptScores]) -> Posted:
         """Keep the results."""
@@ -250,11 +252,9 @@ class Flight:
     _scored: dict[int, PromptScores] = field(default_factory=dict)
     #: What draws for rows that wait for masks.
     later: Drawing | None = None
-    #: Drafts that come with the results: the plan gets them then.
-    unknown: Unknown | None = None
     _posted: Posted | None = None
     #: Of its executor.
-    copies: HostCopies | None = None
+    copies: OffloadCopies | None = None
     #: How many masks came, by rows of the plan that have too few.
     _there: dict[int, int] = field(default_factory=dict)
 
@@ -280,10 +280,8 @@ class Flight:
         # are made then.
         urgent = bool((self.plan.r_samples > 1).any()) or self.plan.waits_for_masks
         result = self._mailbox.receive(self._posted, urgent=urgent)
-        if self.unknown is not None:
-            tokens = self.unknown.tokens
-            self.plan.t_token[tokens] = self._mailbox.received_drafts(len(tokens))
-        result = row_after_row(self.plan, result, self._there)
+        if self._there or self.plan.drafts:
+            result = row_after_row(self.plan, result, self._there)
         arrived = self.copies.arrived() if self.copies else None
         return result if arrived is None else replace(result, arrived=arrived)
 

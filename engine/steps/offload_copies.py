@@ -13,20 +13,20 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.kernels.cache.offload_pool import HostPool, read_slots, write_slots
+from tokenpod.kernels.cache.offload_pool import OffloadPool, read_slots, write_slots
 
 
-class HostCopies:
+class OffloadCopies:
     """Makes a plan's copies.
 
     Args:
         pools: keys and values, of the draft model too if there is one; their slots have the first
             numbers.
-        host: holds the slots behind the pool's sink; None: there are none.
+        offload: holds the slots behind the pool's sink.
     """
 
-    def __init__(self, pools: Sequence[KVPool], host: HostPool | None) -> None:
-        self._host = host
+    def __init__(self, pools: Sequence[KVPool], offload: OffloadPool) -> None:
+        self._offload = offload
         self._take(pools)
 
     def use(self, pools: Sequence[KVPool]) -> None:
@@ -42,27 +42,25 @@ class HostCopies:
         source, target = plan.copy_from.astype(np.int64), plan.copy_to.astype(np.int64)
         first = self._pools[0].sink + 1
         out, back = target >= first, source >= first
-        if self._host is not None and out.any():
-            self._go_out(self._indices(source[out]), target[out] - first, self._host)
-        if self._host is not None and back.any():
-            self._come_in(source[back] - first, target[back], self._host, plan.step)
+        if out.any():
+            self._go_out(self._indices(source[out]), target[out] - first)
+        if back.any():
+            self._come_in(source[back] - first, target[back], plan.step)
 
     def arrived(self) -> int | None:
-        """The last step whose copies from the host are there; None: all are."""
+        """The last step whose copies from main memory are there; None: all are."""
         return None
 
-    def _go_out(self, slots: torch.Tensor, host_slots: np.ndarray, host: HostPool) -> None:
-        """Copy what slots [n] of the pool hold to these of the host."""
-        rows = torch.empty((len(slots), host.rows.shape[1]), dtype=torch.uint8)
+    def _go_out(self, slots: torch.Tensor, offload_slots: np.ndarray) -> None:
+        """Copy what slots [n] of the pool hold to these of main memory."""
+        rows = torch.empty((len(slots), self._offload.rows.shape[1]), dtype=torch.uint8)
         read_slots(self._stored, slots, rows)
-        host.rows[torch.from_numpy(host_slots)] = rows
+        self._offload.rows[torch.from_numpy(offload_slots)] = rows
 
-    def _come_in(
-        self, host_slots: np.ndarray, slots: np.ndarray, host: HostPool, step: int
-    ) -> None:
-        """Copy what these slots [n] of the host hold to those of the pool, for this step."""
+    def _come_in(self, offload_slots: np.ndarray, slots: np.ndarray, step: int) -> None:
+        """Copy what these slots [n] of main memory hold to those of the pool, for this step."""
         del step
-        rows = host.rows[torch.from_numpy(host_slots)]
+        rows = self._offload.rows[torch.from_numpy(offload_slots)]
         write_slots(self._stored, self._indices(slots), rows)
 
     def _indices(self, values: np.ndarray) -> torch.Tensor:

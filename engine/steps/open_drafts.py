@@ -29,8 +29,6 @@ class Unknown:
     @classmethod
     def of(cls, plan: StepPlan) -> Unknown | None:
         """None: all drafts are known, if there are any."""
-        if not plan.drafts:
-            return None
         drafting = plan.r_samples > 1
         ends = plan.r_tokens.cumsum()
         rows = np.flatnonzero(drafting & (plan.t_token[ends - 1] == LAST))

@@ -24,6 +24,7 @@ import torch
 from tokenpod.core.plan import UNSAMPLED, StepPlan
 from tokenpod.engine.sampling.sampler import Samples
 from tokenpod.engine.steps.executor import Masks, StepResult, Words
+from tokenpod.engine.steps.open_drafts import Unknown
 
 Ints = npt.NDArray[np.integer[Any]]
 T = TypeVar("T", int, float)
@@ -62,11 +63,6 @@ def rounds(plan: StepPlan) -> Iterator[Round]:
         if most > 1:
             last[rows] = at
         done += len(rows)
-
-
-def drafts_of(plan: StepPlan, turn: Round) -> Ints:
-    """[m] the drafts that the tokens drawn before this round must equal."""
-    return plan.t_token[turn.behind]
 
 
 def unmasked_rounds(plan: StepPlan) -> list[Round]:
@@ -115,7 +111,7 @@ def row_after_row(
     """
     if not there and not plan.drafts:
         return drawn
-    order, counts = _counted(plan, drawn.tokens, there)
+    order, counts = _counted(plan, drawn, there)
     place = {i: n for n, (i, kept) in enumerate(zip(order, counts, strict=True)) if kept}
     return replace(
         drawn,
@@ -127,7 +123,7 @@ def row_after_row(
 
 
 def _counted(
-    plan: StepPlan, tokens: list[int], there: Mapping[int, int]
+    plan: StepPlan, drawn: StepResult, there: Mapping[int, int]
 ) -> tuple[list[int], list[bool]]:
     """[n] each, row after row: where a sample is round after round, and whether it counts."""
     samples = plan.r_samples
@@ -140,9 +136,19 @@ def _counted(
         right[row, n:] = False
     if len(places) > 1:
         firsts = (plan.r_tokens.cumsum() - samples)[:, None]
-        drafts = plan.t_token[np.where(has, firsts + places, 0)[:, 1:]]
-        right[:, 1:] &= np.array(tokens)[at[:, :-1]] == drafts
+        drafts = _tokens(plan, drawn.drafts)[np.where(has, firsts + places, 0)[:, 1:]]
+        right[:, 1:] &= np.array(drawn.tokens)[at[:, :-1]] == drafts
     return at[has].tolist(), np.logical_and.accumulate(right, axis=1)[has].tolist()
+
+
+def _tokens(plan: StepPlan, drafts: list[int]) -> Ints:
+    """[T] a step's tokens, with the drafts that its plan left open."""
+    unknown = Unknown.of(plan) if drafts else None
+    if unknown is None:
+        return plan.t_token
+    tokens = plan.t_token.copy()
+    tokens[unknown.tokens] = drafts
+    return tokens
 
 
 def _kept(values: list[T], order: list[int], counts: list[bool], none: T) -> list[T]:

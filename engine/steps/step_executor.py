@@ -12,7 +12,7 @@ found, which kernels draw, and in what is captured.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -20,13 +20,19 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
-from tokenpod.engine.sampling.prompt_scores import PromptScores, Wanted, joined, score
+from tokenpod.engine.sampling.prompt_scores import (
+    NOTHING_ELSE,
+    PromptScores,
+    Wanted,
+    joined,
+    score,
+)
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.engine.steps.executor import Model, new_rows, scored_rows
+from tokenpod.engine.steps.executor import Model
 from tokenpod.engine.steps.integers import Integers, fill, given_tokens
 from tokenpod.engine.steps.mailbox import Flight, Mailbox
-from tokenpod.engine.steps.offload_copies import HostCopies
+from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.engine.steps.open_drafts import Unknown
 from tokenpod.engine.steps.rounds import Drawing, Round
 from tokenpod.kernels.cache.kv_pool import KVPool
@@ -74,7 +80,7 @@ class StepExecutor(ABC, Generic[S]):
         device: where the model is.
         row_table: [rows + 1, max_positions] int32 slots, the last row padding's; or of no size
             where runs are read.
-        copies: makes the copies that plans ask for.
+        copies: makes the copies that plans ask for; None: they ask for none.
         adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
     """
@@ -88,7 +94,7 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
-        copies: HostCopies,
+        copies: OffloadCopies | None = None,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
     ) -> None:
@@ -105,8 +111,10 @@ class StepExecutor(ABC, Generic[S]):
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         #: Where rows' keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
-        #: Of each row: what is asked of its prompt's tokens. Followers report nothing.
-        self._wanted = [Wanted()] * rows
+        #: Of rows whose prompt is scored: what is asked of its tokens. Followers report nothing.
+        self._wanted: dict[int, Wanted] = {}
+        #: Drafts for the step that is being launched, see `_propose`.
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         #: The last step, if it may wait for masks.
         self._unsampled: Flight | None = None
 
@@ -118,6 +126,7 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled = None
             self.release(plan.freed.tolist())
             if len(plan.copy_from) or len(plan.awaited):
+                assert self._copies is not None, "a plan copies to memory that there is not"
                 self._copies.begin(plan)
             self._place_adapters(plan)
             if len(plan.n_row):
@@ -125,12 +134,13 @@ class StepExecutor(ABC, Generic[S]):
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
-            unknown = Unknown.of(plan)
+            unknown = Unknown.of(plan) if plan.drafts else None
             if unknown is not None:
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
-                self._propose(plan, mailbox, unknown, self._draft)
-            flight = self._run(plan, mailbox)
-            flight.copies = self._copies
+                self._found = self._propose(plan, mailbox, unknown, self._draft)
+                mailbox.post_drafts(self._found[1])
+            flight = self._run(plan, mailbox, unknown)
+            flight.copies, self._found = self._copies, None
             return flight
 
     def release(self, rows: Sequence[int]) -> None:
@@ -153,14 +163,16 @@ class StepExecutor(ABC, Generic[S]):
         """Note in `_runs` where the step's keys and values go."""
 
     @abstractmethod
-    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter) -> None:
-        """Find the drafts that a plan leaves open.
+    def _propose(
+        self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the drafts that a plan leaves open; the mailbox is marked when they are there.
 
-        It marks in the mailbox when they are there.
+        Returns which tokens of the step they are, row after row, and the drafts: [n] int64 each.
         """
 
     @abstractmethod
-    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
+    def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
         """Forward a step, whose rows and slots are known, and draw what need not wait."""
 
     @abstractmethod
@@ -170,9 +182,6 @@ class StepExecutor(ABC, Generic[S]):
     @abstractmethod
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens: in the place of `plan.LAST` what the row sampled last."""
-
-    def _enter_drafts(self, integers: Integers) -> None:
-        """Put drafts into the step's tokens that the device found and the plan lacks."""
 
     def _paged(self, integers: Integers) -> PagedRows | None:
         """The rows for kernels that gather by pointer."""
@@ -198,8 +207,9 @@ class StepExecutor(ABC, Generic[S]):
         self._sampler.take_rows(plan)
         for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
             self._pool.take_row(row, len(new.request.prompt))
-            self._wanted[row] = Wanted.of(new.request)
-        for row, prefix in new_rows(plan):
+            if new.request.prompt_logprobs:
+                self._wanted[row] = Wanted.of(new.request)
+        for row, prefix in _new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
         if len(plan.prefix_slot) and self._row_table.numel():
@@ -232,10 +242,16 @@ class StepExecutor(ABC, Generic[S]):
         scored: dict[int, PromptScores] = {}
         if len(plan.scored_token):
             for at, following in scored_rows(plan):
-                first, asked = int(plan.r_tokens[:at].sum()), self._wanted[plan.r_row[at]]
+                asked = self._wanted.get(int(plan.r_row[at]), NOTHING_ELSE)
+                first = int(plan.r_tokens[:at].sum())
                 scored[at] = self._score_prompt(following, hidden, batch, first, asked)
         logits = self._model.logits(hidden, batch) if plan.sampling else None
         return logits, integers, scored
+
+    def _enter_drafts(self, integers: Integers) -> None:
+        """Put the drafts that were found into the step's tokens."""
+        if self._found is not None:
+            integers.t_token.index_copy_(0, *self._found)
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
         fill(host, plan)
@@ -274,7 +290,7 @@ class StepExecutor(ABC, Generic[S]):
 
     def _given(self, plan: StepPlan) -> GivenEmbeddings:
         index = given_tokens(plan)
-        rows = torch.from_numpy(plan.given).to(self._model.dtype)
+        rows = torch.tensor(plan.given, dtype=self._model.dtype)
         if len(plan.soft_index):
             assert self._adapters is not None, "a plan names adapters of a model without any"
             soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)
@@ -307,3 +323,17 @@ class StepExecutor(ABC, Generic[S]):
         else:
             self._unsampled = flight
         return flight
+
+
+def _new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
+    """Each row that a sequence takes, and the slots of its cached prefix."""
+    ends = plan.n_prefix.cumsum().tolist()
+    for row, n, end in zip(plan.n_row.tolist(), plan.n_prefix.tolist(), ends, strict=True):
+        yield row, plan.prefix_slot[end - n : end]
+
+
+def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
+    """Each row of the plan whose tokens' log probabilities are asked for, and what follows them."""
+    ends = plan.r_scored.cumsum()
+    for row in np.flatnonzero(plan.r_scored).tolist():
+        yield row, plan.scored_token[ends[row] - plan.r_scored[row] : ends[row]]

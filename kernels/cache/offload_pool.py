@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 
-class HostPool:
+class OffloadPool:
     """Bytes of tokens, in memory that takes no room until it is written to.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import die_with_parent
 from tokenpod.models.convert.limits import leave_the_network, limit
 
 

@@ -11,7 +11,7 @@ import sys
 import msgspec
 from tqdm import tqdm
 
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import die_with_parent
 from tokenpod.models.errors import ModelError
 from tokenpod.models.quantise.job import Job, quantise
 

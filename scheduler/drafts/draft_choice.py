@@ -104,7 +104,7 @@ class Choosing:
     ) -> tuple[float, Flags]:
         """Tokens per nanosecond if who gains by up to `drafts` has them, and who that is.
 
-        `odds`: see `Odds.of`.
+        `odds`: [n] each, the shares that `Odds.of` gives.
         """
         assert self._costs is not None
         some, first, further = odds

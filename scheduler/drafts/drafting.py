@@ -55,12 +55,12 @@ class ModelDrafts:
     watched = False
 
     def find(self, sequence: Sequence, most: int) -> list[int]:
-        """See `Drafter`."""
+        """`most` tokens that the executor finds."""
         del sequence
         return [LAST] * most
 
     def forget(self, sequence: Sequence) -> None:
-        """See `Drafter`."""
+        """The sequence is over."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Drafting:
         self._drafter = drafter
         self._most = most
         self._kv = kv
-        self._costs = costs
+        self.costs = costs
         #: By the planner of sequences. Choices of one hold for its own rows alone; and those of
         #: routers, which may draft in every step, must not keep the batcher's from theirs.
         self._planners = {
@@ -138,8 +138,8 @@ class Drafting:
         may = table.drafts[places] > 0
         if not self._drafter.watched:  # masks behind drafts need to know these
             may &= table.masked[places] == 0
-        few = self._costs is None or len(places) <= MOST_ROWS
-        planner.watching = self._costs is not None and few and self._drafter.watched
+        few = self.costs is None or len(places) <= MOST_ROWS
+        planner.watching = self.costs is not None and few and self._drafter.watched
         if not (few and may.any()):
             return sequences, places, 0
         flying = table.in_flight[places] > 0
@@ -169,26 +169,16 @@ class Drafting:
         others = [sequences[at] for at in np.flatnonzero(plain).tolist()]
         return others, places[plain], taken
 
-    def land(
-        self, step: Step, tokens: Listing[int], took: int, drafting_ns: int = 0
-    ) -> dict[int, Landed]:
+    def land(self, step: Step, tokens: Listing[int]) -> dict[int, Landed]:
         """A step has settled: take back what wrong drafts have computed.
 
         Args:
             step: none of its sequences has been given its tokens yet.
-            tokens: see `Scheduler.settle`.
-            took: nanoseconds.
-            drafting_ns: of these, what the executor has taken to find drafts.
+            tokens: one for each sample, row after row.
 
         Returns, by id, the sequences that had drafts and are not over.
         """
         found: dict[int, Landed] = {}
-        if self._costs is not None and not step.prompt_tokens:
-            n = step.plan.drafts
-            self._costs.note(step.plan.tokens, took - drafting_ns, drafts=n > 0, gap=step.gap)
-            if drafting_ns:
-                most = max(step.drafts_of(row) for row, _ in step.drafting)
-                self._costs.note_finding(-(-n // most), most, drafting_ns)
         for row, first in step.drafting:
             sequence = step.sequences[row]
             self._planners[sequence.owner].flying -= 1

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence
 from tokenpod.scheduler.sequences.table import Ints
-from tokenpod.scheduler.steps.step import Step, StepBuilder
+from tokenpod.scheduler.steps.step import StepBuilder
 from tokenpod.scheduler.steps.step_times import Costs
 
 
@@ -56,15 +56,6 @@ class Forced:
             step.draft(sequences[at], tokens, forced=True)
         others = [at for at in range(len(sequences)) if at not in found]
         return [sequences[at] for at in others], places[others], more + len(found)
-
-    def settled(self, step: Step, took: int) -> None:
-        """A step has settled, which took so many nanoseconds."""
-        plan = step.plan
-        # Others are of another kind, or it is not known which part of them is forced tokens'.
-        alike = plan.r_masked.any() and not step.prompt_tokens and not step.drafting
-        if self._costs is not None and alike:
-            drafts = len(step.forced) > 0
-            self._costs.note(plan.tokens, took, drafts=drafts, gap=None)
 
     def _pays(self, rows: int, more: int) -> bool:
         """Whether a step with so many forced tokens besides those of rows makes more of its time.

@@ -25,7 +25,7 @@ _Keys = npt.NDArray[np.int64]
 
 
 class NGrams:
-    """Drafts without a model (see `drafting.Drafter`): the latest match of the last tokens."""
+    """Drafts without a model: what followed the latest match of the last tokens."""
 
     watched = True
 
@@ -33,7 +33,7 @@ class NGrams:
         self._indexes: dict[int, _Index] = {}
 
     def find(self, sequence: Sequence, most: int) -> list[int]:
-        """See `Drafter`."""
+        """Up to `most` tokens that followed the last ones before."""
         index = self._indexes.get(sequence.id)
         if index is None:
             prompt = sequence.inputs[: sequence.prompt_length]
@@ -42,7 +42,7 @@ class NGrams:
         return index.continued(most)
 
     def forget(self, sequence: Sequence) -> None:
-        """See `Drafter`."""
+        """The sequence is over."""
         self._indexes.pop(sequence.id, None)
 
 

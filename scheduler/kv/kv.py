@@ -17,10 +17,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tokenpod.scheduler.kv.offload import HostKV
+from tokenpod.scheduler.kv.offload import Offload
 from tokenpod.scheduler.pool.radix import RadixTree, Slots
+from tokenpod.scheduler.pool.slot_allocator import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.pool.slot_pool import SlotPool
-from tokenpod.scheduler.pool.slots import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
@@ -39,7 +39,7 @@ class KV:
         caching: keep what has been computed for later requests; if False, only the samples of one
             request share its prompt.
         by_uses: evict what few requests have used, and not what was used longest ago.
-        host: what the host's memory holds; None: nothing.
+        offload: what the host's memory holds; None: nothing.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class KV:
         *,
         caching: bool = True,
         by_uses: bool = False,
-        host: HostKV | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
@@ -56,11 +56,11 @@ class KV:
         self._caching = caching
         self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
-        self.host = host
+        self.offload = offload
         #: Takes and frees the slots.
         self.pool = SlotPool(self._allocator, self.tree)
-        if host is not None:
-            self.tree.spill = host.spill
+        if offload is not None:
+            self.tree.spill = offload.spill
 
     @property
     def free(self) -> int:
@@ -84,9 +84,9 @@ class KV:
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         sequence.begin_after(node, length)
-        if self.host is not None and sequence.owner is not Owner.PROBE:
+        if self.offload is not None and sequence.owner is not Owner.PROBE:
             # Virtual tokens that are ready are in the pool by the time it runs.
-            self.host.begin(sequence, max(length, sequence.ready_tokens))
+            self.offload.begin(sequence, max(length, sequence.ready_tokens))
 
     def place_virtual(self, sequence: Sequence) -> Slots:
         """Put virtual tokens whose keys and values are ready into the tree, as far as need be.
@@ -109,18 +109,19 @@ class KV:
         self.tree.unlock(found)
         self.tree.unlock(node)
         sequence.begin_after(end, virtual)
-        if not sequence.began_at:
-            sequence.cached += sequence.hosted.to_fetch
+        if self.offload is not None and not sequence.began_at:
+            sequence.cached += self.offload.to_fetch(sequence)
         self.pool.unfilled.update(slots.tolist())
         return slots
 
     def known(self, sequence: Sequence) -> int:
         """Needed tokens that are computed, or if the sequence has not begun, need not be."""
+        offload = self.offload
         if sequence.node is not None:
-            return sequence.computed + sequence.hosted.to_fetch
+            return sequence.computed + (0 if offload is None else offload.to_fetch(sequence))
         cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
         cached = max(cached, sequence.ready_tokens)
-        return cached if self.host is None else self.host.known(sequence, cached)
+        return cached if offload is None else offload.known(sequence, cached)
 
     def follow(self, sibling: Sequence, first: Sequence) -> None:
         """Begin a sample with the prompt of the first one, which has just been published."""
@@ -133,41 +134,37 @@ class KV:
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`."""
-        if self.host is not None:
-            self.host.withdraw(sequence)
+        if self.offload is not None:
+            self.offload.withdraw(sequence)
         self._unlock(sequence)
         sequence.shared = sequence.computed = 0
 
     def fetch(self, sequence: Sequence) -> None:
         """Have what the host's memory has of a sequence copied. Raises OutOfSlots."""
-        assert self.host is not None
-        n = sequence.hosted.to_fetch
-        self.host.fetch(sequence, self.extend(sequence, n))
+        assert self.offload is not None
+        n = self.offload.to_fetch(sequence)
+        self.offload.fetch(sequence, self.extend(sequence, n))
         sequence.computed += n
-
-    def copies(self) -> tuple[Slots, Slots, list[int]]:
-        """What the next plan says of copies; see `HostKV.take`."""
-        return (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Keep what a sequence has computed in the host's memory; False: there is no room.
 
         `release` comes next.
         """
-        if self.host is None or sequence.node is None:
+        if self.offload is None or sequence.node is None:
             return False
         n = min(sequence.computed, sequence.length)
         slots = [self.tree.slots(sequence.node)[:n]]
         if n > sequence.shared:
             slots.append(slots_of(sequence.extents, sequence.shared, n - sequence.shared))
-        return self.host.swap_out(sequence, np.concatenate(slots))
+        return self.offload.swap_out(sequence, np.concatenate(slots))
 
     def prefix_slots(self, sequence: Sequence) -> Slots:
         """[n] the slots of the cached prefix and of what is copied behind it, int64, at first."""
-        node, copied = sequence.node, sequence.hosted.end - sequence.shared
+        node, offloaded = sequence.node, sequence.offloaded
         assert node is not None
         slots = _NO_SLOTS if node.parent is None else self.tree.slots(node)
-        if copied > 0:
+        if offloaded is not None and (copied := offloaded.end - sequence.shared) > 0:
             slots = np.append(slots, slots_of(sequence.extents, sequence.shared, copied))
         if sequence.tails is None:
             return slots
@@ -279,8 +276,8 @@ class KV:
         """Take all slots of a sequence: what it computed goes to the tree, the rest is free."""
         if sequence.node is None:
             return
-        if self.host is not None:
-            self.host.withdraw(sequence)
+        if self.offload is not None:
+            self.offload.withdraw(sequence)
         if sequence.tails is not None:
             sequence.tails.leave(sequence.id)
             sequence.tails = None
@@ -320,8 +317,8 @@ class KV:
         assert (owner == 1).all(), f"slots in no or two places: {np.flatnonzero(owner != 1)[:8]}"
         parts = self.free, self.tree.tokens, private
         assert sum(parts) == self.total, (*parts, self.total)
-        if self.host is not None:
-            self.host.check(sequences)
+        if self.offload is not None:
+            self.offload.check(sequences)
 
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None
@@ -337,8 +334,8 @@ class KV:
         spill, self.tree.spill = self.tree.spill, None
         self.evict(self.tree.tokens)
         self.tree.spill = spill
-        if self.host is not None:
-            self.host.tier.clear()
+        if self.offload is not None:
+            self.offload.tier.clear()
 
     def _hand_over(self, sequence: Sequence, start: int, end: int) -> Slots:
         """Take the slots of positions `start` to `end` from a sequence's private ones."""

@@ -20,7 +20,7 @@ import numpy as np
 from tokenpod.core.capacity import BLOCK
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.scheduler.pool.block_keys import Key, next_key, root_key
-from tokenpod.scheduler.pool.offload_tier import HostTier
+from tokenpod.scheduler.pool.offload_tier import Offloaded, OffloadTier
 from tokenpod.scheduler.pool.radix import Node, Slots, Tokens
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.work import Limits
@@ -28,7 +28,7 @@ from tokenpod.scheduler.sequences.work import Limits
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
-class HostKV:
+class Offload:
     """What goes to the host's memory, and what comes back.
 
     Args:
@@ -43,7 +43,7 @@ class HostKV:
     def __init__(
         self, slots: int, *, first: int, caching: bool = True, least: int = 1, block: int = BLOCK
     ) -> None:
-        self.tier = HostTier(slots, block)
+        self.tier = OffloadTier(slots, block)
         self._block = block
         self._first = first
         self._caching = caching
@@ -76,8 +76,8 @@ class HostKV:
         slots = _slots_before(leaf, start, cut * self._block) if missing else _NO_SLOTS
         # What continues another block is forgotten before it.
         for at, key in reversed(missing):
-            if (host := self.tier.add(key)) is not None:
-                self._copy_out(key, slots[at * self._block : (at + 1) * self._block], host)
+            if (place := self.tier.add(key)) is not None:
+                self._copy_out(key, slots[at * self._block : (at + 1) * self._block], place)
         for key in reversed(gone):
             if key in self.tier:
                 self.tier.use(key)
@@ -103,11 +103,12 @@ class HostKV:
             tier.unpin(there)
             return False
         for at in missing:
-            host = tier.add(keys[at])
-            assert host is not None
+            place = tier.add(keys[at])
+            assert place is not None
             tier.pin([keys[at]], private=not self._caching or (at + 1) * self._block > n)
-            self._copy_out(keys[at], slots[at * self._block : (at + 1) * self._block], host)
-        sequence.hosted.kept, sequence.hosted.swapped = keys, n
+            self._copy_out(keys[at], slots[at * self._block : (at + 1) * self._block], place)
+        offloaded = _of(sequence)
+        offloaded.kept, offloaded.swapped = keys, n
         self.swapped_tokens += n
         return True
 
@@ -119,42 +120,46 @@ class HostKV:
 
     def begin(self, sequence: Sequence, cached: int) -> None:
         """Find and pin what is there behind the first positions, which need not be computed."""
-        hosted = sequence.hosted
-        hosted.blocks, end = self._found(sequence, cached)
-        hosted.first, hosted.end = cached // self._block, cached
-        hosted.to_fetch = max(end - cached, 0)
-        if hosted.to_fetch < (1 if hosted.swapped else self._least):
-            hosted.blocks, hosted.to_fetch = [], 0
-        self.tier.pin(hosted.blocks)
+        offloaded = _of(sequence)
+        offloaded.blocks, end = self._found(sequence, cached)
+        offloaded.first, offloaded.end = cached // self._block, cached
+        offloaded.to_fetch = max(end - cached, 0)
+        if offloaded.to_fetch < (1 if offloaded.swapped else self._least):
+            offloaded.blocks, offloaded.to_fetch = [], 0
+        self.tier.pin(offloaded.blocks)
         if not sequence.began_at:
-            sequence.cached += hosted.to_fetch
+            sequence.cached += offloaded.to_fetch
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`: nothing is copied."""
-        hosted = sequence.hosted
+        offloaded = _of(sequence)
         if not sequence.began_at:
             sequence.cached = sequence.shared
-        self.tier.unpin(hosted.blocks)
-        hosted.blocks, hosted.to_fetch = [], 0
+        self.tier.unpin(offloaded.blocks)
+        offloaded.blocks, offloaded.to_fetch = [], 0
 
     def came_back(self, sequence: Sequence) -> None:
         """A sequence runs again, or has ended: `begin` has pinned what it needs."""
-        hosted = sequence.hosted
-        self.tier.unpin(hosted.kept)
-        hosted.kept, hosted.swapped = [], 0
+        offloaded = _of(sequence)
+        self.tier.unpin(offloaded.kept)
+        offloaded.kept, offloaded.swapped = [], 0
+
+    def to_fetch(self, sequence: Sequence) -> int:
+        """Tokens behind its computed ones that are to be copied from there."""
+        return _of(sequence).to_fetch
 
     def fetch(self, sequence: Sequence, slots: Slots) -> None:
         """Copy what is there into slots, [to_fetch], with the step that is planned."""
-        hosted, start = sequence.hosted, sequence.computed
+        offloaded, start = _of(sequence), sequence.computed
         positions = np.arange(start, start + len(slots))
-        where = np.array([self.tier.slot(key) for key in hosted.blocks], np.int64)
-        host = where[positions // self._block - hosted.first] + positions % self._block
-        self._in.append((host + self._first, slots))
+        where = np.array([self.tier.slot(key) for key in offloaded.blocks], np.int64)
+        places = where[positions // self._block - offloaded.first] + positions % self._block
+        self._in.append((places + self._first, slots))
         self.fetched_tokens += len(slots)
-        hosted.to_fetch, hosted.end = 0, start + len(slots)
-        self._busy += hosted.blocks
-        hosted.blocks = []
-        hosted.flying = True
+        offloaded.to_fetch, offloaded.end = 0, start + len(slots)
+        self._busy += offloaded.blocks
+        offloaded.blocks = []
+        offloaded.flying = True
         sequence.in_flight += 1
         self._flying.append((self.step, sequence))
 
@@ -176,7 +181,7 @@ class HostKV:
         landed = []
         while self._flying and self._flying[0][0] <= step:
             self._landed, sequence = self._flying.popleft()
-            sequence.hosted.flying = False
+            _of(sequence).flying = False
             sequence.in_flight -= 1
             landed.append(sequence)
         return landed
@@ -206,29 +211,29 @@ class HostKV:
         return {
             "swapped_tokens": self.swapped_tokens,
             "fetched_tokens": self.fetched_tokens,
-            "host_slots": self.tier.total,
-            "host_used_slots": self.tier.used,
+            "offload_slots": self.tier.total,
+            "offload_used_slots": self.tier.used,
         }
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless sequences have pinned what is pinned."""
         pins = Counter(self._busy)
-        for sequence in sequences:
-            pins.update(sequence.hosted.blocks)
-            pins.update(sequence.hosted.kept)
+        for offloaded in map(_of, sequences):
+            pins.update(offloaded.blocks)
+            pins.update(offloaded.kept)
         self.tier.check(pins)
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _copy_out(self, key: Key, slots: Slots, host: int) -> None:
+    def _copy_out(self, key: Key, slots: Slots, place: int) -> None:
         self.tier.pin([key])
         self._busy.append(key)
-        self._out.append((slots, np.arange(len(slots)) + host + self._first))
+        self._out.append((slots, np.arange(len(slots)) + place + self._first))
 
     def _found(self, sequence: Sequence, cached: int) -> tuple[list[Key], int]:
         """The blocks that are there from that of position `cached` on, and where they end."""
         usable = sequence.needed - 1
-        swapped = sequence.hosted.swapped
+        swapped = _of(sequence).swapped
         if sequence.scored or not (self._caching or swapped) or usable <= cached:
             return [], 0
         first = cached // self._block
@@ -241,7 +246,7 @@ class HostKV:
             found.append(key)
         end = (first + len(found)) * self._block
         if swapped % self._block and end == swapped - swapped % self._block:
-            found.append(sequence.hosted.kept[-1])
+            found.append(_of(sequence).kept[-1])
             end = swapped
         for key in reversed(found):
             self.tier.use(key)
@@ -249,7 +254,7 @@ class HostKV:
 
     def _keys(self, sequence: Sequence, tokens: Tokens, first: int, end: int) -> list[Key]:
         """Keys of the blocks `first` to `end` of a sequence's tokens."""
-        keys = sequence.hosted.keys
+        keys = _of(sequence).keys
         if not keys:
             keys.append(root_key(sequence.request.salt))
         for at in range(len(keys) - 1, end):
@@ -259,20 +264,27 @@ class HostKV:
     def _tail_key(self, sequence: Sequence, tokens: Tokens) -> Key:
         """The key of what is left of these tokens behind whole blocks: no whole block has it."""
         whole = len(tokens) // self._block
-        return next_key(sequence.hosted.keys[whole], tokens[whole * self._block :])
+        return next_key(_of(sequence).keys[whole], tokens[whole * self._block :])
 
 
-def host_of(limits: Limits) -> HostKV | None:
+def _of(sequence: Sequence) -> Offloaded:
+    """What of a sequence lies there."""
+    if sequence.offloaded is None:
+        sequence.offloaded = Offloaded()
+    return sequence.offloaded
+
+
+def offload_of(limits: Limits) -> Offload | None:
     """For these limits; None: nothing goes to the host's memory."""
-    if not limits.host_slots:
+    if not limits.offload_slots:
         return None
-    return HostKV(
-        limits.host_slots,
+    return Offload(
+        limits.offload_slots,
         # The slot behind the pool's last one takes padding.
         first=limits.slots + PROBE_TOKENS + 1,
         caching=limits.caching,
-        least=limits.host_least,
-        block=limits.host_block,
+        least=limits.offload_least,
+        block=limits.offload_block,
     )
 
 

@@ -35,7 +35,7 @@ class Always:
     swapped_first: bool = False
 
     def swaps(self, sequence: Sequence) -> bool:
-        """See `Preemption`."""
+        """As `swap` says."""
         del sequence
         return self.swap
 
@@ -52,7 +52,7 @@ class ByLength:
     swapped_first: bool = False
 
     def swaps(self, sequence: Sequence) -> bool:
-        """See `Preemption`."""
+        """Whether it is long enough."""
         return sequence.computed >= self.least
 
 
@@ -66,7 +66,7 @@ class Vllm:
     swapped_first: bool = True
 
     def swaps(self, sequence: Sequence) -> bool:
-        """See `Preemption`."""
+        """Whether other samples of its request still run."""
         return sequence.alive > 1
 
 

@@ -22,12 +22,12 @@ import numpy as np
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
-from tokenpod.scheduler.kv.offload import HostKV
+from tokenpod.scheduler.kv.offload import Offload
 from tokenpod.scheduler.kv.preemption import Preemption
-from tokenpod.scheduler.planners.beams import Beams
+from tokenpod.scheduler.planners.beam_steps import Beams
 from tokenpod.scheduler.planners.planner import add_decoding
 from tokenpod.scheduler.planners.queue import Queue
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Batching, Joining
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.sequences.rows import Rows
@@ -95,13 +95,13 @@ class Batcher(Planner):
     def running(self) -> int:
         """Admitted sequences."""
         queued = sum(map(len, self._siblings.values())) + len(self._ready) + len(self._prefilling)
-        decoding = len(self._decoding) + self._beams.running
-        return queued + decoding + len(self._vacating)
+        searching = self._beams.running if self._beams.groups else 0
+        return queued + len(self._decoding) + searching + len(self._vacating)
 
     @property
     def has_prompts(self) -> bool:
         """Whether prompt tokens are to be computed."""
-        return bool(self._ready) or any(not s.hosted.flying for s in self._prefilling)
+        return bool(self._ready) or any(not s.fetching for s in self._prefilling)
 
     @property
     def prefilling(self) -> list[Sequence]:
@@ -119,9 +119,10 @@ class Batcher(Planner):
         return self._batching.joining(self.running, waiting)
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`."""
+        """Add what its sequences need to a ledger."""
         ledger.decoding(*self._decoding.all())
-        self._beams.add_to(ledger)
+        if self._beams.groups:
+            self._beams.add_to(ledger)
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:
             ledger.prefilling(sequence)
@@ -134,10 +135,10 @@ class Batcher(Planner):
             ledger.joining([sequence, *self._siblings.get(sequence.id, ())])
 
     def start(self, samples: list[Sequence]) -> None:
-        """See `Planner`."""
+        """Take over a request that has been admitted."""
         first, *siblings = samples
-        if self._kv.host is not None:
-            self._kv.host.came_back(first)
+        if self._kv.offload is not None:
+            self._kv.offload.came_back(first)
         self._prefilling.append(first)
         if siblings:
             self._siblings[first.id] = siblings
@@ -145,9 +146,9 @@ class Batcher(Planner):
     # -- steps ---------------------------------------------------------------------------------
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
-        """See `StepPlanner`. Slots are never too few under exact admission."""
+        """Add its rows to the next step: slots are never too few under exact admission."""
         portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
-        beams = self._beams.wanted if portion.decode else 0
+        beams = self._beams.wanted if portion.decode and self._beams.groups else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
         if len(sequences) + beams + self.has_prompts > slots:
             slots = self._make_room(slots, decode=portion.decode)
@@ -161,12 +162,12 @@ class Batcher(Planner):
         slots -= decoded
         if searched or decoded:
             self._batching.decoded()
-        if self._kv.host is not None:
-            slots = self._fetch(step, slots, self._kv.host)
+        if self._kv.offload is not None:
+            slots = self._fetch(step, slots, self._kv.offload)
         self._compute(step, portion.prompt_tokens, slots)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`: samples that have waited for its prompt can begin."""
+        """Samples that have waited for its prompt can begin."""
         siblings = self._take_siblings(sequence)
         self._kv.publish_inputs(sequence, awaited=bool(siblings))
         for sibling in siblings:
@@ -198,7 +199,7 @@ class Batcher(Planner):
         return True
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`: preempted sequences that were in the step begin anew."""
+        """Preempted sequences that were in the step begin anew."""
         del step
         for sequence in [*self._vacating.values()]:
             if not sequence.in_flight:
@@ -206,7 +207,7 @@ class Batcher(Planner):
                 self._vacate(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """An admitted sequence has ended: plan nothing more of it."""
         if sequence.row < 0:
             self._forget_sibling(sequence)
         elif (
@@ -221,7 +222,7 @@ class Batcher(Planner):
             self._leaving[sequence.id] = sequence
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         self._leaving.pop(sequence.id, None)
 
     # -- parts of steps ------------------------------------------------------------------------
@@ -242,7 +243,7 @@ class Batcher(Planner):
         Others may not have ended by then. So all must be able to have theirs up to their bounds,
         in whatever order. (Nor are there drafts beside beams, which are counted otherwise.)
         """
-        wanted = (self._drafting or self._forced.known) and not self._beams.running
+        wanted = (self._drafting or self._forced.known) and not self._beams.groups
         return bool(wanted) and self._to_come <= slots
 
     @property
@@ -257,7 +258,7 @@ class Batcher(Planner):
         """Add pieces of prompts, in the order of admission."""
         budget = min(prompt_tokens, slots)
         for sequence in [*self._ready, *self._prefilling] if budget > 0 else []:
-            if sequence.hosted.late:
+            if sequence.late:
                 continue
             if budget <= 0:
                 break
@@ -272,16 +273,16 @@ class Batcher(Planner):
                     continue
                 self._decoding.add(sequence)
 
-    def _fetch(self, step: StepBuilder, slots: int, host: HostKV) -> int:
+    def _fetch(self, step: StepBuilder, slots: int, offload: Offload) -> int:
         """Begin copies from the host's memory, in the order of admission; the slots that are left.
 
         For whom there are too few slots, it is computed, piece by piece. One slot is left: nothing
         may run but what waits for copies.
         """
         for sequence in self._prefilling:
-            n = sequence.hosted.to_fetch
+            n = offload.to_fetch(sequence)
             if n >= slots:
-                host.withdraw(sequence)
+                offload.withdraw(sequence)
             elif n:
                 self._rows.renew(sequence)
                 step.fetch(sequence)
@@ -294,7 +295,9 @@ class Batcher(Planner):
 
     def _wanted(self, *, decode: bool) -> int:
         """Slots for the next token of all that decode, if they do, and for one of a prompt."""
-        decoding = len(self._decoding.next()[0]) + self._beams.wanted
+        decoding = len(self._decoding.next()[0])
+        if self._beams.groups:
+            decoding += self._beams.wanted
         return decoding * decode + self.has_prompts
 
     def _make_room(self, slots: int, *, decode: bool) -> int:
@@ -333,7 +336,7 @@ class Batcher(Planner):
         """Free row and slots of a preempted sequence, and queue it again."""
         siblings = self._take_siblings(sequence)
         # One whose samples wait for its prompt has no output to lose yet.
-        if self._kv.host is not None and not siblings and self._preemption.swaps(sequence):
+        if self._kv.offload is not None and not siblings and self._preemption.swaps(sequence):
             self._kv.swap_out(sequence)
         self._kv.release(sequence)
         self._rows.give_back(sequence)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.sequences.sequence import Sequence
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import PromptTimes
 
 #: Moments of sequences that are gone, which are not worth a clean-up.
 _LEFTOVERS = 64
@@ -28,24 +28,21 @@ class Deadlines:
     Args:
         sequences: every sequence that exists, by id.
         kv: of the scheduler.
-        pace: how long prompts take at the least.
+        prompts: how long they take at the least.
     """
 
-    def __init__(self, sequences: Mapping[int, Sequence], kv: KV, pace: Pace) -> None:
+    def __init__(self, sequences: Mapping[int, Sequence], kv: KV, prompts: PromptTimes) -> None:
         self._sequences = sequences
         self._kv = kv
-        self._pace = pace
+        self._prompts = prompts
         self._moments = _Moments()
+        #: Ids of sequences that have a moment.
+        self.watched = self._moments.watched
         #: First samples of requests that came since the last look.
         self._new: list[Sequence] = []
 
-    @property
-    def watches(self) -> bool:
-        """Whether any request has a moment, or has not been looked at."""
-        return bool(self._new or self._moments)
-
     def add(self, first: Sequence) -> None:
-        """Watch a new request, by its first sample."""
+        """Watch a new request with a moment (`Request.timed`), by its first sample."""
         self._new.append(first)
         self._moments.add(first.request)
 
@@ -80,9 +77,9 @@ class Deadlines:
             deadline = sequence.request.deadline_at
             if sequence.dead or sequence.outputs or deadline is None:
                 continue
-            if now + self._pace.least(sequence.needed) <= deadline:
+            if now + self._prompts.least(sequence.needed) <= deadline:
                 continue
-            least = self._pace.least(sequence.needed - self._kv.known(sequence))
+            least = self._prompts.least(sequence.needed - self._kv.known(sequence))
             if now + least > deadline:
                 why = f"the prompt takes {least / 1e9:.3f} s at the least"
                 yield from _given_up(sequence, now, why)
@@ -106,10 +103,7 @@ class _Moments:
 
     def __init__(self) -> None:
         self._moments: list[tuple[int, int]] = []
-        self._watched: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._watched)
+        self.watched: set[int] = set()
 
     def add(self, request: Request) -> None:
         """Watch a request's moments: its samples' end, and its beginning, which is the first's."""
@@ -119,13 +113,13 @@ class _Moments:
         for moment, sequence_id in watched:
             if moment is not None:
                 heapq.heappush(self._moments, (moment, sequence_id))
-                self._watched.add(sequence_id)
+                self.watched.add(sequence_id)
 
     def forget(self, sequence_id: int) -> None:
         """A sequence is gone: clients whose deadlines are an hour away must not pile up here."""
-        self._watched.discard(sequence_id)
-        if len(self._moments) > 4 * len(self._watched) + _LEFTOVERS:
-            self._moments = [each for each in self._moments if each[1] in self._watched]
+        self.watched.discard(sequence_id)
+        if len(self._moments) > 4 * len(self.watched) + _LEFTOVERS:
+            self._moments = [each for each in self._moments if each[1] in self.watched]
             heapq.heapify(self._moments)
 
     def passed(self, now: int) -> list[int]:
@@ -133,6 +127,6 @@ class _Moments:
         passed = []
         while self._moments and self._moments[0][0] <= now:
             sequence_id = heapq.heappop(self._moments)[1]
-            if sequence_id in self._watched:
+            if sequence_id in self.watched:
                 passed.append(sequence_id)
         return passed

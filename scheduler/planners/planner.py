@@ -18,7 +18,7 @@ from tokenpod.scheduler.steps.step import Step, StepBuilder
 
 
 class StepPlanner(Protocol):
-    """Plans steps of the sequences whose `planner` it is; see `sequence.Planner` for the rest."""
+    """A `Planner` as the scheduler and the queue see it: it plans steps, and says what it needs."""
 
     def add_to(self, ledger: Ledger) -> None:
         """Add what its admitted sequences need."""

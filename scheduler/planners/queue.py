@@ -15,7 +15,7 @@ from itertools import islice
 
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.planners.planner import StepPlanner
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Joining
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots, needs_slot
@@ -104,20 +104,26 @@ class Queue:
     def requeue(self, samples: list[Sequence]) -> None:
         """Take samples back that were admitted and have to begin anew, in their old place."""
         for sequence in samples:
-            swapped = sequence.hosted.swapped > 0
+            swapped = sequence.offloaded is not None and sequence.offloaded.swapped > 0
             sequence.state = State.SWAPPED if swapped else State.WAITING
-            self._adapters.give_back(sequence)
+            if sequence.request.adapter:
+                self._adapters.give_back(sequence)
         self._wait(samples)
         self.freed()
 
     def masked(self, sequence_ids: Iterable[int], most: int | None = None) -> None:
-        """The next masks of these sequences are there; see `Constrained.masked`."""
+        """The next masks of these sequences are there.
+
+        Args:
+            sequence_ids: theirs.
+            most: sequences that go on at most; the others wait for the next call; None: all.
+        """
         for samples in self.masks.masked(sequence_ids, most):
             self._insert(samples)
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence is about to end: it waits no more, if it did."""
-        for samples in self.masks.forget(sequence):
+        for samples in self.masks.forget(sequence) if sequence.constrained else ():
             if samples:
                 self._insert(samples)
         if sequence.state is State.RUNNING:
@@ -183,8 +189,10 @@ class Queue:
             self._swapped -= first.state is State.SWAPPED
             for sequence in samples:
                 sequence.state = State.RUNNING
-                self._adapters.give(sequence)
-            self._fill_virtual(first)
+                if sequence.request.adapter:
+                    self._adapters.give(sequence)
+            if first.request.virtual_tokens:
+                self._fill_virtual(first)
             self._rows.give(first)
             self._rows.promise(len(siblings))
             first.planner.start(samples)
@@ -223,10 +231,12 @@ class Queue:
 
     def _begin_fitting(self, limit: int, planners: Iterable[StepPlanner]) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
-        ledger, rows = Ledger(self._admission), self._rows.free
+        ledger, rows = Ledger(self._admission, self._kv.tree), self._rows.free
         for planner in planners:
             planner.add_to(ledger)
-        adapters, is_full = self._adapters.in_used_slots, False
+        #: In slots that are used, once one of these entries needs another.
+        adapters: set[int] = set()
+        is_full = False
         #: The ledger's mark after each of them.
         marks: list[int] = []
 
@@ -237,9 +247,11 @@ class Queue:
         while True:
             for _, _, _, samples in self._waiting[fitting : min(2 * fitting or 1, limit)]:
                 rows -= len(samples)
-                if needs_slot(samples[0].request):
-                    adapters.add(samples[0].request.adapter)
-                is_full = rows < 0 or not self._adapters.fit(adapters)
+                request = samples[0].request
+                if request.adapter and needs_slot(request):
+                    adapters = adapters or self._adapters.in_used_slots
+                    adapters.add(request.adapter)
+                is_full = rows < 0 or (bool(adapters) and not self._adapters.fit(adapters))
                 if is_full:
                     break
                 self._kv.begin(samples[0])

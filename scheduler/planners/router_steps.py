@@ -14,7 +14,6 @@ A router's sequences have their whole bound reserved and are never preempted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance
@@ -22,6 +21,7 @@ from tokenpod.core.outputs import Advanced
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.kv.offload import Offload
 from tokenpod.scheduler.planners.planner import add_decoding
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.sequences.rows import Rows
@@ -78,28 +78,23 @@ class RouterSteps(Planner):
         self.reserved = 0
         #: Sequences that wait for a row.
         self._waiting: dict[int, Sequence] = {}
-        #: Sequences with a row.
-        self._admitted: dict[int, Sequence] = {}
+        #: Sequences with a row, by id.
+        self.admitted: dict[int, Sequence] = {}
 
     @property
     def waiting_tokens(self) -> int:
         """Slots that sequences without a row may come to need."""
         return sum(sequence.bound for sequence in self._waiting.values())
 
-    @property
-    def sequences(self) -> Collection[Sequence]:
-        """Sequences with a row."""
-        return self._admitted.values()
-
     def start(self, samples: list[Sequence]) -> None:
-        """See `Planner`."""
+        """Take over a request that has been admitted."""
         (sequence,) = samples
-        self._admitted[sequence.id] = self._waiting.pop(sequence.id)
+        self.admitted[sequence.id] = self._waiting.pop(sequence.id)
         self.reserved += sequence.bound - sequence.computed
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`."""
-        for sequence in self._admitted.values():
+        """Add what its sequences need to a ledger."""
+        for sequence in self.admitted.values():
             ledger.reserved(sequence)
 
     def begin(self, op: Advance, fresh: list[Sequence], resumed: list[Sequence]) -> None:
@@ -110,7 +105,7 @@ class RouterSteps(Planner):
         self.ops.append(_Op(op.op, members, chunks, bool(resumed), op.waits))
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
-        """See `StepPlanner`: what routers have asked for, in slots that are theirs already."""
+        """What routers have asked for, in slots that are theirs already."""
         del slots
         taken: set[int] = set()
         decoding: list[Sequence] = []
@@ -125,7 +120,7 @@ class RouterSteps(Planner):
             self.reserved -= add_decoding(step, decoding, places, self._forced, self._drafting)
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`."""
+        """A step has settled."""
         if step is not None and self.ops:
             for sequence in step.sequences:
                 self._settle_row(sequence)
@@ -142,25 +137,25 @@ class RouterSteps(Planner):
         return any(sequence.id in op.members for op in self.ops)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Publish what the sequence needed: its first output has settled."""
         self._kv.publish_inputs(sequence, awaited=False)
 
     def unsampled(self, sequence: Sequence, n: int) -> None:
-        """See `Planner`."""
+        """Expect the tokens again that a late mask has cost."""
         self.taken_back(sequence, n)
         for op in self.ops:
             if sequence.id in op.open:
                 op.waiting.append(sequence.id)
 
     def taken_back(self, sequence: Sequence, n: int) -> None:
-        """See `Planner`."""
-        if sequence.id in self._admitted:
+        """Expect the last positions again."""
+        if sequence.id in self.admitted:
             self.reserved += n
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Forget a sequence whose slots and row are free."""
         self._waiting.pop(sequence.id, None)
-        if self._admitted.pop(sequence.id, None):
+        if self.admitted.pop(sequence.id, None):
             self.reserved -= sequence.bound - sequence.computed
         for op in self.ops:
             op.members.pop(sequence.id, None)
@@ -168,7 +163,7 @@ class RouterSteps(Planner):
 
     def check(self) -> None:
         """Raise AssertionError unless what is reserved is what its sequences may take."""
-        promised = sum(sequence.bound - sequence.computed for sequence in self.sequences)
+        promised = sum(sequence.bound - sequence.computed for sequence in self.admitted.values())
         assert promised == self.reserved, (promised, self.reserved)
 
     def _settle_row(self, sequence: Sequence) -> None:
@@ -188,7 +183,8 @@ class RouterSteps(Planner):
         if op.begun and op.single:
             return 0
         if not op.begun:
-            self._fetch(op, step)
+            if self._kv.offload is not None:
+                self._fetch(op, step, self._kv.offload)
             self._begin(op)
         planned: dict[int, Sequence] = {}
         left = budget
@@ -209,17 +205,18 @@ class RouterSteps(Planner):
             op.owed[sequence.id] -= n
         self.reserved -= budget - left
         # Nothing but what waits for copies: these take milliseconds.
-        copied = any(sequence.hosted.late for sequence in op.members.values())
+        copied = any(sequence.late for sequence in op.members.values())
         op.begun = bool(planned) or op.begun or not (op.waits or copied)
         if op.single and op.begun:
             self._end_after(op, planned)
         return budget - left
 
-    def _fetch(self, op: _Op, step: StepBuilder) -> None:
+    def _fetch(self, op: _Op, step: StepBuilder, offload: Offload) -> None:
         """Have copied what the host's memory has of members with a row."""
         for sequence in op.members.values():
-            if sequence.hosted.to_fetch and sequence.id in self._admitted and not sequence.dead:
-                self.reserved -= sequence.hosted.to_fetch
+            n = offload.to_fetch(sequence)
+            if n and sequence.id in self.admitted and not sequence.dead:
+                self.reserved -= n
                 self._rows.renew(sequence)
                 step.fetch(sequence)
 
@@ -228,7 +225,7 @@ class RouterSteps(Planner):
         ready = {
             i: sequence
             for i, sequence in op.members.items()
-            if i in self._admitted and not (sequence.paused or sequence.hosted.late)
+            if i in self.admitted and not (sequence.paused or sequence.late)
         }
         op.waiting = [i for i in op.members if i not in ready]
         op.owed = {i: _promised(sequence, op.chunks.get(i, 0)) for i, sequence in ready.items()}
@@ -273,45 +270,43 @@ class Probes(Planner):
     def __init__(self, kv: KV, rows: Rows) -> None:
         self._kv = kv
         self._rows = rows
-        self._waiting: deque[Sequence] = deque()
-        self._running: Sequence | None = None
-
-    def __len__(self) -> int:
-        return len(self._waiting) + (self._running is not None)
-
-    @property
-    def reserved(self) -> int:
-        """Slots that the next probe may take."""
-        return 0 if self._running is not None else PROBE_TOKENS
+        #: Those that are queued, and the one that has a row.
+        self.waiting: deque[Sequence] = deque()
+        self.running: Sequence | None = None
+        #: Slots that the next probe may take.
+        self.reserved = PROBE_TOKENS
 
     def add(self, sequence: Sequence) -> None:
         """Queue a probe: a prompt of less than `PROBE_TOKENS` tokens, and one new token."""
-        self._waiting.append(sequence)
+        self.waiting.append(sequence)
 
     def add_to(self, ledger: Ledger) -> None:
-        """See `StepPlanner`: what probes take is nobody else's."""
+        """What probes take is nobody else's."""
+        if self.running is not None:
+            ledger.apart(self.running)
 
     def settle(self, step: Step | None) -> None:
-        """See `StepPlanner`: nothing follows a probe's token."""
+        """Nothing follows a probe's token."""
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add the whole prompt of the next probe to a step, if none is under way."""
         del prompt_tokens, slots
-        if self._running is not None or not self._waiting:
+        if self.running is not None or not self.waiting:
             return
-        self._running = sequence = self._waiting.popleft()
+        self.running, self.reserved = self.waiting.popleft(), 0
+        sequence = self.running
         sequence.state = State.RUNNING
         self._kv.begin(sequence)
         self._rows.give_probe(sequence)
         step.prompt(sequence, sequence.to_compute)
 
     def inputs_settled(self, sequence: Sequence) -> None:
-        """See `Planner`."""
+        """Publish what the sequence needed: its first output has settled."""
         self._kv.publish_inputs(sequence, awaited=False)
 
     def released(self, sequence: Sequence) -> None:
-        """See `Planner`."""
-        if sequence is self._running:
-            self._running = None
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        """Forget a sequence whose slots and row are free."""
+        if sequence is self.running:
+            self.running, self.reserved = None, PROBE_TOKENS
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)

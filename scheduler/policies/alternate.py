@@ -37,11 +37,11 @@ class Alternate:
         self._max_waiting = max_waiting_tokens
         #: TGI's `waiting_tokens`.
         self._waiting = 1
-        #: See `Batching`. While routers have prompts too, each side has half of the budget.
+        #: While routers have prompts too, each side has half of the step's budget.
         self.quantum = max(limits.prefill_tokens // 2, 1)
 
     def joining(self, running: int, waiting: Iterable[int]) -> Joining:
-        """See `Batching`."""
+        """All that fit into the budget, once enough wait or have waited long enough."""
         patient = running and self._waiting < self._max_waiting
         least = int(running * self._ratio) if patient else 1
         most, left, room = 0, self._budget, self._most - running
@@ -54,12 +54,12 @@ class Alternate:
         return Joining(max(least, 1), most if most >= least else 0)
 
     def portion(self, *, prompts: bool, prompt_tokens: int) -> Portion:
-        """See `Batching`: running streams wait while prompts are computed."""
+        """Prompts or decoding rows: running streams wait while prompts are computed."""
         if prompts:
             self._waiting = 1
             return Portion(decode=False, prompt_tokens=max(prompt_tokens, self.quantum))
         return Portion(decode=True, prompt_tokens=0)
 
     def decoded(self) -> None:
-        """See `Batching`: TGI counts steps that decode, not turns."""
+        """TGI counts steps that decode, not turns."""
         self._waiting += 1

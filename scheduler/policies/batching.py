@@ -65,18 +65,18 @@ class Mixed:
     """
 
     def __init__(self, limits: Limits) -> None:
-        #: See `Batching`. While routers have prompts too, each side has half of the budget.
+        #: While routers have prompts too, each side has half of the step's budget.
         self.quantum = max(limits.prefill_tokens // 2, 1)
 
     def joining(self, running: int, waiting: Iterable[int]) -> Joining:
-        """See `Batching`: at any time, as many as fit."""
+        """At any time, as many as fit."""
         del running, waiting
         return Joining()
 
     def portion(self, *, prompts: bool, prompt_tokens: int) -> Portion:
-        """See `Batching`: running streams never wait for prompts."""
+        """All that decode, then prompts up to the budget: running streams never wait for them."""
         del prompts
         return Portion(decode=True, prompt_tokens=max(prompt_tokens, self.quantum))
 
     def decoded(self) -> None:
-        """See `Batching`: steps are not counted."""
+        """Steps are not counted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenpod.scheduler.policies.admission import SLACK, Admission, Needs
+from tokenpod.scheduler.policies.admission_policy import SLACK, Admission, Needs
 from tokenpod.scheduler.policies.peak import FOREVER
 from tokenpod.scheduler.sequences.table import Ints
 

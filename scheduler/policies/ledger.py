@@ -6,8 +6,12 @@ columns; the ledger adds what no policy decides: prefixes in the tree count once
 sequence ends that locks them, and the prompt of several samples until the last sample ends.
 
 Entries are only added. Adding one never lets more fit, so the first request that does not fit can
-be found by bisection. Mostly even the bounds of all sequences fit together: their sum is kept, and
-nothing else is computed before it exceeds the pool.
+be found by bisection. What is cheap comes first:
+
+    the bounds of all sequences fit together     their sum is kept
+    nothing that was added grows                 the peak is now: what is held, and what is locked
+                                                 in the tree, of which the tree keeps the sum
+    else                                         the entries, and the peak of `peak.peak_tokens`
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.requests import Request
-from tokenpod.scheduler.policies.admission import SLACK, Admission, Needs
+from tokenpod.scheduler.policies.admission_policy import SLACK, Admission, Needs
 from tokenpod.scheduler.policies.peak import FOREVER, peak_tokens
-from tokenpod.scheduler.pool.radix import Node, new_ledger_number
+from tokenpod.scheduler.pool.radix import Node, RadixTree, new_ledger_number, path
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence
 from tokenpod.scheduler.sequences.table import Ints, places_of
 
@@ -79,7 +83,7 @@ class _Shared:
         self._until.append(until)
 
     def entries(self, draws: int) -> Ints:
-        """[2 + 2 * draws, n] see `Ledger`."""
+        """[2 + 2 * draws, n]: mark, held, and of each draw growth, then end."""
         n = len(self._marks)
         entries = np.zeros((2 + 2 * draws, n), np.int64)
         entries[0], entries[1] = self._marks, self._tokens
@@ -93,31 +97,42 @@ class Ledger:
 
     Args:
         policy: says what each sequence holds, by how much it grows, and until when.
+        tree: of prefixes. Whoever locks nodes of it is added here, or `apart`.
     """
 
-    def __init__(self, policy: Admission) -> None:
+    def __init__(self, policy: Admission, tree: RadixTree) -> None:
         self._policy = policy
+        self._tree = tree
         self._table = policy.table
         self._number = new_ledger_number()
         self._added: list[_Added] = []
-        #: How many of these are among the entries.
-        self._entered = 0
-        #: After each: what all need together at their bounds.
-        self._bounds = [0]
-        #: From which mark on sequences belong to several of the batcher's requests.
+        #: After each: what all need together at their bounds, what they hold without what is in the
+        #: tree (of those that have been counted), and what is locked there.
+        self._bounds, self._held, self._locked = [0], [0], [0]
+        #: From which mark on sequences belong to several of the batcher's requests, and grow.
         self._several_from: int | None = None
+        self._grows_from: int | None = None
         self._request: Request | None = None
+        self._apart: Sequence | None = None
         self._draws = 0
-        #: Entries: [1 + 1 + 2 * draws, n] each the mark from which they count, held, and of each
-        #: draw growth and end.
-        self._entries: list[Ints] = []
-        #: Whether nothing ends of what is among the entries: then no ends are noted.
-        self._endless = True
+        #: What was counted together: the first mark, what was added with it and the next ones, and
+        #: of each sequence its mark [n], held [n], growth and end [draws, n].
+        self._counted: list[tuple[int, list[_Added], tuple[Ints, Ints, Ints, Ints]]] = []
+        #: The entries that have been made of it, [2 + 2 * draws, n] each: of the sequences, and of
+        #: what they have in common, by turns.
+        self._made: list[Ints] = []
         #: Of each draw: the step by which a sequence has ended, by its id.
         self._ends: dict[int, list[int]] = {}
         self._prompt_tokens = 0
 
     # -- adding --------------------------------------------------------------------------------
+
+    def apart(self, probe: Sequence) -> None:
+        """Leave out what only this one uses of the tree: it has slots of its own.
+
+        Called before whatever `fits` is asked of.
+        """
+        self._apart = probe
 
     def decoding(self, sequences: Listing[Sequence], at: Ints) -> None:
         """Add sequences that take one slot per step from now on. Called once, before the others.
@@ -134,7 +149,7 @@ class Ledger:
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """Add sequences whose slots will be free once what is in flight has settled."""
         for sequence in sequences:
-            self._add(_Kind.STAYING if sequence.hosted.flying else _Kind.LEAVING, [sequence])
+            self._add(_Kind.STAYING if sequence.fetching else _Kind.LEAVING, [sequence])
 
     def reserved(self, sequence: Sequence) -> None:
         """Add one whose whole bound must stay reserved: a router decides when it runs."""
@@ -171,6 +186,11 @@ class Ledger:
         else:
             bounds = int(self._table.bound[at].sum())
         self._bounds.append(self._bounds[-1] + bounds)
+        locked = self._tree.locked_tokens
+        if self._apart is not None and self._apart.node is not None:
+            alone = (node for node in path(self._apart.node) if node.locks == 1)
+            locked -= sum(len(node.tokens) for node in alone)
+        self._locked.append(locked)
         if kind not in _OF_NO_COMPANY and self._several_from is None:
             self._note(sequences)
 
@@ -201,34 +221,44 @@ class Ledger:
 
     def peak(self, mark: int | None = None) -> int:
         """The most slots that will ever be taken at once by what was added until `mark`."""
-        self._enter()
-        if not self._entries:
-            return 0
-        entries = np.concatenate(self._entries, axis=1)
-        if mark is not None:
-            entries = entries[:, entries[0] <= mark]
+        mark = self.mark if mark is None else mark
+        self._count()
+        if self._grows_from is None or mark < self._grows_from:
+            return self._held[mark] + self._locked[mark]
+        entries = self._entries()
+        entries = entries[:, entries[0] <= mark]
         _, held, *drawn = entries
         futures = zip(drawn[: self._draws], drawn[self._draws :], strict=True)
         return max(peak_tokens(held, growth, end) for growth, end in futures)
 
     # -- entries -------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
-        """Make entries of what has been added since the last call."""
-        added = self._added[self._entered :]
+    def _count(self) -> None:
+        """Count what has been added since the last call."""
+        first = 1 + sum(len(added) for _, added, _ in self._counted)
+        added = self._added[first - 1 :]
         if not added:
             return
         self._draws = self._draws or self._policy.draws(0)
         counts = [len(each.sequences) for each in added]
-        marks = np.arange(self._entered + 1, len(self._added) + 1).repeat(counts)
-        held, growth, ends = self._counted(added, counts)
-        self._entries.append(np.vstack((marks, held, growth, ends)))
-        self._endless = self._endless and int(ends.min(initial=FOREVER)) >= FOREVER
-        shared = self._endless_shared(added) if self._endless else self._shared(added, ends)
-        self._entries.append(shared.entries(self._draws))
-        self._entered = len(self._added)
+        marks = np.arange(first, first + len(added)).repeat(counts)
+        held, growth, ends = self._needs(added, counts)
+        self._counted.append((first, added, (marks, held, growth, ends)))
+        if self._grows_from is None:
+            grows = np.flatnonzero(growth.any(axis=0))
+            self._grows_from = int(marks[grows[0]]) if len(grows) else None
+        if self._grows_from is None or self._grows_from > first:
+            sums = np.concatenate((_ZERO, held.cumsum())) + self._held[-1]
+            self._held += sums[np.cumsum(counts)].tolist()
 
-    def _counted(self, added: list[_Added], counts: list[int]) -> tuple[Ints, Ints, Ints]:
+    def _entries(self) -> Ints:
+        """[2 + 2 * draws, n] of all that has been counted."""
+        for first, added, own in self._counted[len(self._made) // 2 :]:
+            shared = self._shared(first, added, own[-1])
+            self._made += np.vstack(own), shared.entries(self._draws)
+        return np.concatenate(self._made, axis=1)
+
+    def _needs(self, added: list[_Added], counts: list[int]) -> tuple[Ints, Ints, Ints]:
         """[n] held, [draws, n] growth and [draws, n] end of all these sequences, in order."""
         table = self._table
         at = np.concatenate(
@@ -283,28 +313,14 @@ class Ledger:
             if kind >= _Kind.PROMPT:
                 one = first or sequences[0]
                 beams[at : at + len(sequences)] = one.group is not None
-                late[at : at + len(sequences)] = one.hosted.late
+                late[at : at + len(sequences)] = one.late
             at += len(sequences)
         return beams, late
 
-    def _endless_shared(self, added: list[_Added]) -> _Shared:
-        """What sequences have in common, if none of all ends: each node of the tree once."""
-        found, number, forever = _Shared(), self._number, [FOREVER] * self._draws
-        for mark, each in enumerate(added, self._entered + 1):
-            tokens = 0
-            for sequence in each.sequences:
-                node = sequence.node
-                while node is not None and node.parent is not None and node.seen_by != number:
-                    tokens += len(node.tokens)
-                    node.seen_by, node.kept_until = number, forever
-                    node = node.parent
-            found.add(mark, tokens, forever)
-        return found
-
-    def _shared(self, added: list[_Added], ends: Ints) -> _Shared:
+    def _shared(self, begin: int, added: list[_Added], ends: Ints) -> _Shared:
         """What sequences have in common: prefixes in the tree, and prompts of samples."""
         found, until, number = _Shared(), iter(ends.T.tolist()), self._number
-        for mark, (_, sequences, _, first) in enumerate(added, self._entered + 1):
+        for mark, (_, sequences, _, first) in enumerate(added, begin):
             for sequence, end in zip(sequences, until):  # noqa: B905 - each takes its own
                 self._ends[sequence.id] = end
                 node = sequence.node
@@ -342,5 +358,6 @@ class Ledger:
             node = node.parent
 
 
+_ZERO: Ints = np.zeros(1, np.int64)
 #: Those that have ended, and a router's, are nobody's company.
 _OF_NO_COMPANY = (_Kind.LEAVING, _Kind.STAYING, _Kind.RESERVED)

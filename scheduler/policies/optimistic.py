@@ -7,7 +7,7 @@ watermark, stays free when a request joins; running ones may take it.
 
 from __future__ import annotations
 
-from tokenpod.scheduler.policies.admission import Admission, Needs
+from tokenpod.scheduler.policies.admission_policy import Admission, Needs
 from tokenpod.scheduler.sequences.table import Ints, Table
 from tokenpod.scheduler.sequences.work import Limits
 

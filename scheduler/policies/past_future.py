@@ -16,7 +16,7 @@ from collections import deque
 
 import numpy as np
 
-from tokenpod.scheduler.policies.admission import Admission, Needs
+from tokenpod.scheduler.policies.admission_policy import Admission, Needs
 from tokenpod.scheduler.sequences.sequence import EndState, Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
 from tokenpod.scheduler.sequences.work import Limits
@@ -35,7 +35,7 @@ class PastFuture(Admission):
     """Admits a request if the drawn future fits.
 
     Args:
-        table, limits, quantum: see `Admission`.
+        table, limits, quantum: as of every policy.
         seed: of the draws, which are nobody else's.
     """
 

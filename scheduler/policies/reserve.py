@@ -7,7 +7,7 @@ has ended. Prefixes in the tree count once.
 
 from __future__ import annotations
 
-from tokenpod.scheduler.policies.admission import Admission, Needs
+from tokenpod.scheduler.policies.admission_policy import Admission, Needs
 from tokenpod.scheduler.sequences.table import Ints
 
 

@@ -18,7 +18,7 @@ from tokenpod.scheduler.pool.block_keys import Key
 
 
 @dataclass(slots=True)
-class Hosted:
+class Offloaded:
     """What a sequence has to do with the host's memory."""
 
     #: Tokens behind the computed ones that are to be copied from there.
@@ -37,13 +37,8 @@ class Hosted:
     #: Keys of the first blocks of its tokens, after that of its salt, as far as known.
     keys: list[Key] = field(default_factory=list)
 
-    @property
-    def late(self) -> bool:
-        """Whether nobody knows when its next tokens can be computed."""
-        return self.flying or self.to_fetch > 0
 
-
-class HostTier:
+class OffloadTier:
     """Which blocks are there.
 
     Args:
@@ -81,7 +76,7 @@ class HostTier:
         return len(self._free) + len(self._unpinned)
 
     def slot(self, key: Key) -> int:
-        """The first host slot of a block that is there."""
+        """The first slot in main memory of a block that is there."""
         return self._at[key] * self._block
 
     def use(self, key: Key) -> None:
@@ -90,7 +85,7 @@ class HostTier:
             self._unpinned.move_to_end(key)
 
     def add(self, key: Key) -> int | None:
-        """The first host slot for a block that is not there; None: there is no room."""
+        """The first slot in main memory for a block that is not there; None: there is no room."""
         assert key not in self._at, "a block is there already"
         if not self._free:
             if not self._unpinned:

@@ -79,7 +79,7 @@ class Node:
 
 
 class Log(Protocol):
-    """Notes what changes in a tree; see `blocks.BlockLog`."""
+    """Notes what changes in a tree."""
 
     def added(self, node: Node) -> None:
         """A leaf has been added."""
@@ -188,20 +188,20 @@ class RadixTree:
     def use(self, node: Node) -> None:
         """A request has used the path to `node`."""
         if self._by_uses:
-            for each in _path(node):
+            for each in path(node):
                 each.uses += 1
                 each.rank = self._clock + each.uses
 
     def lock(self, node: Node) -> None:
         """Protect the path to `node`."""
-        for each in _path(node):
+        for each in path(node):
             if each.locks == 0:
                 self.locked_tokens += len(each.tokens)
             each.locks += 1
 
     def unlock(self, node: Node) -> Slots:
         """Undo one `lock`; the slots of an unlisted node that went with its last lock."""
-        for each in _path(node):
+        for each in path(node):
             each.locks -= 1
             assert each.locks >= 0, "unlocked more often than locked"
             if each.locks == 0:
@@ -215,7 +215,7 @@ class RadixTree:
 
     def slots(self, node: Node) -> Slots:
         """The slots of the path to `node`, by position."""
-        runs = [each.slots for each in _path(node)]
+        runs = [each.slots for each in path(node)]
         return np.concatenate(runs[::-1]) if runs else _NO_SLOTS
 
     def evict(self, n: int) -> list[Slots]:
@@ -290,7 +290,7 @@ class RadixTree:
         return upper
 
 
-def _path(node: Node) -> Iterator[Node]:
+def path(node: Node) -> Iterator[Node]:
     """From `node` up to, but without, its root."""
     while node.parent is not None:
         yield node

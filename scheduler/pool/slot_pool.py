@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenpod.scheduler.pool.radix import RadixTree, Slots
-from tokenpod.scheduler.pool.slots import Extent, Ints, SlotAllocator, slots_of
+from tokenpod.scheduler.pool.slot_allocator import Extent, Ints, SlotAllocator, slots_of
 
 #: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
 ROOM_TO_EVICT_FOR = 128

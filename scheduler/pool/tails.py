@@ -14,8 +14,8 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from tokenpod.scheduler.pool.radix import Slots
+from tokenpod.scheduler.pool.slot_allocator import Extent
 from tokenpod.scheduler.pool.slot_pool import SlotPool
-from tokenpod.scheduler.pool.slots import Extent
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 

@@ -56,6 +56,8 @@ class AdapterSlots:
         self._free = list(range(total, 0, -1))
         self._puts: list[tuple[int, int]] = []
         self._dropped: list[int] = []
+        #: Whether anything is to be put into slots before the next step.
+        self.pending = False
 
     # -- adapters ------------------------------------------------------------------------------
 
@@ -128,6 +130,7 @@ class AdapterSlots:
         if adapter not in self._slots:
             self._slots[adapter] = self._empty(adapter)
             self._puts.append((self._slots[adapter], adapter))
+            self.pending = True
         self._slots.move_to_end(adapter)
         sequence.adapter_slot = self._slots[adapter]
 
@@ -155,15 +158,14 @@ class AdapterSlots:
                 self._users[self._ready[slot][0]] -= 1
             self._ready[slot] = adapter, index
         self._users[adapter] += len(slots)
+        self.pending = True
 
     def take_ready(self, unfilled: Collection[int]) -> list[tuple[int, int, int]]:
         """Slots, adapters and indices to be filled before the next step, since the last call.
 
         `unfilled`: the slots of them that are not somebody else's by now.
         """
-        if not self._ready:
-            return []
-        ready, self._ready = self._ready, {}
+        ready, self._ready, self.pending = self._ready, {}, False
         for adapter, used in Counter(adapter for adapter, _ in ready.values()).items():
             self._users[adapter] -= used
             self._drop_unused(adapter)

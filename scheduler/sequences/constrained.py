@@ -72,8 +72,6 @@ class Constrained:
 
     def forget(self, sequence: Sequence) -> list[list[Sequence]]:
         """A sequence has ended; samples that can be queued without it."""
-        if not sequence.constrained:
-            return []
         self.over.pop(sequence.id, None)
         self._paused.pop(sequence.id, None)
         self._masked.discard(sequence.id)

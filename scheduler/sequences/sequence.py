@@ -9,9 +9,9 @@ import numpy as np
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import BeamParams, Request
-from tokenpod.scheduler.pool.offload_tier import Hosted
+from tokenpod.scheduler.pool.offload_tier import Offloaded
 from tokenpod.scheduler.pool.radix import Node, Tokens
-from tokenpod.scheduler.pool.slots import Extent
+from tokenpod.scheduler.pool.slot_allocator import Extent
 from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.sequences.beam_search import BeamSearch, Top
 from tokenpod.scheduler.sequences.table import Table
@@ -158,7 +158,7 @@ class Sequence:
         table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
-        #: The queue admits it and takes it back, and the scheduler ends it (see `end`).
+        #: The queue admits it and takes it back, and the scheduler ends it.
         self.state = State.WAITING
         #: All samples of its request whose slots are not free yet, itself among them.
         self.samples = [self]
@@ -172,7 +172,7 @@ class Sequence:
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
-        #: How it ended (see `end`); None: it has not.
+        #: How it ended; None: it has not.
         self.ended_as: EndState | None = None
         #: False once it has computed NaN or Inf, which must not get into the tree.
         self.keep = True
@@ -180,8 +180,8 @@ class Sequence:
         self.node: Node | None = None
         #: Private slots, by position.
         self.extents: list[Extent] = []
-        #: What of it lies in the host's memory.
-        self.hosted = Hosted()
+        #: What of it lies in the host's memory, where anything does; see `Offload`.
+        self.offloaded: Offloaded | None = None
         #: Of a beam: what it has in place of `extents`, together with the others of its search.
         self.tails: Tails | None = None
         #: Of a beam: its search.
@@ -286,6 +286,16 @@ class Sequence:
     def scored(self) -> bool:
         """Whether log probabilities of the prompt's tokens are wanted of the next steps."""
         return self.request.prompt_logprobs and self.stream == 0 and not self.outputs
+
+    @property
+    def fetching(self) -> bool:
+        """Whether copies to its slots are under way."""
+        return self.offloaded is not None and self.offloaded.flying
+
+    @property
+    def late(self) -> bool:
+        """Whether it waits for copies: nobody knows when its next tokens can be computed."""
+        return self.offloaded is not None and (self.offloaded.flying or self.offloaded.to_fetch > 0)
 
     @property
     def private(self) -> int:

@@ -49,7 +49,7 @@ class Table:
     drafted: Ints
     #: The executor's row; -1: none.
     row: Ints
-    #: The extent that grows (see `slots.SlotAllocator`); 0: none.
+    #: The extent that grows, in the slot allocator's columns; 0: none.
     tail: Ints
     #: 1: its tokens wait for masks, so it may miss steps.
     masked: Ints

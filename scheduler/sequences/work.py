@@ -38,12 +38,12 @@ class Limits:
     #: adapters need it.
     adapter_heads: int = 0
     whole_adapters: frozenset[int] = frozenset()
-    #: Tokens whose keys and values the host's memory holds; fewer than `host_least` in one place
+    #: Tokens whose keys and values the host's memory holds; fewer than `offload_least` in one place
     #: are computed again rather than copied.
-    host_slots: int = 0
-    host_least: int = 1
+    offload_slots: int = 0
+    offload_least: int = 1
     #: Tokens that are kept together there.
-    host_block: int = BLOCK
+    offload_block: int = BLOCK
     #: Tokens that their masks force, of one row in a step besides its next one, at most.
     forced: int = 0
     #: Drafts of a step, forced tokens among them, at most.

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from tokenpod.core.new_row import NewRow
-from tokenpod.core.plan import GIVEN, LAST, Counts, StepPlan
+from tokenpod.core.plan import GIVEN, LAST, StepPlan
 from tokenpod.core.step_limits import StepLimits
 from tokenpod.scheduler.kv.kv import KV
-from tokenpod.scheduler.pool.given import VIRTUAL, Vectors
-from tokenpod.scheduler.pool.radix import Slots, Tokens
+from tokenpod.scheduler.pool.given import VIRTUAL
+from tokenpod.scheduler.pool.radix import Slots
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
-from tokenpod.scheduler.steps.pieces import ChosenToken, Piece
+from tokenpod.scheduler.steps.prompt_pieces import ChosenToken, Piece
+
+#: By the names of `StepPlan`; all arrays but where few numbers are.
+Columns = dict[str, Any]
 
 _NOBODY: Ints = np.empty(0, np.int64)
 
@@ -94,7 +99,7 @@ class StepBuilder:
         #: Drafts that may still be added, forced tokens among them; and forced tokens.
         self.drafts_left = limits.drafts
         self._forced_left = free_rows
-        #: See `Step.gap`.
+        #: Nanoseconds since the step before had settled; None: it had not, or nothing could run.
         self.gap: int | None = None
         self._kv = kv
         self._now = now
@@ -186,8 +191,8 @@ class StepBuilder:
         number: int,
         fresh: list[Sequence],
         freed: list[int],
-        puts: list[tuple[int, int]] | None = None,
-        ready: list[tuple[int, int, int]] | None = None,
+        puts: Listing[tuple[int, int]] = (),
+        ready: Listing[tuple[int, int, int]] = (),
     ) -> Step:
         """Make the plan.
 
@@ -201,137 +206,103 @@ class StepBuilder:
         Raises:
             AssertionError: more than executors have room for has been added.
         """
+        table = self._kv.table
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
         sequences = self._decoding + [piece.sequence for piece in ones]
         places = _joined([*self._places, _places(ones)] if ones else self._places)
         # A GPU begins rows in this order, and what takes longest must not begin last (Graham 1969).
-        order = (-self._kv.table.computed[places]).argsort(kind="stable")
+        order = (-table.computed[places]).argsort(kind="stable")
         sequences = [*map(sequences.__getitem__, order.tolist())]
         places = places[order]
         if longer:
             sequences += [piece.sequence for piece in longer]
             places = _joined([places, _places(longer)])
-        scored = self._scored(ones, longer, order)
-        given = self._given(ones, longer, order)
-        prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
-        source, target, awaited = self._kv.copies()
-        tokens = len(order) + sum(len(piece.slots) for piece in longer)
-        counts = Counts(
-            rows=len(places),
-            tokens=tokens,
-            scored=sum(map(len, scored.values())),
-            freed=len(freed),
-            new=len(fresh),
-            prefix=sum(map(len, prefixes)),
-            adapters=len(places) if self._adapted(sequences) else 0,
-            masked=len(places) if self._kv.table.constrained else 0,
-            given=sum(map(len, given)),
-            width=given[0].shape[1] if given else 0,
-            puts=len(puts or ()),
-            soft=sum(piece.virtual for piece in self._pieces),
-            ready=len(ready or ()),
-            copies=len(source),
-            awaited=len(awaited),
-        )
+        columns = self._rows(places, longer) | self._tokens(ones, longer, order)
+        if any(piece.scored or piece.embeds for piece in self._pieces):
+            by_row = _by_row(ones, longer, order)
+            self._score(columns, by_row)
+            self._embed(columns, by_row, sequences)
+        if table.adapted and any(sequence.adapter_slot for sequence in sequences):
+            columns["r_adapter"] = [sequence.adapter_slot for sequence in sequences]
+        if table.constrained:
+            columns["r_masked"] = table.masked[places] * (columns["r_samples"] > 0)
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
-        plan = StepPlan.empty(number, counts, asks)
-        self._fill_rows(plan, places, longer)
-        self._fill_tokens(plan, ones, longer, order)
-        if scored:
-            plan.r_scored[[*scored]] = [*map(len, scored.values())]
-            np.concatenate([*scored.values()], out=plan.scored_token)
-        if given:
-            np.concatenate(given, out=plan.given)
-        if plan.embeds:
-            self._number_embeddings(plan, sequences)
-        if counts.adapters:
-            plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
-        if puts:
-            plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
-        if ready:
-            columns = zip(*ready, strict=True)
-            plan.ready_slot[:], plan.ready_adapter[:], plan.ready_index[:] = columns
-        if len(source) or awaited:
-            plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
-        if counts.masked:
-            plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
-        if freed:
-            plan.freed[:] = freed
         if fresh:
-            plan.n_row[:] = [sequence.row for sequence in fresh]
-            plan.n_flags[:] = [new.flags for new in asks]
-            plan.n_prefix[:] = [*map(len, prefixes)]
-            np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
-        self._kv.table.in_flight[places] += 1
+            prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
+            columns["n_row"] = [sequence.row for sequence in fresh]
+            columns["n_flags"] = [new.flags for new in asks]
+            columns["n_prefix"] = [*map(len, prefixes)]
+            columns["prefix_slot"] = np.concatenate(prefixes)
+        if puts:
+            columns["put_slot"], columns["put_adapter"] = zip(*puts, strict=True)
+        if ready:
+            names = "ready_slot", "ready_adapter", "ready_index"
+            columns |= zip(names, zip(*ready, strict=True), strict=True)
+        if (offload := self._kv.offload) is not None:
+            columns["copy_from"], columns["copy_to"], columns["awaited"] = offload.take()
+        plan = StepPlan.of(number, asks, freed=freed, **columns)
+        self._limits.check(plan)
+        table.in_flight[places] += 1
         first = len(places) - len(longer)
         forced = frozenset(first + at for at, piece in enumerate(longer) if piece.forced)
-        self._limits.check(plan)
         return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap, forced)
 
-    def _adapted(self, sequences: list[Sequence]) -> bool:
-        return self._kv.table.adapted > 0 and any(s.adapter_slot for s in sequences)
-
-    def _fill_rows(self, plan: StepPlan, places: Ints, longer: list[Piece]) -> None:
+    def _rows(self, places: Ints, longer: list[Piece]) -> Columns:
         table, ends = self._kv.table, self._kv.table.computed[places]
-        plan.r_row[:] = table.row[places]
-        plan.r_tokens[:] = 1
-        if longer:
-            plan.r_tokens[-len(longer) :] = [len(piece.slots) for piece in longer]
-        np.subtract(ends, plan.r_tokens, out=plan.r_start, casting="same_kind")
-        np.greater_equal(ends, table.needed[places], out=plan.r_samples)
+        tokens, samples = np.ones_like(places), (ends >= table.needed[places]).astype(np.int64)
         # `launched` counts this step's tokens already.
-        plan.r_output[:] = table.launched[places] - 1
+        outputs = table.launched[places] - 1
         if longer:  # others have no drafts
-            drafted = np.array([len(piece.drafts) for piece in longer], np.int32)
-            plan.r_samples[-len(longer) :] += drafted
-            plan.r_output[-len(longer) :] -= drafted
-        plan.r_scored[:] = 0
-
-    def _fill_tokens(
-        self, plan: StepPlan, ones: list[Piece], longer: list[Piece], order: Ints
-    ) -> None:
-        """`order`: [n] of the rows with one token: decoding sequences, then `ones`."""
-        singles = len(order)
-        slots = _joined([*self._slots, *(one.slots for one in ones)] if ones else self._slots)
-        plan.t_slot[:singles] = slots[order]
-        plan.t_token[:singles] = LAST
-        if ones:
-            decoding = singles - len(ones)
-            tokens = np.full(singles, LAST, np.int32)
-            tokens[decoding:] = [one.tokens[0] for one in ones]
-            plan.t_token[:singles] = tokens[order]
-        if longer:
-            np.concatenate([piece.tokens for piece in longer], out=plan.t_token[singles:])
-            parts = [piece.slots for piece in longer]
-            np.concatenate(parts, out=plan.t_slot[singles:], casting="same_kind")
-
-    @staticmethod
-    def _number_embeddings(plan: StepPlan, sequences: list[Sequence]) -> None:
-        """Let tokens without an id name rows of the step's table; the tree's ids stay here."""
-        tokens = plan.t_token
-        virtual, given = np.flatnonzero(tokens <= VIRTUAL), len(plan.given)
-        adapters = np.array([sequence.request.adapter for sequence in sequences], np.int32)
-        plan.soft_adapter[:] = adapters.repeat(plan.r_tokens)[virtual]
-        plan.soft_index[:] = VIRTUAL - tokens[virtual]
-        tokens[(tokens <= GIVEN) & (tokens > VIRTUAL)] = GIVEN - np.arange(given)
-        tokens[virtual] = GIVEN - given - np.arange(len(virtual))
-
-    def _scored(self, ones: list[Piece], longer: list[Piece], order: Ints) -> dict[int, Tokens]:
-        """By row, ascending: the tokens after those whose log probabilities are asked for."""
-        if not any(piece.scored for piece in self._pieces):
-            return {}
+            drafts = np.array([len(piece.drafts) for piece in longer])
+            tokens[-len(longer) :] = [len(piece.slots) for piece in longer]
+            samples[-len(longer) :] += drafts
+            outputs[-len(longer) :] -= drafts
         return {
-            row: piece.following
-            for row, piece in _by_row(ones, longer, order)
-            if piece.scored and len(piece.following)
+            "r_row": table.row[places],
+            "r_start": ends - tokens,
+            "r_tokens": tokens,
+            "r_samples": samples,
+            "r_output": outputs,
         }
 
-    def _given(self, ones: list[Piece], longer: list[Piece], order: Ints) -> list[Vectors]:
-        """Embeddings that are given, in order of the step's tokens."""
-        if not any(piece.sequence.request.given for piece in self._pieces):
-            return []
-        return [part for _, piece in _by_row(ones, longer, order) for part in piece.given]
+    def _tokens(self, ones: list[Piece], longer: list[Piece], order: Ints) -> Columns:
+        """`order`: [n] of the rows with one token: decoding sequences, then `ones`."""
+        tokens = np.full(len(order), LAST, np.int32)
+        slots = _joined([*self._slots, *(one.slots for one in ones)] if ones else self._slots)
+        if ones:
+            tokens[len(order) - len(ones) :] = [one.tokens[0] for one in ones]
+            tokens = tokens[order]
+        slots = slots[order]
+        if longer:
+            tokens = np.concatenate([tokens, *(piece.tokens for piece in longer)])
+            slots = np.concatenate([slots, *(piece.slots for piece in longer)])
+        return {"t_token": tokens, "t_slot": slots}
+
+    @staticmethod
+    def _score(columns: Columns, by_row: list[tuple[int, Piece]]) -> None:
+        """Enter the tokens after those whose log probabilities are asked for."""
+        scored = {row: piece.following for row, piece in by_row if piece.scored}
+        if scored:
+            columns["r_scored"] = np.zeros_like(columns["r_row"])
+            columns["r_scored"][[*scored]] = [*map(len, scored.values())]
+            columns["scored_token"] = np.concatenate([*scored.values()])
+
+    @staticmethod
+    def _embed(
+        columns: Columns, by_row: list[tuple[int, Piece]], sequences: list[Sequence]
+    ) -> None:
+        """Let tokens without an id name rows of the step's table; the tree's ids stay here."""
+        given = [part for _, piece in by_row for part in piece.given]
+        tokens, n = columns["t_token"], sum(map(len, given))
+        virtual = np.flatnonzero(tokens <= VIRTUAL)
+        adapters = np.array([sequence.request.adapter for sequence in sequences])
+        columns["soft_adapter"] = adapters.repeat(columns["r_tokens"])[virtual]
+        columns["soft_index"] = VIRTUAL - tokens[virtual]
+        if given:
+            columns["given"] = np.concatenate(given)
+        tokens[(tokens <= GIVEN) & (tokens > VIRTUAL)] = GIVEN - np.arange(n)
+        tokens[virtual] = GIVEN - n - np.arange(len(virtual))
 
 
 def _by_row(ones: list[Piece], longer: list[Piece], order: Ints) -> list[tuple[int, Piece]]:

@@ -95,7 +95,7 @@ class Costs:
             nanoseconds: since it was planned, or the one before it settled, less what finding
                 drafts took.
             drafts: whether it had any.
-            gap: see `Step.gap`.
+            gap: nanoseconds between the step before and this one; None: they overlapped.
         """
         for times in (self._with, self._without, *self._finding.values()):
             times.passed()

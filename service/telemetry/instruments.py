@@ -228,7 +228,7 @@ class Instruments:
         )
         gauge(
             "tokenpod.host_kv.utilization",
-            observing(lambda now: now.host_used_slots / max(now.host_slots, 1)),
+            observing(lambda now: now.offload_used_slots / max(now.offload_slots, 1)),
             "1",
             "Share of the host's memory for keys and values that is taken",
         )

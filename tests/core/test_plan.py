@@ -80,3 +80,23 @@ def test_numbers_below_zero_in_the_header_are_refused() -> None:
     words[2] = -1
     with pytest.raises(ValueError, match="without a header"):
         StepPlan.from_bytes(words.tobytes())
+
+
+def test_a_plan_does_not_change_once_it_is_written() -> None:
+    plan = plan_of(1, [PlanRow(0, 3, [1, 2], [3, 4], given=np.ones((1, 2), np.float32))])
+    for own in (plan, StepPlan.from_bytes(plan.to_bytes())):
+        for column in (own.buffer, own.r_row, own.t_token, own.given):
+            with pytest.raises(ValueError, match="read-only"):
+                column[:] = 0
+        with pytest.raises(AttributeError, match="does not change"):
+            own.step = 2
+
+
+def test_a_column_that_is_not_declared_or_of_another_length_is_refused() -> None:
+    with pytest.raises(TypeError, match="no r_rows"):
+        StepPlan.of(1, r_rows=[1])
+    rows = {"r_start": [0], "r_tokens": [1], "r_samples": [1], "r_output": [0]}
+    with pytest.raises(ValueError, match=r"of 24 words; its columns take 23"):
+        StepPlan.of(1, r_row=[1], **{**rows, "r_output": [0, 0]})
+    with pytest.raises(TypeError, match="same_kind"):
+        StepPlan.of(1, r_row=[1.5], **rows)

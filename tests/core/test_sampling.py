@@ -27,7 +27,7 @@ from tokenpod.core.sampling import (
     SamplingTable,
     Stage,
 )
-from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.gpu.device_sampler import DeviceSampler
 from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
@@ -60,7 +60,7 @@ def louder(row: NewRow, loudness: float) -> NewRow:
 
 def test_one_more_knob_is_one_more_column_on_the_host_and_on_the_device():
     rows = [louder(asking(SamplingParams()), loudness) for loudness in (3.5, 1.0)]
-    host = HostSampler(rows=2, vocab_size=8, table=MORE)
+    host = CpuSampler(rows=2, vocab_size=8, table=MORE)
     device = DeviceSampler(rows=2, vocab_size=8, device=DEVICE, tiles=SMALL, table=MORE)
     for sampler in (host, device):
         sampler.set_rows([0, 1], rows)
@@ -77,7 +77,7 @@ def test_one_more_knob_moves_no_other_and_changes_no_draw():
         on_cpu(rows, 97).sample(logits, [0, 1, 2, 3, 4], [0] * 5),
         step(on_device(rows, 97), logits),
     )
-    host = HostSampler(rows=5, vocab_size=97, table=MORE)
+    host = CpuSampler(rows=5, vocab_size=97, table=MORE)
     device = DeviceSampler(rows=5, vocab_size=97, device=DEVICE, tiles=SMALL, table=MORE)
     for at, (params, changes) in enumerate(rows):
         for sampler in (host, device):

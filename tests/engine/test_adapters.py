@@ -23,7 +23,7 @@ from tokenpod.core.rank_reads import RankRead
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.adapters.adapters import Adapters
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models import load as loading
 from tokenpod.models.adapters.store import Space
@@ -75,7 +75,7 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
     layouts = model.config.kv_layouts
     pool = KVPool(slots=4 * ROOM, layouts=layouts, dtype=model.dtype, device=CPU)
     if kind == "host":
-        return HostExecutor(model, pool, rows=4, vocab_size=VOCABULARY, group=None, adapters=store)
+        return CpuExecutor(model, pool, rows=4, vocab_size=VOCABULARY, group=None, adapters=store)
     from tokenpod.engine.gpu import device_sampler
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
     from tokenpod.engine.gpu.device_sampler import SamplerTiles

@@ -21,7 +21,7 @@ from tokenpod.core.outputs import FinishCode, StepOutputs
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.load import load_model
@@ -131,7 +131,7 @@ def scheduler(prefill=64, rows=20, slots=SLOTS):
 
 def host(model, group=None, rows=21, kv_dtype=torch.float32):
     pool = KVPool(slots=SLOTS + 16, layouts=model.config.kv_layouts, dtype=kv_dtype, device=CPU)
-    return HostExecutor(model, pool, rows=rows, vocab_size=VOCABULARY, group=group)
+    return CpuExecutor(model, pool, rows=rows, vocab_size=VOCABULARY, group=group)
 
 
 def serve(executor, requests, planner=None, *, overlap=False):
@@ -254,7 +254,7 @@ def test_two_ranks_search_as_one_does(golden):
 class Sending:
     """A leader's executor: what it launches is launched by another one, too."""
 
-    executor: HostExecutor
+    executor: CpuExecutor
     plans: queue.Queue[bytes]
 
     def launch(self, plan):

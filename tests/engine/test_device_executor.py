@@ -18,7 +18,7 @@ from tokenpod.core.outputs import FailureCode
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
 from tokenpod.engine.gpu.graphs import ladder
@@ -27,7 +27,7 @@ from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.steps.integers import Counts, fill, pad, views
 from tokenpod.kernels.backends import cpu, reference, triton
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
-from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
@@ -100,29 +100,31 @@ def pool(device, scales=None):
     )
 
 
-def engine(executor, overlap, drafting=None, host_slots=0):
+def engine(executor, overlap, drafting=None, offload_slots=0):
     limits = Limits(
         slots=SLOTS - PROBE_TOKENS,
         max_rows=ROWS,
         max_positions=POSITIONS,
         prefill_tokens=PREFILL,
-        host_slots=host_slots,
-        host_block=4,
+        offload_slots=offload_slots,
+        offload_block=4,
     )
     swap = PREEMPTIONS["swap"](1)
     link, scheduler = Client(), Scheduler(limits, drafting=drafting, preemption=swap)
     return EngineLoop(link, scheduler, executor, overlap=overlap), link
 
 
-def on_host():
-    executor = HostExecutor(model(cpu.OPERATIONS, CPU), pool(CPU), rows=ROWS, vocab_size=VOCABULARY)
+def on_cpu():
+    executor = CpuExecutor(model(cpu.OPERATIONS, CPU), pool(CPU), rows=ROWS, vocab_size=VOCABULARY)
     return engine(executor, overlap=False)
 
 
 def on_device(
-    overlap, captured=True, poison=None, scales=None, ops=OPERATIONS, guesses=None, host_slots=0
+    overlap, captured=True, poison=None, scales=None, ops=OPERATIONS, guesses=None, offload_slots=0
 ):
-    host = HostPool(host_slots, 512, pinned=DEVICE.type == "cuda") if host_slots else None
+    offload = (
+        OffloadPool(offload_slots, 512, pinned=DEVICE.type == "cuda") if offload_slots else None
+    )
     drafts = 3 * ROWS if guesses else 0
     executor = DeviceExecutor(
         model(ops, DEVICE, poison),
@@ -139,11 +141,11 @@ def on_device(
         max_tokens=ROWS + PREFILL + drafts,
         device=DEVICE,
         drafts=drafts,
-        host=host,
+        offload=offload,
     )
     if captured:
         executor.capture()
-    return engine(executor, overlap, guesses, host_slots)
+    return engine(executor, overlap, guesses, offload_slots)
 
 
 def on_guessing_device():
@@ -194,7 +196,7 @@ def run(loop, link, preempted=None, drafts=0, each_turn=lambda: None):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run(*on_host())
+    return run(*on_cpu())
 
 
 @pytest.mark.parametrize(
@@ -230,15 +232,15 @@ def test_drafts_change_nothing_of_what_is_sampled(kind, expected):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("host_slots", [0, 200], ids=["computed again", "swapped"])
-def test_preempted_rows_sample_what_they_would_have_sampled(expected, host_slots):
-    loop, link = on_device(overlap=True, host_slots=host_slots)
+@pytest.mark.parametrize("offload_slots", [0, 200], ids=["computed again", "swapped"])
+def test_preempted_rows_sample_what_they_would_have_sampled(expected, offload_slots):
+    loop, link = on_device(overlap=True, offload_slots=offload_slots)
     kv = loop.scheduler.kv
     # In the middle of a prompt that is scored, after it, and one of two samples.
     preempted = {3: [13], 4: [11, 12], 8: [13], 12: [21]}
-    forgotten = kv.total if host_slots else 0
+    forgotten = kv.total if offload_slots else 0
     got = run(loop, link, preempted, each_turn=lambda: kv.evict(forgotten))
-    assert (loop.scheduler.load().fetched_tokens > 20) == (host_slots > 0)
+    assert (loop.scheduler.load().fetched_tokens > 20) == (offload_slots > 0)
     assert dict(got.tokens) == dict(expected.tokens)
     assert dict(got.tops) == dict(expected.tops)
     for sequence, logprobs in expected.logprobs.items():
@@ -265,7 +267,7 @@ def test_a_search_on_the_device_finds_what_one_on_the_host_finds():
             loop.turn()
         return link
 
-    host, device = searched(*on_host()), searched(*on_device(overlap=True))
+    host, device = searched(*on_cpu()), searched(*on_device(overlap=True))
     assert dict(device.tokens) == dict(host.tokens)
     for sequence, logprobs in host.logprobs.items():
         assert device.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
@@ -332,7 +334,7 @@ def test_the_worst_step_runs(scattered):
     assert sum(len(scores.logprobs) for scores in result.scored.values()) == PREFILL
 
 
-@pytest.mark.parametrize("make", [on_host, pytest.param(on_guessing_device, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("make", [on_cpu, pytest.param(on_guessing_device, marks=pytest.mark.gpu)])
 def test_the_worst_step_has_room_for_drafts(make):
     loop, _ = make()
     plan = worst_step(ROWS, PREFILL, POSITIONS, scattered=True, drafts=(8, 3))

@@ -10,13 +10,22 @@ import torch
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.messages import Abort, Ask, FromEngine, ToEngine
-from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.messages import (
+    Abort,
+    AdapterDone,
+    Ask,
+    FromEngine,
+    LoadAdapter,
+    ToEngine,
+    UnloadAdapter,
+)
+from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.prompt_scores import PromptScores
-from tokenpod.engine.steps.executor import StepResult, scored_rows
+from tokenpod.engine.steps.executor import StepResult
+from tokenpod.engine.steps.step_executor import scored_rows
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -348,3 +357,12 @@ def test_steps_are_counted_with_their_rows_tokens_and_busy_time(overlap):
     assert (counts.rows, counts.busy_ns) == (4, 40)
     pod.now += 500
     assert pod.turn(3) == [], "an idle engine is not busy"
+
+
+def test_an_engine_without_slots_for_adapters_loads_and_unloads_none(pod):
+    pod.send(LoadAdapter(1, "law", "law"))
+    pod.send(UnloadAdapter(2, "law"))
+    first, second = (each for each in pod.turn(2) if isinstance(each, AdapterDone))
+    assert (first.op, first.failure) == (1, FailureCode.INVALID_ARGUMENT)
+    assert "--max-adapters" in first.message
+    assert (second.op, second.failure) == (2, FailureCode.NOT_FOUND)

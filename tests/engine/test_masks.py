@@ -38,7 +38,7 @@ def some_allowed(n: int, vocab: int, seed: int = 0) -> np.ndarray:
     return allowed
 
 
-def on_host(rows, logits, masks=None):
+def cpu_sampled(rows, logits, masks=None):
     return on_cpu(rows, logits.shape[1]).sample(
         logits, list(range(len(rows))), [0] * len(rows), masks
     )
@@ -47,7 +47,10 @@ def on_host(rows, logits, masks=None):
 def test_under_a_mask_host_and_device_draw_the_same_allowed_token():
     logits, allowed = halves(len(ROWS), VOCAB, seed=1), some_allowed(len(ROWS), VOCAB)
     masks = bits_of(allowed)
-    want, got = on_host(ROWS, logits, masks), step(on_device(ROWS, VOCAB), logits, masks=masks)
+    want, got = (
+        cpu_sampled(ROWS, logits, masks),
+        step(on_device(ROWS, VOCAB), logits, masks=masks),
+    )
     forbidden = logits.masked_fill(~torch.from_numpy(allowed), -INF)
     for at, row in enumerate(ROWS):
         token = int(want.tokens[at])
@@ -60,8 +63,8 @@ def test_under_a_mask_host_and_device_draw_the_same_allowed_token():
 
 def test_a_mask_is_as_if_the_other_logits_were_minus_infinity():
     logits, allowed = random_logits(len(ROWS), VOCAB), some_allowed(len(ROWS), VOCAB)
-    masked = on_host(ROWS, logits, bits_of(allowed))
-    infinite = on_host(ROWS, logits.masked_fill(~torch.from_numpy(allowed), -INF))
+    masked = cpu_sampled(ROWS, logits, bits_of(allowed))
+    infinite = cpu_sampled(ROWS, logits.masked_fill(~torch.from_numpy(allowed), -INF))
     assert torch.equal(masked.tokens, infinite.tokens)
     assert torch.equal(masked.logprobs, infinite.logprobs)
 
@@ -72,9 +75,9 @@ def test_a_mask_that_allows_one_token_forces_it_on_its_row_alone(only):
     logits = random_logits(3, VOCAB)
     allowed = np.ones((3, VOCAB), bool)
     allowed[1] = np.arange(VOCAB) == only
-    free = on_host(rows, logits)
+    free = cpu_sampled(rows, logits)
     for got in (
-        on_host(rows, logits, bits_of(allowed)),
+        cpu_sampled(rows, logits, bits_of(allowed)),
         step(on_device(rows, VOCAB), logits, masks=bits_of(allowed)),
     ):
         assert got.tokens[[0, 2]].tolist() == free.tokens[[0, 2]].tolist()
@@ -88,7 +91,10 @@ def test_a_mask_that_allows_nothing_and_a_bad_logit_under_one_mark_their_rows():
     allowed = np.ones((4, VOCAB), bool)
     allowed[:2], allowed[2:, 5] = False, False
     masks = bits_of(allowed)
-    for got in (on_host(rows, logits, masks), step(on_device(rows, VOCAB), logits, masks=masks)):
+    for got in (
+        cpu_sampled(rows, logits, masks),
+        step(on_device(rows, VOCAB), logits, masks=masks),
+    ):
         assert got.tokens.tolist() == [-1] * 4
 
 
@@ -97,6 +103,6 @@ def test_top_tokens_are_of_the_raw_logits_or_of_what_the_mask_allows():
     rows = [(SamplingParams(), {"top_n": 2}), (processed, {"top_n": 2})]
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(2, -1).contiguous()
     masks = bits_of(np.array([[False, True, False, True]] * 2))
-    for got in (on_host(rows, logits, masks), step(on_device(rows, 4), logits, masks=masks)):
+    for got in (cpu_sampled(rows, logits, masks), step(on_device(rows, 4), logits, masks=masks)):
         assert [ids for _, ids, _ in got.tops] == [[0, 1], [1, 3]]
         assert got.tokens.tolist() == [1, 1]

@@ -18,7 +18,7 @@ from demo_engine import CPU, ONE_IN, TOLERANCE, VOCABULARY, Recorder, many_reque
 from guessing import drafting
 from planner_probe import preempt_sequence
 
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.kernels.cache.kv_pool import KVPool
@@ -73,7 +73,7 @@ def model():
 def answer(model, asked, *, overlap=False, preempt=0.0, source=None):
     """The recorder of all requests, and how many sequences were preempted."""
     pool = KVPool(slots=SLOTS, layouts=CONFIG.kv_layouts, dtype=torch.float32, device=CPU)
-    executor = HostExecutor(model, pool, rows=ROWS + 1, vocab_size=VOCABULARY)
+    executor = CpuExecutor(model, pool, rows=ROWS + 1, vocab_size=VOCABULARY)
     scheduler = Scheduler(Limits(SLOTS - 16, ROWS, POSITIONS, PREFILL), drafting=source)
     link = Recorder(asked)
     loop = EngineLoop(link, scheduler, executor, overlap=overlap)

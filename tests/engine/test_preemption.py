@@ -68,7 +68,7 @@ def test_tokens_are_the_same_bit_by_bit_with_and_without_preemptions(exact, undi
 def test_tokens_are_the_same_bit_by_bit_if_what_is_preempted_is_swapped(
     exact, undisturbed, overlap
 ):
-    link, shape = Recorder(requests(), routed()), {"rows": 9, "prefill": 8, "host_slots": 1200}
+    link, shape = Recorder(requests(), routed()), {"rows": 9, "prefill": 8, "offload_slots": 1200}
     got, preempted = serve(exact, link, overlap=overlap, preempt=0.3, **shape)
     assert preempted > 30
     assert got.load.swapped_tokens > 200

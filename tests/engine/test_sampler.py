@@ -12,7 +12,7 @@ from sampling_reference import choose
 
 from examples import examples
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.sampling.sampler import Samples, logprobs_of
 
 INF = float("inf")
@@ -20,7 +20,7 @@ INF = float("inf")
 
 def draw(logits: torch.Tensor, *rows: tuple[SamplingParams, dict], position: int = 0) -> Samples:
     """One step of fresh rows."""
-    sampler = HostSampler(rows=len(rows), vocab_size=logits.shape[1])
+    sampler = CpuSampler(rows=len(rows), vocab_size=logits.shape[1])
     for row, (params, changes) in enumerate(rows):
         set_row(sampler, row, params, **changes)
     return sampler.sample(logits, list(range(len(rows))), [position] * len(rows))
@@ -202,10 +202,10 @@ def test_logits_are_left_as_they_were():
 def test_a_resumed_sequence_goes_on_as_if_never_interrupted(params):
     vocab, steps = 60, 12
     logits = random_logits(steps, vocab, scale=1.0)
-    whole = HostSampler(rows=1, vocab_size=vocab)
+    whole = CpuSampler(rows=1, vocab_size=vocab)
     set_row(whole, 0, params, prompt=[7, 8])
     tokens = [int(whole.sample(logits[t : t + 1], [0], [t]).tokens[0]) for t in range(steps)]
-    resumed = HostSampler(rows=3, vocab_size=vocab)
+    resumed = CpuSampler(rows=3, vocab_size=vocab)
     set_row(resumed, 2, params, prompt=[7, 8], outputs=tokens[:5])
     rest = [int(resumed.sample(logits[t : t + 1], [2], [t]).tokens[0]) for t in range(5, steps)]
     assert rest == tokens[5:]
@@ -213,7 +213,7 @@ def test_a_resumed_sequence_goes_on_as_if_never_interrupted(params):
 
 def test_a_row_taken_again_knows_nothing_of_its_last_sequence():
     params = SamplingParams(repetition_penalty=5.0)
-    sampler = HostSampler(rows=1, vocab_size=3)
+    sampler = CpuSampler(rows=1, vocab_size=3)
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     set_row(sampler, 0, params, prompt=[0])
     assert int(sampler.sample(logits, [0], [0]).tokens[0]) == 1

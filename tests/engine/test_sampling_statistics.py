@@ -11,7 +11,7 @@ from samplers import set_row
 from sampling_reference import choose, green, softmax
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.sampling.rng import vocabulary_noise
 
 DRAWS = 2048
@@ -22,7 +22,7 @@ PROMPT, OUTPUTS = [0, 3], [1, 1, 2]
 
 def counts(params: dict) -> np.ndarray:
     """How often each token was drawn: positions of one sequence's seed, 64 rows at a time."""
-    sampler = HostSampler(rows=64, vocab_size=VOCAB)
+    sampler = CpuSampler(rows=64, vocab_size=VOCAB)
     total = np.zeros(VOCAB, dtype=int)
     for start in range(0, DRAWS, 64):
         for row in range(64):
@@ -108,7 +108,7 @@ def test_seeds_streams_and_positions_are_independent():
 
 def test_the_largest_seed_draws_like_the_reference():
     params = SamplingParams(do_sample=True, seed=2**64 - 1)
-    sampler = HostSampler(rows=1, vocab_size=VOCAB)
+    sampler = CpuSampler(rows=1, vocab_size=VOCAB)
     set_row(
         sampler,
         0,
@@ -128,7 +128,7 @@ def test_the_largest_seed_draws_like_the_reference():
 
 def green_score(*, watermark: bool) -> float:
     """The detector's z-score of 200 tokens sampled over a flat distribution of 100."""
-    sampler = HostSampler(rows=1, vocab_size=100)
+    sampler = CpuSampler(rows=1, vocab_size=100)
     set_row(
         sampler,
         0,

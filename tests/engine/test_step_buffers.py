@@ -15,7 +15,7 @@ from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
 from tokenpod.engine.loop import EngineLoop
@@ -238,8 +238,8 @@ def serve(executor, overlap, expected=None):
     raise AssertionError(f"{len(client.finished)} of {len(everybody)} have ended")
 
 
-def host_executor(device):
-    return HostExecutor(
+def cpu_executor(device):
+    return CpuExecutor(
         model(cpu.OPERATIONS, device), pool(device), rows=STEP.rows, vocab_size=VOCABULARY
     )
 
@@ -247,7 +247,7 @@ def host_executor(device):
 @pytest.mark.parametrize(
     ("make", "device", "overlap"),
     [
-        pytest.param(host_executor, CPU, False, id="host"),
+        pytest.param(cpu_executor, CPU, False, id="host"),
         pytest.param(device_executor, DEVICE, False, id="device", marks=pytest.mark.gpu),
         pytest.param(device_executor, DEVICE, True, id="overlapped", marks=pytest.mark.gpu),
     ],

@@ -44,18 +44,18 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_host(folder) -> Scene:
+def on_cpu(folder) -> Scene:
     return Scene(step_scenes.make("fast", folder, CPU), [], step_scenes.table_of(folder))
 
 
 @pytest.fixture(scope="module")
-def expected(on_host) -> Told:
-    return Told.by(step_scenes.plain(on_host))
+def expected(on_cpu) -> Told:
+    return Told.by(step_scenes.plain(on_cpu))
 
 
 @pytest.fixture(scope="module")
-def adapted(on_host) -> Told:
-    return Told.by(step_scenes.adapter(on_host))
+def adapted(on_cpu) -> Told:
+    return Told.by(step_scenes.adapter(on_cpu))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.startup.assemble import EngineError, assemble, make_pool
 from tokenpod.engine.steps.first_steps import worst_step
 
@@ -63,7 +63,7 @@ def test_the_largest_step_at_the_start_is_that_of_a_long_context(golden, load_fo
     monkeypatch.setitem(EXPANDED_AT_ONCE, "cpu", 600)
     model, rows, prompt, positions = load_folder(golden("kimi-k2-stacked").folder), 3, 16, 200
     pool = make_pool(model, 300, torch.device("cpu"))
-    executor = HostExecutor(model, pool, rows=rows, vocab_size=model.config.vocab_size)
+    executor = CpuExecutor(model, pool, rows=rows, vocab_size=model.config.vocab_size)
 
     def most_bytes(step):
         with LiveTensors() as live:

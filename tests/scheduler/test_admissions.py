@@ -8,6 +8,7 @@ import pytest
 from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.ledger import Ledger
 from tokenpod.scheduler.policies.optimistic import Optimistic
 from tokenpod.scheduler.policies.past_future import HISTORY, Lengths, PastFuture
@@ -74,8 +75,8 @@ def test_exact_never_needs_more_than_reserve(seed):
             ids += 1
             driver.advance(op, [request(ids, [3] * 4, max_new_tokens=6)])
         driver.turn()
-        exact = Ledger(scheduler._admission)
-        bounds = Ledger(Reserve(scheduler.kv.table, scheduler.limits, 8))
+        exact = Ledger(scheduler._admission, scheduler.kv.tree)
+        bounds = Ledger(Reserve(scheduler.kv.table, scheduler.limits, 8), scheduler.kv.tree)
         for ledger in (exact, bounds):
             scheduler._batcher.add_to(ledger)
             scheduler._routed.add_to(ledger)
@@ -84,6 +85,42 @@ def test_exact_never_needs_more_than_reserve(seed):
         assert exact.peak() <= bounds.peak()
         compared += exact.peak() < bounds.peak()
     assert compared > 50
+    driver.drain()
+
+
+@pytest.mark.parametrize("offload", [0, 60])
+@pytest.mark.parametrize("policy", [Reserve, Optimistic])
+def test_sums_of_what_never_grows_are_the_peak_of_its_entries(policy, offload):
+    chance, ids, looked_at = random.Random(5), 0, 0
+    shape = {"slots": 120, "max_rows": 10, "prefill_tokens": 8, "offload_slots": offload}
+    preemption = PREEMPTIONS["swap" if offload else "recompute"](1)
+    driver = Driver(**shape, overlap=True, admission=policy, preemption=preemption, offload_block=3)
+    scheduler = driver.scheduler
+    for op in range(200):
+        n = chance.choice([0, 1, 1, 3])
+        ids += n
+        prompt = [chance.randint(1, 2)] * chance.randint(4, 15)
+        if n:
+            new = chance.randint(1, 20)
+            driver.submit(request(range(ids - n + 1, ids + 1), prompt, max_new_tokens=new))
+        if chance.random() < 0.2:
+            ids += 1
+            kind = chance.choice(["probe", "router", "abort"])
+            if kind == "probe":
+                driver.submit(request(ids, prompt, max_new_tokens=1, probe=True))
+            elif kind == "router":
+                driver.advance(op, [request(ids, prompt, max_new_tokens=6)])
+            else:
+                driver.abort(ids - 3)
+        driver.turn()
+        sums, entries = (Ledger(scheduler._admission, scheduler.kv.tree) for _ in range(2))
+        for ledger in (sums, entries):
+            for planner in reversed(scheduler._planners):
+                planner.add_to(ledger)
+        entries._grows_from = 0
+        assert sums.peak() == entries.peak()
+        looked_at += sums.peak() > 60 and scheduler._probes.reserved == 0
+    assert looked_at > 5
     driver.drain()
 
 
@@ -219,7 +256,7 @@ def test_the_need_is_the_papers_formula():
             return np.broadcast_to([drawn[n] for n in needs.bound.tolist()], (needs.draws, 1))
 
     kv = KV(10_000)
-    ledger = Ledger(Drawn(kv.table, Limits(10_000, 64, 10, prefill_tokens=8), 8))
+    ledger = Ledger(Drawn(kv.table, Limits(10_000, 64, 10, prefill_tokens=8), 8), kv.tree)
     for i, (h, rest) in enumerate(zip(held.tolist(), left.tolist(), strict=True), 1):
         one = request(i, [i] * h, max_new_tokens=1000 - h + i)
         drawn[1000 + i - 1] = rest

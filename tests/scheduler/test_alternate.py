@@ -16,7 +16,7 @@ import pytest
 from scheduler_driver import Driver, Guesses, request
 
 from tokenpod.scheduler.drafts.drafting import Drafting
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 
 #: Each prompt has 10 tokens, each output 41: a bound is 50. Prefill budget 40, total budget 500,
 #: size 8, ratio 0.5, max_waiting_tokens 4.

@@ -88,7 +88,7 @@ def test_the_cache_gives_way_to_who_needs_the_slots():
 
 
 def ledger_of(kv):
-    return Ledger(Exact(kv.table, Limits(100, 8, 100, prefill_tokens=8), quantum=8))
+    return Ledger(Exact(kv.table, Limits(100, 8, 100, prefill_tokens=8), quantum=8), kv.tree)
 
 
 def test_the_forecast_counts_a_shared_prefix_once():

@@ -12,7 +12,7 @@ from scheduler_driver import Driver, Guesses, request
 
 from examples import examples
 from tokenpod.scheduler.drafts.drafting import Drafting
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 
 #: Prompts are cut from few texts, so that many begin alike.
 TEXTS = [[1] * 60, [1, 2] * 30, [2, 2, 1] * 20, [1] * 10 + [2] * 50]

@@ -64,7 +64,7 @@ def reference_peak(driver, extra):
         if computed is not None:
             follow(computed, siblings)
     waiting = [[s, *batcher._siblings.get(s.id, ())] for s in batcher._prefilling]
-    frozen = list(routed.sequences)
+    frozen = list(routed.admitted.values())
     for samples in extra:
         if samples[0].owner.name == "ROUTER":
             frozen += samples

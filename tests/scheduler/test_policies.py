@@ -8,8 +8,8 @@ from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.batching import Joining, Portion
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS
 from tokenpod.scheduler.policies.optimistic import Optimistic
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS
 from tokenpod.service.config.settings import Settings
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from tokenpod.scheduler.pool.slots import OutOfSlots, SlotAllocator
+from tokenpod.scheduler.pool.slot_allocator import OutOfSlots, SlotAllocator
 
 
 def runs(extents):

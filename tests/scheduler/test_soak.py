@@ -9,7 +9,7 @@ import pytest
 from scheduler_driver import Driver, Guesses, request
 
 from tokenpod.scheduler.drafts.drafting import Drafting
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 
 pytestmark = pytest.mark.compute
 

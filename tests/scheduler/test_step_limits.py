@@ -98,7 +98,7 @@ def test_a_step_beyond_what_executors_have_room_for_is_not_closed():
 def test_a_planner_that_adds_too_much_is_found_when_the_step_is_closed(monkeypatch):
     driver = two_routers_and_streams(8, rows=30, streams=4)
     step = StepLimits(rows=71, prompt=400 + PROBE_TOKENS, drafts=100)
-    monkeypatch.setattr(Limits, "step", step)
+    driver.scheduler._step_limits = step
     driver.turn()
     assert driver.last_step.plan.drafts == 100
     monkeypatch.setattr(Drafting, "add_to", greedy)

@@ -635,8 +635,8 @@ def test_drafts_prefixes_ends_and_the_hosts_memory_are_observed(
         drafted_at=[30, 20],
         accepted_at=[15, 6],
         fetched_tokens=31,
-        host_slots=200,
-        host_used_slots=50,
+        offload_slots=200,
+        offload_used_slots=50,
     )
     telemetry.watch(lambda: load)
     telemetry.shutdown()

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.sequences.work import Limits
+from tokenpod.simulator.machine_times import MachineTimes
 from tokenpod.simulator.machines import MACHINES
 from tokenpod.simulator.simulator import Simulator
 from tokenpod.simulator.skipping import SkippingScheduler
-from tokenpod.simulator.step_times import StepTimes
 from tokenpod.simulator.trace import Arrival
 
 pytestmark = pytest.mark.compute
 
 PAIRS = [(admission, turns) for admission in ADMISSIONS for turns in BATCHINGS]
-TIMES = StepTimes(1e-3, 1e-5, 1e-8, 2e-6, 1e-9)
+TIMES = MachineTimes(1e-3, 1e-5, 1e-8, 2e-6, 1e-9)
 
 
 def load(requests, seed, *, rate=400.0):
@@ -45,7 +45,7 @@ def simulated(
     admission, turns, arrivals, *, overlap=False, jumps=True, slots=1200, copy_seconds=0.0, **more
 ):
     scheduler = SkippingScheduler(
-        Limits(slots, 40, 400, 64, host_block=8, **more),
+        Limits(slots, 40, 400, 64, offload_block=8, **more),
         admission=ADMISSIONS[admission],
         batching=batching(turns, max_waiting_tokens=5),
         preemption=PREEMPTIONS["swap"](1),
@@ -101,8 +101,8 @@ def test_what_is_swapped_is_not_computed_again():
     arrivals = load(1500, 11)
     plain = simulated("optimistic", "mixed", arrivals, overlap=True)
     # A token takes as long to copy as ten to compute, and the host's memory is short, too.
-    for host_slots, copy_seconds in ((20_000, 0.0), (1600, 2e-5)):
-        more = {"host_slots": host_slots, "copy_seconds": copy_seconds}
+    for offload_slots, copy_seconds in ((20_000, 0.0), (1600, 2e-5)):
+        more = {"offload_slots": offload_slots, "copy_seconds": copy_seconds}
         swapped = simulated("optimistic", "mixed", arrivals, overlap=True, **more)
         check(swapped, copies=True)
         assert swapped.load.swapped_tokens > 1000
@@ -126,10 +126,10 @@ def test_so_do_a_hundred_thousand(admission, turns):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
 @pytest.mark.parametrize(
-    ("admission", "turns", "host_slots"),
+    ("admission", "turns", "offload_slots"),
     [*((*pair, 0) for pair in PAIRS), ("optimistic", "mixed", 900), ("exact", "mixed", 900)],
 )
-def test_jumps_change_nothing(admission, turns, host_slots, overlap):
+def test_jumps_change_nothing(admission, turns, offload_slots, overlap):
     chance, at, arrivals = random.Random(7), 0.0, []
     # Few at a time, with outputs long enough that many steps are alike.
     for _ in range(25):
@@ -144,7 +144,7 @@ def test_jumps_change_nothing(admission, turns, host_slots, overlap):
             overlap=overlap,
             jumps=jumps,
             slots=700,
-            host_slots=host_slots,
+            offload_slots=offload_slots,
             copy_seconds=1e-5,
         )
         for jumps in (True, False)

@@ -22,7 +22,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -181,7 +181,7 @@ def serve(
     With a `price`, a plan's nanoseconds, they are so only where that is thought to pay.
     """
     kv = KVPool(slots=slots, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=CPU)
-    executor = executor or HostExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
+    executor = executor or CpuExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
     resources = Limits(slots - 16, rows - 1, POSITIONS, prefill, forced=forced)
     costs = Costs() if price else None
     scheduler = Scheduler(resources, drafting=drafting, forced_costs=costs)

@@ -19,13 +19,13 @@ from tokenpod.core.plan import PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
 from tokenpod.engine.cpu.cpu_draws import counters, tempered
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
-from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
+from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.drafts.draft import SmallModel
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.rng import vocabulary_noise
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
-from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.models import load as loading
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.exact import Exact
@@ -108,22 +108,24 @@ def serve(
     drafting=None,
     admission=Exact,
     draft=None,
-    host_slots=0,
+    offload_slots=0,
 ):
     """Answer a recorder's requests; before each turn every sequence is preempted by chance.
 
     The admission policy may preempt more. `draft`: a draft model of the same shape. With
-    `host_slots` what is preempted is swapped, and the pool forgets at once what only the cache
+    `offload_slots` what is preempted is swapped, and the pool forgets at once what only the cache
     holds.
     """
     own = draft and SmallModel(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
     kept, made = pool(slots), None
-    if host_slots:
+    if offload_slots:
         slot_bytes = (1 + bool(draft)) * KVPool.bytes_per_slot(layouts=LAYOUTS, dtype=torch.float32)
-        made = HostPool(host_slots, slot_bytes, pinned=False)
-    executor = HostExecutor(model, kept, rows=rows, vocab_size=VOCABULARY, draft=own, host=made)
-    limits = Limits(slots - 16, rows - 1, POSITIONS, prefill, host_slots=host_slots, host_block=4)
-    preemption = PREEMPTIONS["swap" if host_slots else "recompute"](1)
+        made = OffloadPool(offload_slots, slot_bytes, pinned=False)
+    executor = CpuExecutor(model, kept, rows=rows, vocab_size=VOCABULARY, draft=own, offload=made)
+    limits = Limits(
+        slots - 16, rows - 1, POSITIONS, prefill, offload_slots=offload_slots, offload_block=4
+    )
+    preemption = PREEMPTIONS["swap" if offload_slots else "recompute"](1)
     scheduler = Scheduler(limits, drafting=drafting, admission=admission, preemption=preemption)
     loop = EngineLoop(link, scheduler, executor, overlap=overlap)
     chance, preempted = random.Random(3), 0
@@ -133,7 +135,7 @@ def serve(
         for sequence in [*link.requests, *link.routed]:
             if chance.random() < preempt:
                 preempted += preempt_sequence(scheduler, sequence)
-        if host_slots:
+        if offload_slots:
             scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()
     assert link.done
@@ -197,7 +199,7 @@ def scores(model, request, outputs):
     known = [*request.prompt, *outputs]
     layouts = model.config.kv_layouts
     own = KVPool(slots=len(known), layouts=layouts, dtype=torch.float32, device=CPU)
-    executor = HostExecutor(model, own, rows=1, vocab_size=VOCABULARY)
+    executor = CpuExecutor(model, own, rows=1, vocab_size=VOCABULARY)
     noted = Noting(rows=1, vocab_size=VOCABULARY)
     executor._sampler = noted
     new = NewRow(request, 0, tuple(outputs))
@@ -207,7 +209,7 @@ def scores(model, request, outputs):
     return noted.scores
 
 
-class Noting(HostSampler):
+class Noting(CpuSampler):
     """A sampler that keeps the scores of the last token that it chose."""
 
     def sample(self, logits, rows, positions, masks=None):

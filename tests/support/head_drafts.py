@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 
 import step_scenes
 import stepping
@@ -11,7 +12,7 @@ from demo_engine import CPU, POSITIONS, Recorder
 from interpreted import DEVICE
 
 from tokenpod.core.plan import LAST
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import draft_of
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.open_drafts import Unknown
@@ -27,23 +28,34 @@ class Watching:
 
     def __init__(self, executor):
         self._executor = executor
-        self._plans = []
+        self._found = {}
 
     def launch(self, plan):
-        unknown = Unknown.of(plan)
-        if unknown is not None:
-            self._plans.append((plan, unknown))
-        return self._executor.launch(plan)
+        return Watched(plan, self._executor.launch(plan), self._found)
 
     def drafts(self):
         """Since it was last asked; all steps have been waited for."""
-        found = {}
-        for plan, unknown in self._plans:
-            for row, first, count in zip(unknown.rows, unknown.firsts, unknown.counts, strict=True):
-                where = int(plan.r_row[row]), int(plan.r_start[row]) + 1
-                found[where] = plan.t_token[first + 1 : first + 1 + count].tolist()
-        self._plans = []
+        found = dict(self._found)
+        self._found.clear()
         return found
+
+
+class Watched:
+    """A step under way, whose drafts are noted in `found` once they are there."""
+
+    def __init__(self, plan, launched, found):
+        self._plan, self._launched, self._found = plan, launched, found
+        self.sample = launched.sample
+
+    def wait(self):
+        result, unknown = self._launched.wait(), Unknown.of(self._plan)
+        drafts = iter(result.drafts)
+        if unknown is not None:
+            for row, count in zip(unknown.rows, unknown.counts, strict=True):
+                where = int(self._plan.r_row[row]), int(self._plan.r_start[row]) + 1
+                self._found[where] = [*islice(drafts, int(count))]
+        assert not [*drafts]
+        return result
 
 
 def pool_of(model):
@@ -68,7 +80,7 @@ def answer(served, asked, head=None, prefill=8, most=MOST):
         own = pool_of(head)
         draft = draft_of(head, served, own, most, rows=3)
     executor = Watching(
-        HostExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
+        CpuExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
     )
     guesses = None if head is None else partial(Drafting, ModelDrafts(), most)
     scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)

@@ -34,7 +34,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import die_with_parent
 
 #: Not the modules that are run themselves: they start with empty globals.
 _IMPORTED = (

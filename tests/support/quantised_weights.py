@@ -11,7 +11,7 @@ from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pair
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.kernels.products.quantised.laned import kind_of_lanes
+from tokenpod.kernels.products.quantised.lane_products import kind_of_lanes
 from tokenpod.kernels.products.quantised.lanes import lanes_of
 from tokenpod.kernels.products.quantised.products import kind_of
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, MatrixTile, Tiles
@@ -19,7 +19,7 @@ from tokenpod.models.mxfp4 import VALUES
 
 FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)
 MATRIX = MatrixTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2, panel=2)
-LANES = LaneTile(block_n=32, parts=4, warps=2, stages=2)
+LANES = LaneTile(block_n=32, block_t=4, parts=4, warps=2, stages=2)
 
 
 def int4(dense, group, *, zeros=False, index=None):

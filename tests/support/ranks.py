@@ -118,8 +118,8 @@ def answer(
         max_rows=options.max_batch_size,
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
-        host_slots=ready.host_slots,
-        host_block=4,
+        offload_slots=ready.offload_slots,
+        offload_block=4,
     )
     preemption = PREEMPTIONS[options.preemption](1)
     link = Client(requests)
@@ -133,7 +133,7 @@ def answer(
         for sequence in sorted(link.left):
             if chance.random() < preempt:
                 preempt_sequence(scheduler, sequence)
-        if ready.host_slots:
+        if ready.offload_slots:
             scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()
     load = scheduler.load()

@@ -13,7 +13,7 @@ from sampling_reference import choose
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.cpu.cpu_sampler import HostSampler
+from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches, SamplerTiles
 from tokenpod.engine.sampling.sampler import Sampler, Samples
 
@@ -69,8 +69,8 @@ def on_device(
     return sampler
 
 
-def on_cpu(rows: list[Row], vocab: int) -> HostSampler:
-    sampler = HostSampler(rows=len(rows), vocab_size=vocab)
+def on_cpu(rows: list[Row], vocab: int) -> CpuSampler:
+    sampler = CpuSampler(rows=len(rows), vocab_size=vocab)
     seat(sampler, rows)
     return sampler
 

@@ -55,7 +55,7 @@ class Engine:
             PREFILL,
             sharing=own is None,
             scores_prompts=own is None or own.scores_prompts,
-            host_slots=made.host_slots,
+            offload_slots=made.offload_slots,
         )
 
     def answer(self, requests, *, preempt=0.0, abort=()):

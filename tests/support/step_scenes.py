@@ -26,7 +26,7 @@ from stepping import ROOM, VOCABULARY, Row
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, plan_of
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import SmallModel, draft_of
 from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.steps.executor import Executor, Words
@@ -415,7 +415,7 @@ def make(
         whole = small if kind in ("cpu", "fast", "device") else Uncaptured(small)
         draft = SmallModel(whole, own, small.config.vocab_size, VOCABULARY, most=3)
     if not on_device:
-        return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group, draft=draft)
+        return CpuExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group, draft=draft)
     from tokenpod.engine.gpu import device_sampler
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
     from tokenpod.engine.gpu.device_sampler import SamplerTiles

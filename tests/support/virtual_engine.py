@@ -13,7 +13,7 @@ from tokenpod.core.messages import AdapterFacts
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.adapters.adapter_reading import read_one
-from tokenpod.engine.cpu.cpu_executor import HostExecutor
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.adapters.store import Space
@@ -113,7 +113,7 @@ class Engine:
         )
 
 
-def host(model: Any, pool: KVPool, rows: int) -> HostExecutor:
-    return HostExecutor(
+def host(model: Any, pool: KVPool, rows: int) -> CpuExecutor:
+    return CpuExecutor(
         model, pool, rows=rows, vocab_size=model.config.vocab_size, adapters=model.adapters
     )

@@ -42,12 +42,10 @@ def round_inputs(
     rounding: Rounding | None,
     *,
     norm: RowNorm | None = None,
-    width: int | None = None,
 ) -> Rounded:
     """X [T, in] of 16 bits, rows contiguous, after its norm, if there is one.
 
-    `rounding` of the format; None: as two digits. With `width` these are in the order in which
-    `token_product` takes a token of lanes with planes so wide, whose blocks are full.
+    `rounding` of the format; None: as two digits.
     """
     tokens, k = x.shape
     block = k if rounding is None or rounding.group is None else rounding.group
@@ -72,7 +70,6 @@ def round_inputs(
         KIND="digits" if rounding is None else rounding.number.value,
         GROUPS=triton.next_power_of_2(groups),
         IN_GROUP=in_group,
-        WIDTH=width or 0,
         num_warps=_warps(tokens, triton.next_power_of_2(groups) * in_group),
         **launch_options(x.device),
     )
@@ -101,7 +98,6 @@ def _round_inputs(
     KIND: tl.constexpr,
     GROUPS: tl.constexpr,
     IN_GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -132,13 +128,7 @@ def _round_inputs(
         step = tl.load(static) + largest * 0.0
     q = v * tl.where(step > 0, 1.0 / step, 1.0)[:, None]
     q = tl.minimum(tl.maximum(q, -MOST), MOST)
-    byte = i
-    if WIDTH > 0:
-        # Planes 0 and 1, then 2 and 3; of both planes 8 lanes, then the next ones.
-        lane, plane = i % WIDTH, i // WIDTH % 4
-        eight = i // (4 * WIDTH) * (WIDTH // 8) + lane // 8
-        byte = plane // 2 * (k // 2) + eight * 16 + plane % 2 * 8 + lane % 8
-    at = numbers + token * k + byte
+    at = numbers + token * k + i
     if KIND == "fp8":
         tl.store(at, q.to(tl.float8e4nv), mask=inside)
     else:

@@ -1,8 +1,12 @@
-"""Products of few tokens with a weight in lanes, on the matrix unit, bound by reading it.
+"""Products with a weight in lanes, on the matrix unit, of any number of tokens.
 
-Tiles of lanes come through shared memory, several steps ahead, straight into the registers that the
-matrix unit takes a left factor from; a few instructions on two numbers at a time make them bfloat16
-there. A group's sums get its scale. Inputs stay as they are. Few tokens' rows are cut into `parts`.
+The weight is the left factor. Tiles of lanes come through shared memory, several steps ahead,
+straight into the registers that the matrix unit takes a left factor from; a few instructions on two
+numbers at a time make them bfloat16 there, scales included. So a weight is rounded to 16 bits, once
+and at any number of tokens, and never written out. A step's planes beside each other are one
+factor: its multiplication goes on while the next step's numbers are widened.
+
+Few tokens' rows are cut into `parts`.
 """
 
 from __future__ import annotations
@@ -10,20 +14,48 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.operations.pointwise_ops import Activation
-from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
-from tokenpod.kernels.products.quantised.lane_widening import lane_planes, lane_unit, plus_zero
+from tokenpod.kernels.products.quantised.around import Around, Product, put
+from tokenpod.kernels.products.quantised.lane_widening import lane_unit, scaled_planes
 from tokenpod.kernels.products.quantised.lanes import Lanes
 from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts
-from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile
-from tokenpod.kernels.products.quantised.widening import factor_of, halves
+from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, measured
+from tokenpod.kernels.products.quantised.widening import halves
 from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
+
+
+def prepare_lanes(
+    weight: Lanes, bias: torch.Tensor | None, around: Around, tiles: Tiles | None
+) -> Product:
+    """The product with a weight in lanes: of inputs of 16 bits by the kernel here."""
+    chosen = tiles or measured(capability(weight.numbers.device))
+    kind = kind_of_lanes(weight)
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> None:
+        if around.norm is not None:
+            x = rms_norm(x, around.norm.weight, around.norm.epsilon)
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        tile = chosen.choose(kind, *weight.shape, len(x)) if x.itemsize <= 2 else None
+        if isinstance(tile, LaneTile):
+            multiply_lanes(x, weight, bias, y, around.activation, around.add, tile)
+        else:
+            put(functional.linear(x, weight.dequantised(x.dtype), bias), y, around)
+
+    return product
+
+
+def kind_of_lanes(weight: Lanes) -> str:
+    """The name under which its tiles are."""
+    return "groups8" if weight.kind == "int8" else weight.kind
 
 
 def multiply_lanes(
@@ -38,7 +70,7 @@ def multiply_lanes(
     """Y [T, n] = (or += with `add`) x · weightᵀ + bias; with an activation gates come first.
 
     Args:
-        x: [T, inputs], rows contiguous, in the weight's order.
+        x: [T, inputs] of 16 bits, rows contiguous, in the weight's order.
         weight: in lanes.
         bias: [outputs] or None.
         y: [T, n], rows contiguous.
@@ -48,30 +80,29 @@ def multiply_lanes(
     """
     tokens, n = y.shape
     gates = 1 if activation is None else 2
-    block_t = triton.next_power_of_2(tokens)
+    block_t = tile.block_t
     block_n = max(tile.block_n // gates, LEAST_ROWS // (gates * tile.parts), 1)
     splits = tile.splits if activation is None else 1
-    lanes = min(tile.lanes, weight.width)
-    steps = weight.numbers.shape[1] // lanes
+    block = weight.planes * weight.width
+    lanes = weight.width * max(tile.inputs, weight.planes * LEAST_ROWS) // block
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
-    options = launch_options(y.device)
-    lane_product[(triton.cdiv(n, block_n), splits)](
-        *(x, weight.numbers, weight.scale, weight.zero, bias, target),
-        *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.numbers.shape[1]),
-        len(weight.scale),
+    even = weight.blocks * weight.width % (lanes * tile.parts * splits) == 0
+    lane_product[(triton.cdiv(n, block_n) * triton.cdiv(tokens, block_t), splits)](
+        *(x, weight.numbers, weight.scale, bias, target),
+        *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.blocks),
         KIND=weight.kind,
         TABLE=weight.table,
+        SCALES=weight.scales,
+        ZEROS=weight.zeros,
         PLANES=weight.planes,
         WIDTH=weight.width,
         LANES=lanes,
-        PER_GROUP=weight.group // weight.width,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
         ASSEMBLY=capability(y.device) is not None,
-        EVEN=weight.inputs % (weight.planes * weight.width) == 0
-        and steps % (tile.parts * splits) == 0,
+        EVEN=weight.inputs % block == 0 and even,
         SPLITS=splits,
         PARTS=tile.parts,
         COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
@@ -80,7 +111,7 @@ def multiply_lanes(
         AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
         STAGES=tile.stages,
         num_warps=tile.warps,
-        **options,
+        **launch_options(y.device),
     )
     if splits > 1:
         add_up(target, bias, y, add=add)
@@ -91,7 +122,6 @@ def lane_product(
     x,
     weight,
     scale,
-    zero,
     bias,
     y,
     x_stride,
@@ -99,14 +129,14 @@ def lane_product(
     tokens,
     n,
     k,
-    row_lanes,
-    groups,
+    blocks,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
-    PER_GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -123,163 +153,123 @@ def lane_product(
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
 
     Rows of a tile are [gates and what they open, PARTS, BLOCK_N], columns [PARTS, BLOCK_T] and
-    some that are nothing. A step takes LANES of a plane's WIDTH. AHEAD bytes of each row are asked
-    for at first. SPLITS programs share a row; they
-    leave partial sums [SPLITS, tokens, n] float32.
+    some that are nothing. A step takes LANES of a row. AHEAD bytes of each row are
+    asked for at first. SPLITS programs share a row; they leave partial sums [SPLITS, tokens, n]
+    float32. Programs of a block of rows follow each other, so that its weight is read once.
     """
     GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
     ALL: tl.constexpr = GATES * PARTS * BLOCK_N
-    SUB: tl.constexpr = WIDTH // LANES
-    steps = row_lanes // LANES
-    share = tl.cdiv(steps, PARTS * SPLITS)
+    #: Blocks of a step, their lanes, and steps of a block.
+    BLOCKS: tl.constexpr = max(LANES // WIDTH, 1)
+    SOME: tl.constexpr = min(LANES, WIDTH)
+    SUB: tl.constexpr = WIDTH // SOME
+    INPUTS: tl.constexpr = PLANES * LANES
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row_lanes = blocks * WIDTH
+    share = tl.cdiv(tl.cdiv(row_lanes, LANES), PARTS * SPLITS)
+    blocks_t = tl.cdiv(tokens, BLOCK_T)
+    block_n, block_t = tl.program_id(0) // blocks_t, tl.program_id(0) % blocks_t
     tile_row = tl.arange(0, ALL)
     row_part = tile_row // BLOCK_N % PARTS
-    own = tl.minimum(tl.program_id(0) * BLOCK_N + tile_row % BLOCK_N, n - 1)
+    own = tl.minimum(block_n * BLOCK_N + tile_row % BLOCK_N, n - 1)
     own += tile_row // (PARTS * BLOCK_N) * n
-    at_w = weight + own.to(tl.int64) * row_lanes
-    first_step = (tl.program_id(1) * PARTS + row_part) * share
     column = tl.arange(0, COLUMNS)
-    part, token = column // BLOCK_T, column % BLOCK_T
+    part, token = column // BLOCK_T, block_t * BLOCK_T + column % BLOCK_T
     is_x = (token < tokens) & (part < PARTS)
+    first_of_row = (tl.program_id(1) * PARTS + row_part) * share
     first = (tl.program_id(1) * PARTS + part) * share
+    at_w = weight + own.to(tl.int64) * row_lanes
     at_x = x + token.to(tl.int64) * x_stride
     rows = GATES * n
-    # Scales are asked for one step ahead: they are too short to be copied beside the loop.
-    next_s = step_scales(scale, own, first_step // SUB, rows, groups, PLANES, PER_GROUP)
     if AHEAD > 0:
         start = tl.program_id(1) * PARTS * share * LANES
-        ask_rows(weight, tl.program_id(0) * BLOCK_N, n, start, row_lanes, BLOCK_N, AHEAD)
+        ask_rows(weight, block_n * BLOCK_N, n, start, row_lanes, BLOCK_N, AHEAD)
         if GATES == 2:
-            ask_rows(weight, tl.program_id(0) * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
+            ask_rows(weight, block_n * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
+    # A way around the loop would be one to the sums that no multiplication has made: then the
+    # compiler lets every multiplication wait for the one before.
+    tl.assume(share > 0)
     for step in tl.range(0, share, num_stages=STAGES):
-        s = next_s
-        ahead = first_step + tl.minimum(step + 1, share - 1)
-        next_s = step_scales(scale, own, ahead // SUB, rows, groups, PLANES, PER_GROUP)
-        # Steps beyond the last one have inputs of zero, and the last one's weight.
-        its_step = first_step + step
-        if not EVEN:
-            its_step = tl.minimum(its_step, steps - 1)
-        i = (first + step) // SUB * (PLANES * WIDTH) + (first + step) % SUB * LANES
-        v = _inputs(at_x, i, k, is_x, PLANES, WIDTH, LANES, EVEN)
-        w = lane_planes(at_w + its_step * LANES, LANES, KIND, TABLE, x.dtype.element_ty, ASSEMBLY)
-        z = step_zeros(zero, own, its_step // SUB, rows, PLANES, PER_GROUP)
-        sums = _add_planes(sums, w, v, s, z, zero, KIND, PLANES, PER_GROUP, ASSEMBLY)
-    sums *= lane_unit(KIND, x.dtype.element_ty, ASSEMBLY)
+        its = (first + step)[None, :]
+        of_step = tl.arange(0, INPUTS)[:, None]
+        i = its // SUB * (PLANES * WIDTH) * BLOCKS + its % SUB * SOME
+        i += of_step // SOME * WIDTH + of_step % SOME
+        v = tl.load(at_x[None, :] + i, mask=_inside(is_x[None, :], i, k, EVEN), other=0.0)
+        lane = ((first_of_row + step) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+        packed = _load(at_w[:, None] + lane, lane < row_lanes, EVEN)
+        packed = tl.reshape(packed, (ALL, BLOCKS, SOME))
+        block = ((first_of_row + step) // SUB * BLOCKS)[:, None] + tl.arange(0, BLOCKS)[None, :]
+        s, z = _scales(scale, own[:, None], block, blocks, rows, SCALES, ZEROS, PLANES, EVEN)
+        w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
+        if PLANES == 4:
+            w = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 1, 3, 4, 2))
+        else:
+            w = tl.permute(tl.join(w0, w1), (0, 1, 3, 2))
+        w = tl.reshape(w, (ALL, INPUTS))
+        sums = tl.dot(w, v, sums, input_precision="ieee")
+    sums *= lane_unit(KIND, ZEROS, DTYPE, ASSEMBLY)
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
-    _finish(out, bias, y, y_stride, tokens, n, GATES, ACTIVATION, ADD, SPLITS, BLOCK_T, BLOCK_N)
+    row = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = block_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    _finish(out, bias, y, y_stride, tokens, n, row, token, GATES, ACTIVATION, ADD, SPLITS)
 
 
 @triton.jit
-def _inputs(
-    at_x,
-    first,
-    k,
-    is_x,
+def _inside(is_x, i, k, EVEN: tl.constexpr):
+    return is_x if EVEN else is_x & (i < k)
+
+
+@triton.jit
+def _load(at, inside, EVEN: tl.constexpr):
+    """What is read once, and makes room for what is read again."""
+    if EVEN:
+        loaded = tl.load(at, eviction_policy="evict_first")
+    else:
+        loaded = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
+    return loaded
+
+
+@triton.jit
+def _scales(
+    scale,
+    own,
+    block,
+    blocks,
+    rows,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
     PLANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Inputs of a step, plane by plane, each a right factor [lanes, columns]."""
-    i = first[None, :] + tl.arange(0, LANES)[:, None]
-    v0 = _plane(at_x, i, k, is_x, EVEN)
-    v1 = _plane(at_x, i + WIDTH, k, is_x, EVEN)
-    v2, v3 = v0, v1
-    if PLANES == 4:
-        v2 = _plane(at_x, i + 2 * WIDTH, k, is_x, EVEN)
-        v3 = _plane(at_x, i + 3 * WIDTH, k, is_x, EVEN)
-    return v0, v1, v2, v3
-
-
-@triton.jit
-def _plane(at_x, i, k, is_x, EVEN: tl.constexpr):
-    inside = is_x[None, :] if EVEN else is_x[None, :] & (i < k)
-    return tl.load(at_x[None, :] + i, mask=inside, other=0.0)
-
-
-@triton.jit
-def step_scales(scale, row, step, rows, groups, PLANES: tl.constexpr, PER_GROUP: tl.constexpr):
-    """Scales of a step's planes, as stored; planes of one group have the same."""
-    plane = step * PLANES
-    s0 = _scale(scale, row, plane // PER_GROUP, rows, groups)
-    s1, s2, s3 = s0, s0, s0
-    if PER_GROUP % PLANES != 0:
-        if PER_GROUP % 2 != 0:
-            s1 = _scale(scale, row, (plane + 1) // PER_GROUP, rows, groups)
-        if PLANES == 4:
-            s2 = _scale(scale, row, (plane + 2) // PER_GROUP, rows, groups)
-            s3 = s2
-            if PER_GROUP % 2 != 0:
-                s3 = _scale(scale, row, (plane + 3) // PER_GROUP, rows, groups)
-    return s0, s1, s2, s3
-
-
-@triton.jit
-def _scale(scale, row, group, rows, groups):
-    return tl.load(scale + (tl.minimum(group, groups - 1) * rows + row))
-
-
-@triton.jit
-def step_zeros(zero, row, step, rows, PLANES: tl.constexpr, PER_GROUP: tl.constexpr):
-    """What is added to a step's planes; see `Lanes.zero`. Loaded with the tile they are for."""
-    if zero is None:
-        return 0, 0, 0, 0
-    elif PER_GROUP % 2 == 0:
-        z0, z2 = halves(tl.load(zero + step * rows + row))
-        return z0, z0, z2, z2
-    elif PLANES == 2:
-        z0, z1 = halves(tl.load(zero + step * rows + row))
-        return z0, z1, z0, z1
+    """Scales of four planes (of two, twice), and what is added to their numbers: `Lanes.scale`."""
+    WORDS: tl.constexpr = SCALES if ZEROS else (SCALES + 1) // 2
+    at = scale + block * (WORDS * rows) + own
+    inside = block < blocks
+    z0, s0 = halves(_load(at, inside, EVEN))
+    if ZEROS:
+        z1, s1, z2, s2, z3, s3 = z0, s0, z0, s0, z0, s0
+        if SCALES == 2:
+            z2, s2 = halves(_load(at + rows, inside, EVEN))
+            z3, s3 = z2, s2
+        elif SCALES == 4:
+            z1, s1 = halves(_load(at + rows, inside, EVEN))
+            z2, s2 = halves(_load(at + 2 * rows, inside, EVEN))
+            z3, s3 = halves(_load(at + 3 * rows, inside, EVEN))
     else:
-        z0, z1 = halves(tl.load(zero + step * (2 * rows) + row))
-        z2, z3 = halves(tl.load(zero + step * (2 * rows) + rows + row))
-        return z0, z1, z2, z3
-
-
-@triton.jit
-def _add_planes(
-    sums,
-    w,
-    v,
-    s,
-    z,
-    zero,
-    KIND: tl.constexpr,
-    PLANES: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
-    """Sums plus a step's products: as many planes at once as share a scale."""
-    s0, s1, s2, s3 = s
-    z0, z1, z2, z3 = z
-    w0, w1, w2, w3 = w
-    v0, v1, v2, v3 = v
-    w0 = plus_zero(w0, z0, zero, KIND, v0.dtype, ASSEMBLY)
-    w1 = plus_zero(w1, z1, zero, KIND, v0.dtype, ASSEMBLY)
-    if PLANES == 4:
-        w2 = plus_zero(w2, z2, zero, KIND, v0.dtype, ASSEMBLY)
-        w3 = plus_zero(w3, z3, zero, KIND, v0.dtype, ASSEMBLY)
-    dot = tl.dot(w0, v0, input_precision="ieee")
-    if PER_GROUP % 2 != 0:
-        sums += dot * factor_of(s0, KIND)[:, None]
-        dot = tl.dot(w1, v1, input_precision="ieee")
-        if PLANES == 4:
-            sums += dot * factor_of(s1, KIND)[:, None]
-            dot = tl.dot(w2, v2, input_precision="ieee")
-            sums += dot * factor_of(s2, KIND)[:, None]
-            dot = tl.dot(w3, v3, input_precision="ieee")
-    else:
-        dot = tl.dot(w1, v1, dot, input_precision="ieee")
-        if PLANES == 4:
-            if PER_GROUP % 4 != 0:
-                sums += dot * factor_of(s0, KIND)[:, None]
-                dot = tl.dot(w2, v2, input_precision="ieee")
-            else:
-                dot = tl.dot(w2, v2, dot, input_precision="ieee")
-            dot = tl.dot(w3, v3, dot, input_precision="ieee")
-    return sums + dot * factor_of(s3 if PLANES == 4 else s1, KIND)[:, None]
+        s1, s2, s3 = s0, s0, s0
+        if SCALES == 2:
+            s0, s2 = z0, s0
+            s1, s3 = s0, s2
+        elif SCALES == 4:
+            s0, s1 = z0, s0
+            s2, s3 = halves(_load(at + rows, inside, EVEN))
+        z1, z2, z3 = z0, z0, z0
+    if PLANES == 2 and SCALES == 2:
+        # The second scale is the second plane's.
+        s1, z1 = s2, z2
+    return (s0, s1, s2, s3), (z0, z1, z2, z3)
 
 
 @triton.jit
@@ -290,21 +280,19 @@ def _finish(
     y_stride,
     tokens,
     n,
+    row,
+    token,
     GATES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Bias, gate, residual; rounded once, and once more where it is added. Or parts of sums."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.arange(0, BLOCK_T)
     inside = (token < tokens)[None, :] & (row < n)[:, None]
     if SPLITS > 1:
         tl.static_assert(GATES == 1)
         at_part = (tl.program_id(1).to(tl.int64) * tokens + token[None, :]) * n + row[:, None]
-        tl.store(y + at_part, tl.reshape(out, (BLOCK_N, BLOCK_T)), mask=inside)
+        tl.store(y + at_part, tl.reshape(out, (row.numel, token.numel)), mask=inside)
     else:
         own = tl.minimum(row, n - 1)
         if GATES == 2:
@@ -312,7 +300,7 @@ def _finish(
             if bias is not None:
                 up += tl.load(bias + n + own).to(tl.float32)[:, None]
         else:
-            out = tl.reshape(out, (BLOCK_N, BLOCK_T))
+            out = tl.reshape(out, (row.numel, token.numel))
         if bias is not None:
             out += tl.load(bias + own).to(tl.float32)[:, None]
         if GATES == 2:

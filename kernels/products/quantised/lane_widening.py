@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.products.quantised.widening import PLUS, in_pairs, of_e2m1
+from tokenpod.kernels.products.quantised.widening import PLUS, TIMES, of_e2m1
 
 
 @triton.constexpr_function
@@ -41,90 +41,171 @@ def table_assembly(table):
 
 
 @triton.jit
-def lane_planes(
-    at_row,
-    WIDTH: tl.constexpr,
+def scaled_planes(
+    packed,
+    s,
+    z,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
+    ZEROS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """The numbers of lanes (`lanes`), plane by plane: four tiles [rows, WIDTH], of 8 bits two.
+    """What lanes stand for, plane by plane: four tiles like `packed`, of 8 bits two and again two.
 
-    They are multiples of 1 / `lane_unit`.
+    They are rounded to DTYPE once, and multiples of 1 / `lane_unit`.
 
     Args:
-        at_row: [rows], the first lane of each row.
-        WIDTH: lanes of each row.
+        packed: [rows, blocks, width] int16; see `lanes`.
+        s: of each of four planes [rows, blocks] float32, which bfloat16 holds.
+        z: with ZEROS, what is added to whole numbers before, as `s`.
         KIND: "int4", "int8", "mxfp4" or "table4".
         TABLE: `Lanes.table`.
         DTYPE: what they become; instructions can be chosen for bfloat16.
         ASSEMBLY: whether they can.
     """
-    lane = tl.arange(0, WIDTH)
-    at = at_row[:, None] + lane[None, :]
-    packed = tl.load(at, eviction_policy="evict_first")
     if ASSEMBLY and tl.bfloat16 == DTYPE:
-        if KIND == "int4":
-            return _int4_lanes(packed)
-        elif KIND == "mxfp4":
-            return _e2m1_lanes(packed)
-        elif KIND == "table4":
-            return _table_lanes(packed, TABLE)
+        if KIND == "int4" and not ZEROS:
+            return _scaled_int4(packed, s)
         else:
-            return _int8_lanes(packed)
-    elif KIND == "int8":
-        low, high = (packed << 8) >> 8, packed >> 8
-        low, high = low.to(tl.float32).to(DTYPE), high.to(tl.float32).to(DTYPE)
-        return low, high, low, high
-    elif KIND == "table4":
-        odd = (lane & 1)[None, :]
-        low = tl.load(at - odd).to(tl.int32) & 0xFFFF
-        word = low | (tl.load(at + 1 - odd).to(tl.int32) << 16)
-        return (
-            _of_table(word >> (4 * odd), TABLE, DTYPE),
-            _of_table(word >> (4 * odd + 8), TABLE, DTYPE),
-            _of_table(word >> (4 * odd + 16), TABLE, DTYPE),
-            _of_table(word >> (4 * odd + 24), TABLE, DTYPE),
-        )
-    elif KIND == "int4":
-        return (
-            ((packed & 15) - 8).to(tl.float32).to(DTYPE),
-            (((packed >> 4) & 15) - 8).to(tl.float32).to(DTYPE),
-            (((packed >> 8) & 15) - 8).to(tl.float32).to(DTYPE),
-            (((packed >> 12) & 15) - 8).to(tl.float32).to(DTYPE),
-        )
+            return _in_pairs(packed, s, z, KIND, TABLE, ZEROS)
     else:
+        w0, w1, w2, w3 = _numbers(packed, KIND, TABLE)
+        s0, s1, s2, s3 = s
+        if ZEROS:
+            z0, z1, z2, z3 = z
+            w0, w1 = w0 + z0[:, :, None], w1 + z1[:, :, None]
+            w2, w3 = w2 + z2[:, :, None], w3 + z3[:, :, None]
         return (
-            of_e2m1(packed & 15).to(DTYPE),
-            of_e2m1((packed >> 4) & 15).to(DTYPE),
-            of_e2m1((packed >> 8) & 15).to(DTYPE),
-            of_e2m1((packed >> 12) & 15).to(DTYPE),
+            (w0 * s0[:, :, None]).to(DTYPE),
+            (w1 * s1[:, :, None]).to(DTYPE),
+            (w2 * s2[:, :, None]).to(DTYPE),
+            (w3 * s3[:, :, None]).to(DTYPE),
         )
 
 
 @triton.jit
-def plus_zero(w, z, zero, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Whole numbers of a tile plus what `Lanes.zero` has for each row; `zero` None: nothing."""
-    if zero is None:
-        return w
-    elif ASSEMBLY and tl.bfloat16 == DTYPE:
-        return in_pairs(w, z / lane_unit(KIND, DTYPE, ASSEMBLY), PLUS)
-    else:
-        return (w.to(tl.float32) + z.to(tl.float32)[:, None]).to(DTYPE)
-
-
-@triton.jit
-def lane_unit(KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """What the numbers of `lane_planes` are to be multiplied by: bfloat16 has no larger factor."""
+def lane_unit(KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """What sums are to be multiplied by, where numbers of `scaled_planes` are too small."""
     if KIND == "int4" and ASSEMBLY and tl.bfloat16 == DTYPE:
-        return 64.0
+        return 64.0 if ZEROS else 4096.0
     else:
         return 1.0
 
 
 @triton.jit
-def _of_table(code, TABLE: tl.constexpr, DTYPE: tl.constexpr):
+def _numbers(packed, KIND: tl.constexpr, TABLE: tl.constexpr):
+    """Numbers without scales, float32."""
+    if KIND == "int8":
+        low, high = ((packed << 8) >> 8).to(tl.float32), (packed >> 8).to(tl.float32)
+        return low, high, low, high
+    elif KIND == "table4":
+        # Codes of a pair of lanes share its bits.
+        even, odd = tl.split(tl.reshape(packed, (*packed.shape[:2], packed.shape[2] // 2, 2)))
+        word = (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+        return (
+            _of_pair(word, TABLE, packed.shape),
+            _of_pair(word >> 8, TABLE, packed.shape),
+            _of_pair(word >> 16, TABLE, packed.shape),
+            _of_pair(word >> 24, TABLE, packed.shape),
+        )
+    elif KIND == "int4":
+        return (
+            ((packed & 15) - 8).to(tl.float32),
+            (((packed >> 4) & 15) - 8).to(tl.float32),
+            (((packed >> 8) & 15) - 8).to(tl.float32),
+            (((packed >> 12) & 15) - 8).to(tl.float32),
+        )
+    else:
+        return (
+            of_e2m1(packed & 15),
+            of_e2m1((packed >> 4) & 15),
+            of_e2m1((packed >> 8) & 15),
+            of_e2m1((packed >> 12) & 15),
+        )
+
+
+@triton.jit
+def _of_pair(word, TABLE: tl.constexpr, SHAPE: tl.constexpr):
+    return tl.reshape(tl.join(_of_table(word, TABLE), _of_table(word >> 4, TABLE)), SHAPE)
+
+
+@triton.jit
+def _scaled_int4(packed, s):
+    """Each less 8, times its plane's scale, 4,096 times too small, by one instruction for two."""
+    s0, s1, s2, s3 = s
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 high;
+        shr.u32 high, $4, 8;
+        and.b32 $0, $4, 0x000F000F;
+        and.b32 $1, $4, 0x00F000F0;
+        and.b32 $2, high, 0x000F000F;
+        and.b32 $3, high, 0x00F000F0;
+        fma.rn.bf16x2 $0, $0, $5, $9;
+        fma.rn.bf16x2 $1, $1, $6, $10;
+        fma.rn.bf16x2 $2, $2, $7, $11;
+        fma.rn.bf16x2 $3, $3, $8, $12;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [
+            packed,
+            # Codes are bits below the second exponent, multiples of 2⁻¹³³ and of 2⁻¹²⁹.
+            _over(s0 * 2.0**121, packed),
+            _over(s1 * 2.0**117, packed),
+            _over(s2 * 2.0**121, packed),
+            _over(s3 * 2.0**117, packed),
+            _over(s0 * -(2.0**-9), packed),
+            _over(s1 * -(2.0**-9), packed),
+            _over(s2 * -(2.0**-9), packed),
+            _over(s3 * -(2.0**-9), packed),
+        ],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _in_pairs(packed, s, z, KIND: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr):
+    """Numbers that are exact in bfloat16, then plus what is added, then times their scales."""
+    if KIND == "int4":
+        w0, w1, w2, w3 = _int4_lanes(packed)
+    elif KIND == "mxfp4":
+        w0, w1, w2, w3 = _e2m1_lanes(packed)
+    elif KIND == "table4":
+        w0, w1, w2, w3 = _table_lanes(packed, TABLE)
+    else:
+        w0, w1, w2, w3 = _int8_lanes(packed)
+    s0, s1, s2, s3 = s
+    if ZEROS:
+        UNIT: tl.constexpr = 1 / 64 if KIND == "int4" else 1.0
+        z0, z1, z2, z3 = z
+        w0, w1 = _on_pairs(w0, z0 * UNIT, PLUS), _on_pairs(w1, z1 * UNIT, PLUS)
+        w2, w3 = _on_pairs(w2, z2 * UNIT, PLUS), _on_pairs(w3, z3 * UNIT, PLUS)
+    return (
+        _on_pairs(w0, s0, TIMES),
+        _on_pairs(w1, s1, TIMES),
+        _on_pairs(w2, s2, TIMES),
+        _on_pairs(w3, s3, TIMES),
+    )
+
+
+@triton.jit
+def _on_pairs(w, by_block, INSTRUCTION: tl.constexpr):
+    """An instruction on two numbers of a tile at a time, and what their block has."""
+    return tl.inline_asm_elementwise(
+        INSTRUCTION, "=r,r,r", [w, _over(by_block, w)], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _over(by_block, tile):
+    return tl.broadcast_to(by_block.to(tl.bfloat16)[:, :, None], tile.shape)
+
+
+@triton.jit
+def _of_table(code, TABLE: tl.constexpr):
     """What 4 bits stand for in a table of 8 words: 16 low bytes of bfloat16, then the high ones."""
     code = code & 15
     low, high = tl.zeros_like(code), tl.zeros_like(code)
@@ -132,12 +213,12 @@ def _of_table(code, TABLE: tl.constexpr, DTYPE: tl.constexpr):
         shift = 8 * (code & 3)
         low = tl.where(code // 4 == word, (TABLE[word] >> shift) & 255, low)
         high = tl.where(code // 4 == word, (TABLE[4 + word] >> shift) & 255, high)
-    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True).to(DTYPE)
+    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _int4_lanes(packed):
-    """Less 8, and 64 times too small: see `lane_unit`.
+    """Each less 8, and 64 times too small: bfloat16 has no larger factor.
 
     Bits below the second exponent are evenly spaced in bfloat16: two planes of four need no shift.
     """

@@ -3,9 +3,11 @@
 A lane is 16 bits. It holds 4 codes of 4 bits or 2 of 8, each of another plane: of each block of
 inputs, the first `width` are plane 0, the next ones plane 1, and so on. So a lane at a place
 becomes, plane by plane, a bfloat16 at the same place: two of them fill a register of 32 bits before
-and after, and tiles of lanes go to the matrix unit without any exchange between threads.
+and after, and tiles of lanes go to the matrix unit without any exchange between threads. A block's
+planes beside each other are its inputs, as they come.
 
-Scales are turned around, [groups, rows]: a step of a program reads one group's of all its rows.
+Scales and zeros are words of 32 bits, two bfloat16 each, so that they are copied ahead as numbers
+are; and turned around, [words, rows]: a step of a program reads a block's of all its rows.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight, floats_of
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 
-#: Lanes of a plane, at most; and at least, which is what the matrix unit multiplies at a time.
-MOST_WIDTH, LEAST_WIDTH = 64, 16
+#: Inputs of a block, at most.
+MOST_BLOCK = 128
+#: Lanes of a plane, at least: what the matrix unit multiplies at a time.
+LEAST_WIDTH = 16
+#: Scales of "int4" are less: numbers are multiplied by them and a power of two in one step.
+MOST_SCALE = 32.0
 #: Codes that are repacked at a time.
 _AT_ONCE = 1 << 26
 
@@ -36,19 +42,18 @@ class Lanes:
     #: [rows, blocks · width] int16. Of "table4" the codes of planes p of two neighbouring lanes
     #: are neighbours too: nibbles 2p and 2p + 1 of 32 bits.
     numbers: torch.Tensor
-    #: [groups, rows] of any float type; or uint8, exponents of two, 127 being 1.
+    #: [blocks · words, rows] int32. With zeros each scale has a word: what is added to the whole
+    #: numbers of its planes in the low half, the scale in the high one. Without, one scale of a
+    #: block is a word's high half, two are both halves, and four are two words.
     scale: torch.Tensor
-    #: [blocks · words, rows] int32, two bfloat16 each, low half first: what is added to whole
-    #: numbers of planes 0 and 2 where those of a pair share it (one word), else of planes 0 and 1,
-    #: and 2 and 3. None: nothing.
-    zero: torch.Tensor | None
+    zeros: bool
     #: What the 16 codes of "table4" stand for as bfloat16, as 8 words: 16 low bytes, then 16 high.
     table: tuple[int, ...] | None
     inputs: int
     #: Lanes of a plane.
     width: int
-    #: Inputs that share a scale, a multiple of `width`.
-    group: int
+    #: Of a block: 1, 2 or 4, each of planes that are neighbours.
+    scales: int
     #: [inputs] int64, which input each one is; None: as they come.
     order: torch.Tensor | None = None
 
@@ -58,20 +63,56 @@ class Lanes:
         return 2 if self.kind == "int8" else 4
 
     @property
-    def rows(self) -> int:
-        """Outputs."""
-        return len(self.numbers)
+    def blocks(self) -> int:
+        """Of a row; the last one may be filled up."""
+        return self.numbers.shape[1] // self.width
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        return self.rows, self.inputs
+        return len(self.numbers), self.inputs
 
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        tensors = (self.numbers, self.scale, self.zero, self.order)
+        tensors = (self.numbers, self.scale, self.order)
         return sum(x.nbytes for x in tensors if x is not None)
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, inputs] as `dtype`, in the order in which they are stored."""
+        whole = torch.empty(self.shape, dtype=dtype, device=self.numbers.device)
+        for rows in _portions(*self.shape):
+            whole[rows] = self._some(rows).to(dtype)
+        return whole
+
+    def _some(self, rows: slice) -> torch.Tensor:
+        codes = _unpacked(self.numbers[rows], self.planes, self.width, self.table is not None)
+        words = self.scale[:, rows].t().reshape(len(codes), self.blocks, -1)
+        low, high = (words << 16).view(torch.float32), (words & -65536).view(torch.float32)
+        plus = torch.zeros_like(high)
+        if self.zeros:
+            scale, plus = high, low
+        elif self.scales == 1:
+            scale, plus = high, torch.zeros_like(high)
+        else:
+            scale = torch.stack((low, high), 3).flatten(2)
+            plus = torch.zeros_like(scale)
+        each = self.planes // self.scales
+        scale, plus = (v.repeat_interleave(each, 2)[..., None] for v in (scale, plus))
+        numbers = self._numbers(codes).view(len(codes), self.blocks, self.planes, self.width)
+        return ((numbers + plus) * scale).flatten(1)[:, : self.inputs]
+
+    def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
+        if self.kind == "int8":
+            return codes.to(torch.int8).float()
+        if self.kind == "int4":
+            return codes.float() - 8
+        table = MXFP4_TABLE if self.table is None else self.table
+        low = torch.tensor([word >> 8 * i & 255 for word in table[:4] for i in range(4)])
+        high = torch.tensor([word >> 8 * i & 255 for word in table[4:] for i in range(4)])
+        values = ((high << 24) | (low << 16)).to(torch.int64)
+        values = torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
+        return values.view(torch.float32).to(codes.device)[codes.long()]
 
 
 def lanes_of(weight: QuantisedWeight) -> Lanes | None:
@@ -82,64 +123,92 @@ def lanes_of(weight: QuantisedWeight) -> Lanes | None:
 
 
 def _of_int4(weight: Int4Weight) -> Lanes | None:
-    width = _width(weight.group, weight.width)
-    if weight.index is not None or width is None:
+    width = _width(weight.group, weight.width, 4)
+    large = weight.scale.numel() and not float(weight.scale.abs().max()) < MOST_SCALE
+    if weight.index is not None or width is None or large:
         return None
-    scale, group = _turned(weight.scale), max(weight.group, width)
-    numbers = _packed(weight, 4, width, paired=False)
-    zero = None
-    if weight.zero is not None:
-        zero = _words(8 - weight.zero.float(), numbers.shape[1] // width, 4, group // width)
-    return Lanes("int4", numbers, scale, zero, None, weight.width, width, group, weight.order)
+    plus = None if weight.zero is None else 8 - weight.zero.float()
+    return _made(
+        "int4", weight, width, weight.group, weight.scale.float(), plus, order=weight.order
+    )
 
 
 def _of_codes(weight: GroupedWeight) -> Lanes | None:
     group, inputs = weight.group, weight.shape[1]
-    width = None if group is None else _width(group, inputs)
+    planes = 2 if weight.table is None else 4
+    width = None if group is None else _width(group, inputs, planes)
     if group is None or width is None:
         return None
-    group = max(group, width)
+    scale = floats_of(weight.scale)
     if weight.table is None:
-        numbers = _packed(weight, 2, width, paired=False)
-        zero = None
-        if weight.zero is not None:
-            zero = _words(128 - weight.zero.float(), numbers.shape[1] // width, 2, group // width)
-        return Lanes("int8", numbers, _turned(weight.scale), zero, None, inputs, width, group)
+        plus = None if weight.zero is None else 128 - weight.zero.float()
+        return _made("int8", weight, width, group, scale, plus)
     if weight.is_mxfp4:
-        numbers = _packed(weight, 4, width, paired=False)
-        return Lanes("mxfp4", numbers, _turned(weight.scale), None, None, inputs, width, group)
-    numbers = _packed(weight, 4, width, paired=True)
-    scale = _turned(floats_of(weight.scale))
-    return Lanes("table4", numbers, scale, None, _bytes(weight.table), inputs, width, group)
+        return _made("mxfp4", weight, width, group, scale, None)
+    return _made("table4", weight, width, group, scale, None, table=_bytes(weight.table))
 
 
-def _width(group: int, inputs: int) -> int | None:
+def _made(
+    kind: str,
+    weight: Int4Weight | GroupedWeight,
+    width: int,
+    group: int,
+    scale: torch.Tensor,
+    plus: torch.Tensor | None,
+    table: tuple[int, ...] | None = None,
+    order: torch.Tensor | None = None,
+) -> Lanes:
+    planes = 2 if kind == "int8" else 4
+    numbers = _packed(weight, planes, width, paired=kind == "table4")
+    per_group = max(group // width, 1)
+    scales = next(n for n in (1, 2, 4) if n == planes or per_group % (planes // n) == 0)
+    words = _words(scale, plus, numbers.shape[1] // width, scales, planes, per_group)
+    inputs = weight.shape[1]
+    return Lanes(kind, numbers, words, plus is not None, table, inputs, width, scales, order)
+
+
+def _width(group: int, inputs: int, planes: int) -> int | None:
     """Lanes of a plane, which has one scale; None: too few."""
-    width = MOST_WIDTH if group >= inputs else gcd(group, MOST_WIDTH)
+    most = MOST_BLOCK // planes
+    width = most if group >= inputs else gcd(group, most)
     return width if width >= LEAST_WIDTH else None
 
 
-def _turned(values: torch.Tensor) -> torch.Tensor:
-    return values.t().contiguous()
+def _words(
+    scale: torch.Tensor,
+    plus: torch.Tensor | None,
+    blocks: int,
+    scales: int,
+    planes: int,
+    per_group: int,
+) -> torch.Tensor:
+    """Values [rows, groups] float32 as `Lanes.scale` has them."""
+    plane = torch.arange(blocks * scales, device=scale.device) * (planes // scales)
+    group = (plane // per_group).clamp(max=scale.shape[1] - 1)
 
+    def halves(values: torch.Tensor) -> torch.Tensor:
+        """[blocks · scales, rows] int32, the bits of a bfloat16."""
+        bits = values.to(torch.bfloat16).view(torch.int16)[:, group].t()
+        return bits.to(torch.int32) & 0xFFFF
 
-def _words(values: torch.Tensor, blocks: int, planes: int, per_group: int) -> torch.Tensor:
-    """Whole numbers [rows, groups], exact as bfloat16, as `Lanes.zero` has them."""
-    first = torch.arange(blocks, device=values.device)[:, None] * planes
-    pairs = torch.tensor(
-        [[0, planes // 2]] if per_group % 2 == 0 else [[0, 1], [2, 3]][: planes // 2]
-    )
-    plane = first[:, :, None] + pairs.to(values.device)
-    group = (plane // per_group).clamp(max=values.shape[1] - 1)
-    halves = values.to(torch.bfloat16).view(torch.int16)[:, group.flatten()].t().contiguous()
-    halves = halves.view(-1, 2, len(values)).transpose(1, 2).contiguous()
-    return halves.view(torch.int32).squeeze(2)
+    high = halves(scale)
+    if plus is not None:
+        return (high << 16 | halves(plus)).contiguous()
+    if scales == 1:
+        return (high << 16).contiguous()
+    return (high[1::2] << 16 | high[0::2]).contiguous()
 
 
 def _bytes(table: torch.Tensor) -> tuple[int, ...]:
     bits = table.to(torch.bfloat16).view(torch.int16).to(torch.int32)
     halves = torch.cat((bits & 255, bits >> 8 & 255)).to(torch.uint8)
     return tuple(halves.view(torch.int32).tolist())
+
+
+#: Of e2m1.
+MXFP4_TABLE = _bytes(
+    torch.tensor([s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+)
 
 
 def _packed(
@@ -158,9 +227,7 @@ def _packed(
         codes = functional.pad(codes, (0, planes * width * blocks - inputs)).to(torch.int32)
         codes = codes.view(len(codes), blocks, planes, width)
         if paired:
-            shifts = 8 * torch.arange(planes, device=device)[:, None] + 4 * (
-                torch.arange(width, device=device) % 2
-            )
+            shifts = _pair_shifts(planes, width, device)
             words = (codes << shifts).view(len(codes), blocks, planes, width // 2, 2).sum((2, 4))
             lanes = torch.stack((words, words >> 16), 3)
         else:
@@ -169,6 +236,24 @@ def _packed(
         lanes = lanes.flatten(1) & 0xFFFF
         packed[rows] = torch.where(lanes > 32767, lanes - 65536, lanes).to(torch.int16)
     return packed
+
+
+def _unpacked(numbers: torch.Tensor, planes: int, width: int, paired: bool) -> torch.Tensor:
+    """Lanes [rows, blocks · width] -> codes [rows, blocks · planes · width] int32."""
+    lanes = (numbers.to(torch.int32) & 0xFFFF).view(len(numbers), -1, 1, width)
+    if paired:
+        pairs = lanes.view(len(numbers), -1, 1, width // 2, 2)
+        words = (pairs[..., 0] | pairs[..., 1] << 16).repeat_interleave(2, 3)
+        return (words >> _pair_shifts(planes, width, numbers.device) & 15).flatten(1)
+    bits = 16 // planes
+    shifts = bits * torch.arange(planes, device=numbers.device)[:, None]
+    return (lanes >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _pair_shifts(planes: int, width: int, device: torch.device) -> torch.Tensor:
+    """[planes, width]: where the codes of a pair of lanes are in its word."""
+    odd = torch.arange(width, device=device) % 2
+    return 8 * torch.arange(planes, device=device)[:, None] + 4 * odd
 
 
 def _portions(outputs: int, inputs: int) -> Iterator[slice]:

@@ -31,6 +31,8 @@ def multiply_rounded(
     scale_columns,
     scale_rows,
     steps_in_group,
+    their_columns,
+    steps_in_theirs,
     KIND: tl.constexpr,
     DIGITS: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -50,9 +52,10 @@ def multiply_rounded(
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
 
     KIND "fp8" or "int8". GROUPED: scale [⌈n / scale_rows⌉, scale_columns], a column for
-    steps_in_group steps; x_scale has as many columns. SPLITS programs share a row; they leave
-    partial sums [SPLITS, tokens, n] float32. Programs of PANEL blocks of rows walk over tokens side
-    by side. Rows of a tile are [PARTS, BLOCK_N], columns [PARTS, BLOCK_T]: see `parts`.
+    steps_in_group steps; x_scale [tokens, their_columns], one for steps_in_theirs.
+    SPLITS programs share a row; they leave partial sums [SPLITS, tokens, n] float32. Programs of
+    PANEL blocks of rows walk over tokens side by side. Rows of a tile are [PARTS, BLOCK_N], columns
+    [PARTS, BLOCK_T]: see `parts`.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     ALL: tl.constexpr = PARTS * BLOCK_N
@@ -88,21 +91,21 @@ def multiply_rounded(
     up_sums = tl.zeros((ALL, COLUMNS) if GATED else (1, 1), SUM)
     low_up_sums = tl.zeros((ALL, COLUMNS) if GATED and DIGITS == 2 else (1, 1), SUM)
     # What multiplies a step's sums is asked for one step ahead: it would be waited for.
-    last = scale_columns - 1
-    at_theirs = x_scale + token * scale_columns
+    last, last_of_theirs = scale_columns - 1, their_columns - 1
+    at_theirs = x_scale + token * their_columns
     next_theirs = tl.zeros((COLUMNS,), tl.float32)
     next_s = tl.zeros((ALL,), tl.float32)
     next_up_s = next_s
     if GROUPED:
         group = tl.minimum(first_of_row // steps_in_group, last)
-        of_x = tl.minimum(first // steps_in_group, last)
+        of_x = tl.minimum(first // steps_in_theirs, last_of_theirs)
         next_theirs = tl.load(at_theirs + of_x, mask=is_token, other=0.0)
         next_s = tl.load(scale + gate_scale + group).to(tl.float32)
         next_up_s = tl.load(scale + up_scale + group).to(tl.float32) if GATED else next_s
     for step in tl.range(0, share, num_stages=STAGES):
         theirs, s, up_s = next_theirs, next_s, next_up_s
         if GROUPED:
-            of_x = tl.minimum((first + step + 1) // steps_in_group, last)
+            of_x = tl.minimum((first + step + 1) // steps_in_theirs, last_of_theirs)
             next_theirs = tl.load(at_theirs + of_x, mask=is_token, other=0.0)
             group = tl.minimum((first_of_row + step + 1) // steps_in_group, last)
             next_s = tl.load(scale + gate_scale + group).to(tl.float32)

@@ -1,17 +1,19 @@
 """Products with weights of fewer bits: which kernel makes them, for how many tokens.
 
-Weights of 4 bits, and those of 8 in groups, go another way (`laned`). Of the others:
+Weights of 4 bits, and those of 8 in groups, go another way (`lane_products`). Of the others:
 
 - a handful: `multiply_add`, which norms, gates and adds as the product of 16 bits does;
-- more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch (`rounding`), and
-  multiplied on the matrix unit as they are (`matrix`);
-- many, bound by arithmetic: where the format rounds inputs the same, or the library's product of 8
-  bits; where it does not, the library's product of 16 bits with a float copy of the weight.
+- more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch
+  (`input_rounding`), and multiplied on the matrix unit as they are (`matrix`); many of e4m3 by the
+  library, where it scales by rows; of blocks, and of two digits, by the library with a copy of the
+  weight in 16 bits.
 
 What a token gets depends on which by rounding alone: where the format rounds inputs, all do.
 """
 
 from __future__ import annotations
+
+from math import gcd
 
 import torch
 import triton
@@ -27,7 +29,7 @@ from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.quantised.around import Around, Product, put
 from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
-from tokenpod.kernels.products.quantised.laned import prepare_lanes
+from tokenpod.kernels.products.quantised.lane_products import prepare_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.products.quantised.matrix import multiply_rounded
 from tokenpod.kernels.products.quantised.multiply_add import multiply_add_bytes
@@ -40,12 +42,15 @@ from tokenpod.kernels.products.quantised.quantised_tiles import (
     measured,
 )
 from tokenpod.kernels.products.quantised.token_product import THREAD_BYTES, multiply_token, token_of
-from tokenpod.kernels.products.quantised.widen import widen_bytes
 from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
 FP8_CAPABILITY = (8, 9)
 SCALED_CAPABILITY = (9, 0)
+#: Inputs that the matrix unit takes of e4m3 at a time.
+LEAST_GROUP = 32
+#: Tokens from which on the library's product is faster, where it scales.
+MANY = 65
 
 Format = Int8Weight | Fp8Weight
 AnyFormat = Format | Int4Weight | GroupedWeight | Lanes
@@ -69,6 +74,8 @@ def prepare_product(
 
     def product(x: torch.Tensor, y: torch.Tensor) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), but=but)
+        if len(x) >= MANY and _library_scales(weight, x):
+            tile = None
         if isinstance(tile, AddTile) and _can_add(weight):
             _multiply_add(x, weight, bias, y, around, tile)
         elif isinstance(tile, TokenTile):
@@ -110,7 +117,8 @@ def _can_round(weight: Format) -> bool:
         return False
     if weight.by_output:
         return weight.rounding.group is None
-    return weight.rounding.group == weight.columns and weight.columns % 32 == 0
+    group = weight.rounding.group or weight.columns
+    return weight.columns % LEAST_GROUP == 0 and group % LEAST_GROUP == 0
 
 
 def _can_take_token(weight: Format) -> bool:
@@ -151,20 +159,22 @@ def _scaled_by_rows(
 
 
 def _many(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """X · weightᵀ + bias by the library, for as many tokens as there may be."""
-    if isinstance(weight, Fp8Weight) and x.itemsize == 2:
+    """X · weightᵀ + bias by the library, for as many tokens as there may be.
+
+    A weight of 8 bits is written out in 16 for it: hundreds of tokens pay for that.
+    """
+    if isinstance(weight, (Fp8Weight, Int8Weight)) and x.itemsize == 2:
         rounded_x = weight.rounded_inputs(x).to(x.dtype)
         return functional.linear(rounded_x, weight.dequantised(x.dtype), bias)
-    if isinstance(weight, Int8Weight) and weight.rounding is None and x.itemsize == 2:
-        return functional.linear(x, widen_bytes(weight, x.dtype), bias)
     return weight.multiply(x, bias)
 
 
-def _library_scales(weight: Fp8Weight, x: torch.Tensor) -> bool:
+def _library_scales(weight: QuantisedWeight, x: torch.Tensor) -> bool:
     """Its product with a scale per row of both, which makes bfloat16 of multiples of 16."""
     generation = capability(x.device)
     return (
-        generation is not None
+        isinstance(weight, Fp8Weight)
+        and generation is not None
         and generation >= SCALED_CAPABILITY
         and x.dtype == torch.bfloat16
         and weight.by_output
@@ -224,11 +234,17 @@ def multiply(
     """Y [T, n] = (or += with `add`) x · weightᵀ + bias on the matrix unit; gates come first."""
     tokens, n = y.shape
     width = x.numbers.shape[1]
-    layout, block_k = (1, 1, 1), tile.block_k
-    kind = "fp8" if isinstance(weight, Fp8Weight) else "int8"
+    layout, block_k = (1, 1, 1, 1, 1), tile.block_k
+    kind, grouped = "fp8" if isinstance(weight, Fp8Weight) else "int8", False
     if isinstance(weight, Fp8Weight) and not weight.by_output:
-        block_k = min(block_k, weight.columns)
-        layout = (weight.scale.shape[1], weight.rows, weight.columns // block_k)
+        # Where ranks cut blocks, those of the weight are narrower than groups of inputs.
+        group = (weight.rounding and weight.rounding.group) or weight.columns
+        block_k = gcd(block_k, gcd(weight.columns, group))
+        grouped = weight.scale.shape[1] > 1 or x.scale.shape[1] > 1
+        layout = (
+            *(weight.scale.shape[1], weight.rows, weight.columns // block_k),
+            *(x.scale.shape[1], group // block_k),
+        )
     numbers, stored = x.numbers, weight.numbers
     if capability(y.device) is None:
         numbers, stored = numbers.view(torch.int8), stored.view(torch.int8)
@@ -242,7 +258,7 @@ def multiply(
         *(bias, target, target.stride(-2), tokens, n, width, *layout),
         KIND=kind,
         DIGITS=len(x.numbers) // tokens,
-        GROUPED=layout[0] > 1,
+        GROUPED=grouped,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
         EVEN=width % (block_k * tile.parts * splits) == 0,

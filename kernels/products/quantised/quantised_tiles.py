@@ -62,18 +62,20 @@ class MatrixTile:
 
 @dataclass(frozen=True, slots=True)
 class LaneTile:
-    """How one program of `lane_products` works."""
+    """How one program of `lane_product` works."""
 
     #: Rows of the weight: half of them gates where there are gates.
     block_n: int
+    #: Tokens. One tile is for a range of them, so that few kernels are compiled.
+    block_t: int = 64
+    #: Inputs of a step.
+    inputs: int = 128
     #: Of each row's inputs, which are rows of the tile, too.
     parts: int = 1
     warps: int = 4
     stages: int = 3
     #: Programs that share a row along k; a gated product takes it for 1.
     splits: int = 1
-    #: Of a plane, at a time: at most, and as many as the weight's planes have.
-    lanes: int = 64
     #: Bytes of each row that are asked for before the input is there.
     ahead: int = 0
 

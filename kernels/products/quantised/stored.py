@@ -93,6 +93,8 @@ def walk_stored(
             plane += 1
             next_up_s1, next_up_z1 = _scales(scale, zero, up_at, plane, columns, PER_GROUP, BLOCK_N)
     next_theirs = _theirs(at_their, is_x, step, their_columns, PER_THEIR, BLOCK_T)
+    # As in `lane_product`: without a way around the loop, multiplications need not wait.
+    tl.assume(last > first)
     for step in tl.range(first, last, num_stages=STAGES):
         s, z, s1, z1, theirs = next_s, next_z, next_s1, next_z1, next_theirs
         up_s, up_z, up_s1, up_z1 = next_up_s, next_up_z, next_up_s1, next_up_z1

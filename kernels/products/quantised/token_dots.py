@@ -10,32 +10,20 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.products.quantised.multiply_add import e4m3_byte
-from tokenpod.kernels.products.quantised.widening import factor_of
 
 #: By what products of e4m3 are made smaller, so that float16 has sums of 16: 448² · 16 / 2⁸ fits.
 SMALLER: tl.constexpr = tl.constexpr(256.0)
 
 
 @triton.jit
-def add_step(
-    sums,
-    low_sums,
-    w,
-    s,
-    v,
-    KIND: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
-    """Sums plus the products of a tile; of whole numbers of 8 bits those of both digits."""
+def add_step(sums, low_sums, w, v, low_v, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Sums plus the products of a tile; of whole numbers those of both digits."""
     w = in_fours(w)
     if KIND == "int8":
-        sums = _dots(sums, w, v[0], ASSEMBLY)
-        low_sums = _dots(low_sums, w, v[2], ASSEMBLY)
-    elif KIND == "fp8":
-        sums += _e4m3_dots(w, v[0], ASSEMBLY)
+        sums = _dots(sums, w, v, ASSEMBLY)
+        low_sums = _dots(low_sums, w, low_v, ASSEMBLY)
     else:
-        sums = _int4_dots(sums, w, s, v, PER_GROUP, ASSEMBLY)
+        sums += _e4m3_dots(w, v, ASSEMBLY)
     return sums, low_sums
 
 
@@ -75,98 +63,6 @@ def _dot(w, v, sums, ASSEMBLY: tl.constexpr):
             SHIFT: tl.constexpr = 24 - 8 * place
             sums += ((w << SHIFT) >> 24) * ((v << SHIFT) >> 24)
     return sums
-
-
-@triton.jit
-def _int4_dots(sums, w, s, v, PER_GROUP: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Sums plus a step's products times 16: as many planes at once as share a scale."""
-    s0, s1, s2, s3 = s
-    w0, w1, w2, w3 = w
-    a, b, low_a, low_b = v
-    v0, v1, v2, v3 = a
-    u0, u1, u2, u3 = b
-    low_v0, low_v1, low_v2, low_v3 = low_a
-    low_u0, low_u1, low_u2, low_u3 = low_b
-    # Bytes of four lanes with planes 0 and 1, and with planes 2 and 3.
-    a, c = _bytes_of(w0, w1, False, ASSEMBLY), _bytes_of(w0, w1, True, ASSEMBLY)
-    b, d = _bytes_of(w2, w3, False, ASSEMBLY), _bytes_of(w2, w3, True, ASSEMBLY)
-    a0, b0, a1, b1 = (
-        _signed(a << 4, ASSEMBLY),
-        _signed(b << 4, ASSEMBLY),
-        _signed(a, ASSEMBLY),
-        _signed(b, ASSEMBLY),
-    )
-    c0, d0, c1, d1 = (
-        _signed(c << 4, ASSEMBLY),
-        _signed(d << 4, ASSEMBLY),
-        _signed(c, ASSEMBLY),
-        _signed(d, ASSEMBLY),
-    )
-    none = tl.zeros_like(a)
-    if PER_GROUP % 2 != 0:
-        dot = _digits(a0, b0, v0, v1, low_v0, low_v1, none, ASSEMBLY)
-        sums += dot.to(tl.float32) * factor_of(s0, "int4")
-        dot = _digits(a1, b1, v2, v3, low_v2, low_v3, none, ASSEMBLY)
-        sums += dot.to(tl.float32) * factor_of(s1, "int4")
-        dot = _digits(c0, d0, u0, u1, low_u0, low_u1, none, ASSEMBLY)
-        sums += dot.to(tl.float32) * factor_of(s2, "int4")
-        dot = _digits(c1, d1, u2, u3, low_u2, low_u3, none, ASSEMBLY)
-    else:
-        high = _dot(b1, v3, _dot(a1, v2, none, ASSEMBLY), ASSEMBLY)
-        dot = _digits(a0, b0, v0, v1, low_v0, low_v1, high, ASSEMBLY)
-        dot = _dot(b1, low_v3, _dot(a1, low_v2, dot, ASSEMBLY), ASSEMBLY)
-        sums += dot.to(tl.float32) * factor_of(s0, "int4")
-        high = _dot(d1, u3, _dot(c1, u2, none, ASSEMBLY), ASSEMBLY)
-        dot = _digits(c0, d0, u0, u1, low_u0, low_u1, high, ASSEMBLY)
-        dot = _dot(d1, low_u3, _dot(c1, low_u2, dot, ASSEMBLY), ASSEMBLY)
-    return sums + dot.to(tl.float32) * factor_of(s3, "int4")
-
-
-@triton.jit
-def _digits(a, b, v, u, low_v, low_u, high, ASSEMBLY: tl.constexpr):
-    """128 · (high + a·v + b·u) + a·low_v + b·low_u"""
-    high = _dot(b, u, _dot(a, v, high, ASSEMBLY), ASSEMBLY)
-    return _dot(b, low_u, _dot(a, low_v, high << 7, ASSEMBLY), ASSEMBLY)
-
-
-@triton.jit
-def _signed(byte, ASSEMBLY: tl.constexpr):
-    """16 times the number of 4 bits that is in the high half of each byte, as a signed byte."""
-    if ASSEMBLY:
-        made = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 turned;
-            mov.b32 turned, 0x80808080;
-            lop3.b32 $0, $1, 0xF0F0F0F0, turned, 0x6A;
-            }""",
-            "=r,r",
-            [byte],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        made = (byte & -0x0F0F0F10) ^ -0x7F7F7F80
-    return made
-
-
-@triton.jit
-def _bytes_of(a, b, ODD: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Bytes 0 and 2 of both words, or 1 and 3."""
-    if ASSEMBLY:
-        made = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7531;" if ODD else "prmt.b32 $0, $1, $2, 0x6420;",
-            "=r,r,r",
-            [a, b],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        SHIFT: tl.constexpr = 8 if ODD else 0
-        a, b = a >> SHIFT, b >> SHIFT
-        made = (a & 255) | ((a >> 8) & 0xFF00) | ((b & 255) << 16) | ((b << 8) & -0x1000000)
-    return made
 
 
 @triton.jit

@@ -27,21 +27,17 @@ def token_steps(
     epsilon,
     KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """(what multiplies sums in the end, what inputs are multiplied by): one number each."""
     FOURS: tl.constexpr = WORDS // 4
-    EIGHTS: tl.constexpr = 4 if KIND == "int4" else 2
-    k = ROW_WORDS * (2 * EIGHTS)
+    k = ROW_WORDS * 4
     most = tl.zeros((1, FOURS, 8), tl.int32)
     squares = tl.zeros((1, FOURS, 8) if norm_weight is not None else (1, 1, 1), tl.float32)
     for start in tl.range(0, ROW_WORDS, WORDS):
         four = start // 4 + tl.arange(0, FOURS)[None, :]
-        for eight in tl.static_range(EIGHTS):
-            v, square = _eight(
-                x, norm_weight, _input_of(four, eight, KIND, WIDTH), four * 4 < ROW_WORDS
-            )
+        for eight in tl.static_range(2):
+            v, square = _eight(x, norm_weight, four * 16 + eight * 8, four * 4 < ROW_WORDS)
             # As bits, what is no number is larger than any, and stays in a maximum.
             most = tl.maximum(most, tl.abs(v).to(tl.int32, bitcast=True))
             if norm_weight is not None:
@@ -63,13 +59,11 @@ def token_words(
     four,
     KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
     EIGHT: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """Inputs of a thread's EIGHTth eight: two words of e4m3, or of high digits, and of low ones."""
-    at = _input_of(four, EIGHT, KIND, WIDTH)
-    v, _ = _eight(x, norm_weight, at, four * 4 < ROW_WORDS)
+    v, _ = _eight(x, norm_weight, four * 16 + EIGHT * 8, four * 4 < ROW_WORDS)
     even, odd = tl.split(tl.reshape(v, (1, four.shape[1], 2, 2, 2)))
     v0, v2 = tl.split(even)
     v1, v3 = tl.split(odd)
@@ -85,15 +79,6 @@ def token_words(
         a, low_a = _words_of_digits(a0, a1, a2, a3, times, ASSEMBLY)
         b, low_b = _words_of_digits(b0, b1, b2, b3, times, ASSEMBLY)
         return a, b, low_a, low_b
-
-
-@triton.jit
-def _input_of(four, EIGHT: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """The first input of an eight of those that 16 bytes of a row are multiplied by."""
-    if KIND == "int4":
-        return four // (WIDTH // 8) * (4 * WIDTH) + EIGHT * WIDTH + four % (WIDTH // 8) * 8
-    else:
-        return four * 16 + EIGHT * 8
 
 
 @triton.jit
@@ -208,9 +193,9 @@ def ask_blocks(weight, n, count, ROW_WORDS: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def ask_norm(norm_weight, KIND: tl.constexpr, ROW_WORDS: tl.constexpr):
+def ask_norm(norm_weight, ROW_WORDS: tl.constexpr):
     """Ask for the norm's weight: every program reads it, as soon as the input is there."""
-    INPUTS: tl.constexpr = ROW_WORDS * (8 if KIND == "int4" else 4)
+    INPUTS: tl.constexpr = ROW_WORDS * 4
     LINE: tl.constexpr = 128 * 8 // norm_weight.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, triton.next_power_of_2(triton.cdiv(INPUTS, LINE)))
     ask_lines(norm_weight + tl.minimum(line * LINE, INPUTS - 1))

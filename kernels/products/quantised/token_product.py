@@ -1,4 +1,4 @@
-"""Products of one token with a weight of 8 or 4 bits, bound by reading it.
+"""Products of one token with a weight of 8 bits, bound by reading it.
 
 The token is rounded to numbers of 8 bits by a launch of its own (`rounding`). A program has BLOCK_N
 rows and walks along them: what a thread has loaded, 16 bytes of a row at a time, it multiplies
@@ -27,7 +27,6 @@ from tokenpod.kernels.products.quantised.token_inputs import ask_first, ask_norm
 from tokenpod.kernels.products.quantised.token_rows import (
     finish_rows,
     rows_of,
-    scales_of,
     tile_of,
     token_inputs,
 )
@@ -43,11 +42,10 @@ def token_of(
     rounding: Rounding | None,
     norm: RowNorm | None,
     tile: TokenTile,
-    width: int | None = None,
 ) -> torch.Tensor | Rounded:
     """What `multiply_token` takes: x [1, inputs] itself where its programs round, or rounded."""
     own = tile.rounds and (rounding is None or rounding.static is None)
-    return x if own else round_inputs(x, rounding, norm=norm, width=width)
+    return x if own else round_inputs(x, rounding, norm=norm)
 
 
 def multiply_token(
@@ -61,27 +59,21 @@ def multiply_token(
     activation: Activation | None,
     add: bool,
     tile: TokenTile,
-    *,
-    width: int = 64,
-    group: int = 64,
 ) -> None:
     """Y [1, n] = (or += with `add`) x · weightᵀ + bias; with an activation gates come first.
 
     Args:
-        x: one token [1, inputs], which programs round; or as it is rounded: two digits for "int8"
-            and "int4", of this in the order of its lanes; e4m3 for "fp8".
+        x: one token [1, inputs], which programs round; or as it is rounded: two digits for "int8",
+            e4m3 for "fp8".
         norm: of a token that programs round.
-        kind: "int8", "fp8" or "int4".
-        weight: [rows, inputs] of 8 bits, or lanes (`lanes`) without zeros whose blocks are full; a
-            row is a multiple of `THREAD_BYTES`.
-        scale: of each row; of "int4" [groups, rows].
+        kind: "int8" or "fp8".
+        weight: [rows, inputs] of 8 bits, a row is a multiple of `THREAD_BYTES`.
+        scale: of each row.
         bias: [rows] or None.
         y: [1, n], contiguous.
         activation: of the gates; None: there are none.
         add: to what y holds.
         tile: how a program works.
-        width: lanes of a plane.
-        group: inputs that share a scale.
     """
     n = y.shape[1]
     words = weight.view(torch.int8).view(torch.int32)
@@ -102,12 +94,10 @@ def multiply_token(
     }
     (token_walk if walks else token_product)[(min(blocks, tile.programs) if walks else blocks,)](
         *inputs,
-        *(words, scale, bias, y, n, len(scale), 0.0 if norm is None else norm.epsilon),
+        *(words, scale, bias, y, n, 0.0 if norm is None else norm.epsilon),
         tile.chunks,
         KIND=kind,
         ROW_WORDS=row_words,
-        WIDTH=width,
-        PER_GROUP=group // width,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add,
         ASSEMBLY=capability(y.device) is not None,
@@ -129,13 +119,10 @@ def token_product(
     bias,
     y,
     n,
-    groups,
     epsilon,
     chunks,
     KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -162,11 +149,10 @@ def token_product(
 
     # Nothing here depends on the kernel before.
     w = tile_of(at_row + word, word, ROW_WORDS, EVEN)
-    s = scales_of(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
-    of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
+    of_row = tl.load(scale + own).to(tl.float32)
     if ASKS:
         if ROUNDS and norm_weight is not None:
-            ask_norm(norm_weight, KIND, ROW_WORDS)
+            ask_norm(norm_weight, ROW_WORDS)
         ask_first(weight, n * ROW_WORDS, chunks // GATES)
         if GATES == 2:
             ask_first(weight + n * ROW_WORDS, n * ROW_WORDS, chunks // GATES)
@@ -180,7 +166,7 @@ def token_product(
         row = first_row + tl.arange(0, BLOCK_N)
         before = tl.load(y + row, mask=row < n, other=0.0).to(tl.float32)
     if ROUNDS:
-        unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, WIDTH, WORDS)
+        unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, WORDS)
     else:
         unit, times = tl.load(x_scale), 1.0
     LAST: tl.constexpr = (ROW_WORDS - 1) // WORDS * WORDS
@@ -188,8 +174,7 @@ def token_product(
         # The next tile is on its way while this one is multiplied.
         at = start + WORDS
         next_w = tile_of(at_row + (at + word), at + word, ROW_WORDS, EVEN)
-        next_s = scales_of(scale, own, at // 4 + four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
-        v = token_inputs(
+        v, low_v = token_inputs(
             x,
             norm_weight,
             times,
@@ -197,14 +182,13 @@ def token_product(
             start + word,
             KIND,
             ROW_WORDS,
-            WIDTH,
             EVEN,
             ROUNDS,
             ASSEMBLY,
         )
-        sums, low_sums = add_step(sums, low_sums, w, s, v, KIND, PER_GROUP, ASSEMBLY)
-        w, s = next_w, next_s
-    v = token_inputs(
+        sums, low_sums = add_step(sums, low_sums, w, v, low_v, KIND, ASSEMBLY)
+        w = next_w
+    v, low_v = token_inputs(
         x,
         norm_weight,
         times,
@@ -212,11 +196,10 @@ def token_product(
         LAST + word,
         KIND,
         ROW_WORDS,
-        WIDTH,
         EVEN,
         ROUNDS,
         ASSEMBLY,
     )
-    sums, low_sums = add_step(sums, low_sums, w, s, v, KIND, PER_GROUP, ASSEMBLY)
+    sums, low_sums = add_step(sums, low_sums, w, v, low_v, KIND, ASSEMBLY)
 
     finish_rows(sums, low_sums, of_row * unit, before, bias, y, n, first_row, KIND, ACTIVATION, ADD)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
-from tokenpod.kernels.products.quantised.lane_products import step_scales
 from tokenpod.kernels.products.quantised.token_dots import SMALLER, in_fours
 from tokenpod.kernels.products.quantised.token_inputs import token_words
 
@@ -66,59 +65,21 @@ def token_inputs(
     word,
     KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
     ROUNDS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Words of the token that a step's words are multiplied by: four fours, of 8 bits two.
-
-    High digits, of 4 bits those of planes 0 and 1, then of 2 and 3; low digits the same. Of a plane
-    eight lanes follow each other.
-    """
+    """Words of the token that a thread's are multiplied by; of whole numbers low digits, too."""
     if ROUNDS:
-        a0, a1, l0, l1 = token_words(
-            x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 0, ASSEMBLY
-        )
-        a2, a3, l2, l3 = token_words(
-            x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 1, ASSEMBLY
-        )
-        b0, b1, m0, m1, b2, b3, m2, m3 = a0, a1, l0, l1, a2, a3, l2, l3
-        if KIND == "int4":
-            b0, b1, m0, m1 = token_words(
-                x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 2, ASSEMBLY
-            )
-            b2, b3, m2, m3 = token_words(
-                x, norm_weight, times, four, KIND, ROW_WORDS, WIDTH, 3, ASSEMBLY
-            )
-        return (a0, a1, a2, a3), (b0, b1, b2, b3), (l0, l1, l2, l3), (m0, m1, m2, m3)
+        a0, a1, l0, l1 = token_words(x, norm_weight, times, four, KIND, ROW_WORDS, 0, ASSEMBLY)
+        a2, a3, l2, l3 = token_words(x, norm_weight, times, four, KIND, ROW_WORDS, 1, ASSEMBLY)
+        return (a0, a1, a2, a3), (l0, l1, l2, l3)
     else:
         a = _fours(x, word, ROW_WORDS, EVEN)
-        b, low_a, low_b = a, a, a
-        if KIND == "int4":
-            b = _fours(x + ROW_WORDS, word, ROW_WORDS, EVEN)
-            low_a = _fours(x + 2 * ROW_WORDS, word, ROW_WORDS, EVEN)
-            low_b = _fours(x + 3 * ROW_WORDS, word, ROW_WORDS, EVEN)
-        elif KIND == "int8":
-            low_a = _fours(x + ROW_WORDS, word, ROW_WORDS, EVEN)
-        return a, b, low_a, low_b
-
-
-@triton.jit
-def scales_of(
-    scale, own, four, rows, groups, KIND: tl.constexpr, WIDTH: tl.constexpr, PER_GROUP: tl.constexpr
-):
-    """Of the planes of a step's lanes; nothing where a row has one scale.
-
-    Loaded as [fours, rows], of whose dimensions none is contiguous in memory for the compiler: with
-    the first one along threads, as words are, so that nothing changes its place.
-    """
-    if KIND == "int4":
-        block = tl.trans(four) // (WIDTH // 8)
-        s0, s1, s2, s3 = step_scales(scale, own[None, :], block, rows, groups, 4, PER_GROUP)
-        return tl.trans(s0), tl.trans(s1), tl.trans(s2), tl.trans(s3)
-    else:
-        return 0, 0, 0, 0
+        low = a
+        if KIND == "int8":
+            low = _fours(x + ROW_WORDS, word, ROW_WORDS, EVEN)
+        return a, low
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from tokenpod.kernels.products.quantised.token_inputs import ask_blocks, ask_nor
 from tokenpod.kernels.products.quantised.token_rows import (
     finish_rows,
     rows_of,
-    scales_of,
     token_inputs,
 )
 
@@ -30,13 +29,10 @@ def token_walk(
     bias,
     y,
     n,
-    groups,
     epsilon,
     chunks,
     KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -60,21 +56,20 @@ def token_walk(
     own = rows_of(tl.program_id(0) * BLOCK_N, n, GATES, BLOCK_N, ASSEMBLY)
     at = weight + own.to(tl.int64)[:, None] * ROW_WORDS + word
     w = tl.load(at, eviction_policy="evict_first")
-    s = scales_of(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
-    of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
+    of_row = tl.load(scale + own).to(tl.float32)
     if ASKS:
         if ROUNDS and norm_weight is not None:
-            ask_norm(norm_weight, KIND, ROW_WORDS)
+            ask_norm(norm_weight, ROW_WORDS)
         ask_blocks(weight, n, chunks, ROW_WORDS, BLOCK_N)
         if GATES == 2:
             ask_blocks(weight + n * ROW_WORDS, n, chunks, ROW_WORDS, BLOCK_N)
     await_inputs(OVERLAP)
     if ROUNDS:
-        unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, WIDTH, ROW_WORDS)
+        unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, ROW_WORDS)
     else:
         unit, times = tl.load(x_scale), 1.0
-    v = token_inputs(
-        *(x, norm_weight, times, four, word, KIND, ROW_WORDS, WIDTH, True, ROUNDS, ASSEMBLY)
+    v, low_v = token_inputs(
+        *(x, norm_weight, times, four, word, KIND, ROW_WORDS, True, ROUNDS, ASSEMBLY)
     )
     for block in tl.range(tl.program_id(0), blocks, programs):
         ahead = tl.minimum(block + programs, blocks - 1)
@@ -82,17 +77,16 @@ def token_walk(
         at = weight + own.to(tl.int64)[:, None] * ROW_WORDS + word
         is_more = (block + programs < blocks) & (word < ROW_WORDS)
         next_w = tl.load(at, mask=is_more, other=0, eviction_policy="evict_first")
-        next_s = scales_of(scale, own, four, GATES * n, groups, KIND, WIDTH, PER_GROUP)
-        next_of_row = tl.load(scale + own).to(tl.float32) if KIND != "int4" else 1.0 / 16
+        next_of_row = tl.load(scale + own).to(tl.float32)
         before = tl.zeros((BLOCK_N,), tl.float32)
         if ADD:
             row = block * BLOCK_N + tl.arange(0, BLOCK_N)
             before = tl.load(y + row, mask=row < n, other=0.0).to(tl.float32)
         sums = tl.zeros((ALL, FOURS), tl.int32 if WHOLE else tl.float32)
         low_sums = tl.zeros((ALL, FOURS) if WHOLE else (1, 1), tl.int32)
-        sums, low_sums = add_step(sums, low_sums, w, s, v, KIND, PER_GROUP, ASSEMBLY)
+        sums, low_sums = add_step(sums, low_sums, w, v, low_v, KIND, ASSEMBLY)
         finish_rows(
             *(sums, low_sums, of_row * unit, before, bias, y, n, block * BLOCK_N),
             *(KIND, ACTIVATION, ADD),
         )
-        w, s, of_row = next_w, next_s, next_of_row
+        w, of_row = next_w, next_of_row

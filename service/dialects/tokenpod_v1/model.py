@@ -52,7 +52,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
         lora_vocabulary=serving.settings.lora_vocabulary and adapters.slots > 0,
         draft_method=ready.draft_method,
-        host_token_count=ready.host_slots,
+        host_token_count=ready.offload_slots,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -105,8 +105,8 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         drafted_token_count=load.drafted_tokens,
         accepted_token_count=load.accepted_tokens,
         fetched_token_count=load.fetched_tokens,
-        host_used_token_count=load.host_used_slots,
-        host_total_token_count=serving.ready.host_slots,
+        host_used_token_count=load.offload_used_slots,
+        host_total_token_count=serving.ready.offload_slots,
     )
 
 

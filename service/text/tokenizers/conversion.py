@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import die_with_parent
 from tokenpod.service.text.tokenizers.files import (
     MOST_VOCABULARY_BYTES,
     TokenizerError,

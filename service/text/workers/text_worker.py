@@ -19,8 +19,7 @@ from msgspec import structs
 
 from tokenpod.core.constraints import Tagged
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.own_limits import be_first_to_go, limit_memory
-from tokenpod.core.parent import die_with_parent
+from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
 from tokenpod.service.text.parsers.calls import ToolsError
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplateError

@@ -6,7 +6,7 @@
 
 A call's job ends with the call, at the latest. A worker that ends is replaced, whatever it was
 doing; if the job is not to blame, another worker does it: it changes nothing. Workers die with the
-front end (core/parent.py).
+front end (core/own_process.py).
 """
 
 from __future__ import annotations

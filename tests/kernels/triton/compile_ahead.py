@@ -46,10 +46,8 @@ from tokenpod.kernels.products.product_tiles import Kind, measured
 from tokenpod.kernels.products.quantised import format_products as quantised
 from tokenpod.kernels.products.quantised import (
     lane_products,
-    laned,
     quantised_tiles,
     token_product,
-    widen,
 )
 from tokenpod.kernels.products.quantised import products as quantised_products
 from tokenpod.kernels.sampling import offers
@@ -97,9 +95,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         expert_token_stored,
         quantised_products,
         lane_products,
-        laned,
         token_product,
-        widen,
     )
     for module in choosing:
         module.capability = lambda device: capability
@@ -224,7 +220,7 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
-    for kind, words in (("int4", 64), ("int8", 128), ("fp8", 128))[: None if every else 1]:
+    for kind, words in (("int8", 128), ("fp8", 128))[: None if every else 1]:
         for programs, rounds in ((0, False), (2, True), (0, True))[: None if every else 2]:
             tile = quantised_tiles.TokenTile(8, words, 1, 0, rounds, programs)
             tiles = quantised_tiles.Tiles({kind: [(1, tile)]}, {})
@@ -235,7 +231,6 @@ def multiply_quantised(every: bool = False) -> None:
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))
-    widen.widen_bytes(weights["int8"], BF16)
 
 
 def multiply_quantised_with_every_tile() -> None:

@@ -32,7 +32,6 @@ from tokenpod.kernels.products.quantised.format_products import (
 from tokenpod.kernels.products.quantised.input_rounding import round_inputs
 from tokenpod.kernels.products.quantised.lanes import lanes_of
 from tokenpod.kernels.products.quantised.quantised_tiles import AddTile, Tiles
-from tokenpod.kernels.products.quantised.widen import widen_lanes
 
 BF16 = torch.bfloat16
 #: (most tokens that each takes, tile)
@@ -45,6 +44,8 @@ def poisoned(poisoned_memory):
 
 
 IN_BYTES = [name for name in KINDS if name not in IN_LANES]
+SPLIT_LANES = replace(LANES, parts=1, splits=2, inputs=256)
+HALF_LANES = replace(LANES, parts=2, block_t=8, inputs=64)
 #: What makes products of each kind.
 WAYS = {
     **{f"{name}-add": (name, ADD) for name in IN_BYTES},
@@ -52,7 +53,8 @@ WAYS = {
     **{f"{name}-splits": (name, replace(MATRIX, splits=2)) for name in IN_BYTES},
     **{f"{name}-parts": (name, replace(MATRIX, block_n=16, parts=4)) for name in IN_BYTES},
     **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
-    **{f"{name}-splits": (name, replace(LANES, parts=1, splits=2, lanes=16)) for name in IN_LANES},
+    **{f"{name}-splits": (name, SPLIT_LANES) for name in IN_LANES},
+    **{f"{name}-halves": (name, HALF_LANES) for name in IN_LANES},
 }
 each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 
@@ -158,8 +160,8 @@ def test_lanes_hold_the_same_numbers(name, n, k, draw, device):
     dense = weight.dequantised(torch.float64)
     if made.order is not None:
         dense = dense[:, made.order]
-    assert error(widen_lanes(made, torch.float16), dense) < BOUND
-    assert error(widen_lanes(made, BF16), dense) < BOUND
+    assert error(made.dequantised(torch.float16), dense) < BOUND
+    assert error(made.dequantised(BF16), dense) < BOUND
 
 
 def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):
@@ -167,11 +169,9 @@ def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):
     monkeypatch.setattr(products, "_multiply_add", lambda x, *rest: asked.append("add"))
     monkeypatch.setattr(products, "multiply", lambda x, *rest: asked.append("matrix"))
     weight = Int8Weight.made_of(draw(64, 64).to(device))
-    dense = weight.dequantised(BF16)
-    monkeypatch.setattr(products, "widen_bytes", lambda *which: asked.append("many") or dense)
     for tokens in (1, 2, 64, 65):
         prepare_linear(weight, None)(draw(tokens, 64, dtype=BF16).to(device))
-    assert asked == ["add", "matrix", "matrix", "many"]
+    assert asked == ["add", "matrix", "matrix", "matrix"]
 
 
 def test_rows_that_are_not_contiguous_are_refused(draw, device):

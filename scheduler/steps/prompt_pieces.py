@@ -42,10 +42,9 @@ class Piece:
         return np.maximum(following, 0)  # a given embedding has no id, and so no probability
 
     @property
-    def virtual(self) -> int:
-        """How many of `tokens` are virtual, of an adapter that has their embeddings."""
-        end = min(self.start + len(self.slots), self.sequence.request.virtual_tokens)
-        return max(end - self.start, 0)
+    def embeds(self) -> bool:
+        """Whether some of the prompt's positions have an embedding in place of an id."""
+        return bool(self.sequence.request.given or self.sequence.request.virtual_tokens)
 
     @property
     def given(self) -> list[Vectors]:

@@ -10,13 +10,13 @@ from interpreted import DEVICE
 
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.gpu.device_copies import DeviceCopies
-from tokenpod.engine.steps.offload_copies import HostCopies
+from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool, alike
-from tokenpod.kernels.cache.offload_pool import HostPool
+from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.attention_ops import KVScales
 
 CPU = torch.device("cpu")
-SLOTS, HOST_SLOTS = 40, 30
+SLOTS, OFFLOAD_SLOTS = 40, 30
 HEADS, LATENT = [alike(2, 8), alike(1, 24)], [KVLayout(1, 20, 16, shared=True)] * 3
 KINDS = {
     "float32": (HEADS, torch.float32),
@@ -39,7 +39,7 @@ def made(kind, device, copies_of):
         numbers = tensor.view(torch.uint8)
         numbers.copy_(torch.randint(0, 256, numbers.shape, dtype=torch.uint8))
     slot_bytes = KVPool.bytes_per_slot(layouts=layouts, dtype=dtype)
-    host = HostPool(HOST_SLOTS, slot_bytes, pinned=device.type == "cuda")
+    host = OffloadPool(OFFLOAD_SLOTS, slot_bytes, pinned=device.type == "cuda")
     return pool, copies_of([pool], host)
 
 
@@ -59,7 +59,7 @@ def test_what_comes_back_is_bit_for_bit_what_went(kind, on, monkeypatch):
     # Pieces of 3 tokens: what is copied takes several.
     monkeypatch.setattr("tokenpod.engine.gpu.device_copies.STAGING_BYTES", 3 * 200)
     if on == "host":
-        pool, copies = made(kind, CPU, HostCopies)
+        pool, copies = made(kind, CPU, OffloadCopies)
     else:
         pool, copies = made(kind, DEVICE, partial(DeviceCopies, device=DEVICE))
     first, before = SLOTS + 1, bits(pool)
@@ -77,11 +77,3 @@ def test_what_comes_back_is_bit_for_bit_what_went(kind, on, monkeypatch):
         assert torch.equal(new[targets], old[sources])
         rest = [slot for slot in range(SLOTS + 1) if slot not in targets]
         assert not new[rest].any()
-
-
-@pytest.mark.parametrize("copies_of", [HostCopies, partial(DeviceCopies, device=DEVICE)])
-def test_a_pool_of_a_model_that_keeps_its_states_by_row_has_nothing_to_copy(copies_of):
-    pool = KVPool(layouts=[], slots=SLOTS, dtype=torch.float32, device=DEVICE)
-    copies = copies_of([pool], None)
-    copies.begin(step(1, []))
-    assert copies.arrived() is None

@@ -8,14 +8,14 @@ import random
 import pytest
 from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.steps.prompt_pace import Pace
+from tokenpod.scheduler.steps.estimates import PromptTimes
 
 MS = 1_000_000
 
 
-def paced(*steps: tuple[int, int], prefill_tokens: int = 64) -> Pace:
+def paced(*steps: tuple[int, int], prefill_tokens: int = 64) -> PromptTimes:
     """A pace that has seen each (prompt tokens, milliseconds) often enough."""
-    pace = Pace(prefill_tokens)
+    pace = PromptTimes(prefill_tokens)
     for tokens, took in steps:
         for _ in range(16):
             pace.note(tokens, took * MS)
@@ -23,7 +23,7 @@ def paced(*steps: tuple[int, int], prefill_tokens: int = 64) -> Pace:
 
 
 def test_nothing_is_said_of_what_was_not_measured_often_enough():
-    pace = Pace(64)
+    pace = PromptTimes(64)
     for _ in range(15):
         pace.note(64, 10 * MS)
     assert pace.least(1000) == 0
@@ -59,7 +59,7 @@ def test_what_was_long_ago_is_forgotten():
 
 
 def test_steps_without_prompt_tokens_do_not_count():
-    pace = Pace(64)
+    pace = PromptTimes(64)
     for _ in range(100):
         pace.note(0, 50 * MS)
     assert pace.least(640) == 0
@@ -67,7 +67,7 @@ def test_steps_without_prompt_tokens_do_not_count():
 
 def test_more_tokens_never_take_less():
     chance = random.Random(0)
-    pace = Pace(50)
+    pace = PromptTimes(50)
     for _ in range(3000):
         pace.note(chance.randint(1, 50), chance.randint(1, 100) * MS)
     least = [pace.least(tokens) for tokens in range(400)]

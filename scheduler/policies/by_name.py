@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tokenpod.scheduler.policies.admission import Admission
+from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.alternate import Alternate
 from tokenpod.scheduler.policies.batching import Batching, Mixed
 from tokenpod.scheduler.policies.exact import Exact

@@ -29,14 +29,14 @@ class Beams:
         self._kv = kv
         self._rows = rows
         #: By the id of the first sequence: searches whose prompt has been launched.
-        self._groups: dict[int, Group] = {}
+        self.groups: dict[int, Group] = {}
         #: Those whose last step has settled.
         self._ready: dict[int, Group] = {}
 
     @property
     def running(self) -> int:
         """Sequences with a row."""
-        return sum(len(g.sequences) if g.begun else 1 for g in self._groups.values())
+        return sum(len(g.sequences) if g.begun else 1 for g in self.groups.values())
 
     @property
     def wanted(self) -> int:
@@ -46,23 +46,23 @@ class Beams:
     @property
     def to_come(self) -> int:
         """Slots that these sequences may still take, up to their bounds."""
-        groups = self._groups.values()
+        groups = self.groups.values()
         running = (s for g in groups for s in (g.sequences if g.begun else [g.first]))
         return sum(sequence.bound - sequence.computed for sequence in running)
 
     def first(self, first_id: int) -> Sequence | None:
         """The first sequence of a search that is here, by its id."""
-        group = self._groups.get(first_id)
+        group = self.groups.get(first_id)
         return None if group is None else group.first
 
     def add(self, group: Group) -> None:
         """The last of a prompt has been planned."""
         group.launched = True
-        self._groups[group.first.id] = group
+        self.groups[group.first.id] = group
 
     def add_to(self, ledger: Ledger) -> None:
         """Add what these sequences need."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             ledger.searching(group.sequences if group.begun else [group.first])
 
     def begin(self, group: Group, siblings: list[Sequence]) -> None:
@@ -99,6 +99,6 @@ class Beams:
         group = sequence.group
         if group is None or not group.launched:
             return False
-        self._groups.pop(group.first.id, None)
+        self.groups.pop(group.first.id, None)
         self._ready.pop(group.first.id, None)
         return True

@@ -8,7 +8,7 @@ from demo_engine import DEMO
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.startup.offload_room import check_host_memory
+from tokenpod.engine.startup.offload_room import check_offload_room
 
 pytestmark = pytest.mark.compute
 
@@ -22,7 +22,7 @@ def refused(given):
 def test_more_than_there_is_is_refused_before_anything_is_loaded():
     options = EngineOptions("", None, "cpu", 1, 1, 1, host_kv_bytes=1 << 50)
     with pytest.raises(EngineError, match=r"^--host-kv-bytes is 1125899906842624: .* are free "):
-        check_host_memory(options)
+        check_offload_room(options)
     assert refused(1 << 50).startswith("--host-kv-bytes is 1125899906842624: ")
 
 
@@ -31,4 +31,4 @@ def test_less_than_one_block_is_refused():
 
 
 def test_whole_blocks_of_it_are_used():
-    assert small_engines.Engine(DEMO, host_kv_bytes=(8 << 20) + 5000).limits.host_slots == 2048
+    assert small_engines.Engine(DEMO, host_kv_bytes=(8 << 20) + 5000).limits.offload_slots == 2048

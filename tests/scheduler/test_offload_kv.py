@@ -10,13 +10,19 @@ from scheduler_driver import Driver, Guesses, request
 
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
-from tokenpod.scheduler.policies.registry import ADMISSIONS, batching
+from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 
 SWAP, RECOMPUTE = PREEMPTIONS["swap"](1), PREEMPTIONS["recompute"](1)
 
 
 def driver_with(**options):
-    shape = {"slots": 100, "max_rows": 8, "prefill_tokens": 8, "host_slots": 400, "host_block": 4}
+    shape = {
+        "slots": 100,
+        "max_rows": 8,
+        "prefill_tokens": 8,
+        "offload_slots": 400,
+        "offload_block": 4,
+    }
     return Driver(choose=lambda i, index: 1 + (i * 31 + index * 7) % 5, **(shape | options))
 
 
@@ -43,7 +49,7 @@ def test_an_evicted_prefix_comes_back():
 
 
 def test_a_block_is_whole_or_it_is_not_kept():
-    driver = driver_with(host_block=16)
+    driver = driver_with(offload_block=16)
     cached(driver, [9] * 30, max_new_tokens=1)
     driver.submit(request(3, [9] * 30, max_new_tokens=1))
     driver.turn()
@@ -52,7 +58,7 @@ def test_a_block_is_whole_or_it_is_not_kept():
 
 
 def test_what_is_shorter_than_the_least_is_computed():
-    driver = driver_with(host_least=30)
+    driver = driver_with(offload_least=30)
     cached(driver, [9] * 30)
     driver.submit(request(1, [9] * 30))
     driver.run()
@@ -148,7 +154,7 @@ def test_a_swapped_sequence_computes_nothing_again(caching):
 
 
 def test_what_finds_no_room_there_is_computed_again():
-    driver = driver_with(preemption=SWAP, host_slots=16)
+    driver = driver_with(preemption=SWAP, offload_slots=16)
     driver.submit(request(1, [9] * 21, max_new_tokens=12))
     for _ in range(6):
         driver.turn()
@@ -160,7 +166,7 @@ def test_what_finds_no_room_there_is_computed_again():
 
 
 def test_what_is_swapped_is_not_forgotten_for_prefixes():
-    driver = driver_with(preemption=SWAP, host_slots=40, slots=60, max_rows=1)
+    driver = driver_with(preemption=SWAP, offload_slots=40, slots=60, max_rows=1)
     driver.submit(request(1, [9] * 21, max_new_tokens=12))
     for _ in range(6):
         driver.turn()
@@ -211,11 +217,11 @@ def test_by_length_short_ones_are_computed_again():
 def test_a_flushed_cache_is_empty_there_too():
     driver = driver_with()
     cached(driver, [9] * 30)
-    assert driver.scheduler.load().host_used_slots > 0
+    assert driver.scheduler.load().offload_used_slots > 0
     driver.scheduler.flush_cache()
     driver.submit(request(3, [7] * 3))
     driver.run()
-    assert driver.scheduler.load().host_used_slots == 0
+    assert driver.scheduler.load().offload_used_slots == 0
     driver.submit(request(4, [9] * 30))
     driver.run()
     assert driver.executor.restored == 0
@@ -235,8 +241,8 @@ def life(seed, admission, turned, preemption):
         prefill_tokens=chance.choice([2, 4, 8, 30]),
         prefix_caching=chance.random() < 0.8,
         prefix_eviction=chance.choice(["lru", "lfu"]),
-        host_slots=chance.choice([12, 60, 300]),
-        host_block=chance.choice([2, 3, 4]),
+        offload_slots=chance.choice([12, 60, 300]),
+        offload_block=chance.choice([2, 3, 4]),
         admission=ADMISSIONS[admission],
         batching=batching(turned, max_waiting_tokens=3),
         preemption=PREEMPTIONS[preemption](8),

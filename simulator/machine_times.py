@@ -38,7 +38,7 @@ class StepSize:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class MachineTimes:
     """Seconds by what a step holds: the coefficients of the model above."""
 
     fixed: float
@@ -69,7 +69,7 @@ class StepTimes:
         )
 
 
-def fitted(measured: list[tuple[StepSize, float]]) -> StepTimes:
+def fitted(measured: list[tuple[StepSize, float]]) -> MachineTimes:
     """The model with the least squares of relative errors, and no coefficient below 0.
 
     Args:
@@ -89,4 +89,4 @@ def fitted(measured: list[tuple[StepSize, float]]) -> StepTimes:
         if found.min() >= 0:
             break
         used[found.argmin()] = False
-    return StepTimes(*(found / np.where(scale > 0, scale, 1)).tolist())
+    return MachineTimes(*(found / np.where(scale > 0, scale, 1)).tolist())

@@ -69,7 +69,9 @@ class Decoder:
         #: Makes the pool that it runs with.
         self.pool_class: Callable[..., KVPool] = KVPool
         if config.state_layouts:
-            self.pool_class = partial(StatePool, state_layouts=config.state_layouts)
+            self.pool_class = partial(
+                StatePool, state_layouts=config.state_layouts, state_dtype=self._dtype
+            )
         #: Whether steps can be captured: what goes on from states can't, so far.
         self.captures = not config.state_layouts
         mixers = [layer.mixer for layer in config.layers]

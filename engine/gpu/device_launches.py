@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class SamplerTiles:
     """How the work is cut up. Powers of two.
 
     Tokens may depend on `split` where sums round differently; on the others nothing does.

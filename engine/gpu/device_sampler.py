@@ -23,7 +23,7 @@ from tokenpod.core.sampling import (
     TABLE,
     SamplingTable,
 )
-from tokenpod.engine.gpu.device_launches import Asked, Launches, Tiles
+from tokenpod.engine.gpu.device_launches import Asked, Launches, SamplerTiles
 from tokenpod.engine.gpu.device_rows import enter_rows
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler, Samples, edits_of
 from tokenpod.engine.steps.mailbox import upload
@@ -68,7 +68,7 @@ class DeviceSampler(Sampler):
         vocab_size: int,
         device: torch.device,
         most_edits: int = 4096,
-        tiles: Tiles | None = None,
+        tiles: SamplerTiles | None = None,
         group: Group | None = None,
         table: SamplingTable = TABLE,
     ) -> None:
@@ -76,7 +76,7 @@ class DeviceSampler(Sampler):
         assert vocab_size <= MOST_TOKENS, f"{vocab_size} tokens; at most {MOST_TOKENS} are handled"
         assert tiles is None or tiles.split >= MOST_TOP_TOKENS, f"splits of {tiles.split} tokens"
         self._device = device
-        self._tiles = tiles or Tiles()
+        self._tiles = tiles or SamplerTiles()
         #: None: a row has been set or cleared since they were found.
         self._launches: Launches | None = None
         self._most_edits = triton.next_power_of_2(most_edits)

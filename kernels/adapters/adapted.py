@@ -12,7 +12,13 @@ from functools import cache
 
 import torch
 
-from tokenpod.kernels.adapters.triton_adapters import Plan, expand, room_for, shrink, width_of
+from tokenpod.kernels.adapters.triton_adapters import (
+    AdaptedTokens,
+    expand,
+    room_for,
+    shrink,
+    width_of,
+)
 from tokenpod.kernels.operations.adapter_ops import (
     AdaptedAdd,
     AdaptedLinear,
@@ -97,7 +103,7 @@ def _base(
 
 def _more(added: Added) -> tuple[torch.Tensor, MoreRows]:
     """Room for what one token's first factors make, and these as rows of a product."""
-    plan: Plan = added.plan
+    plan: AdaptedTokens = added.plan
     down = added.weights.down
     _, parts, rank, _ = down.shape
     width = width_of(rank)

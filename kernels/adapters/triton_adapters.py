@@ -39,7 +39,7 @@ _LEAST_ROWS = 16
 _MOST_PARTS = 3
 
 
-class Tiles(NamedTuple):
+class AdapterTiles(NamedTuple):
     """How the two products are cut."""
 
     #: Tokens of a tile.
@@ -59,15 +59,15 @@ class Tiles(NamedTuple):
 
 #: For steps of up to so many tokens; beyond, the last.
 TILES = (
-    (16, Tiles(8, 256, 8, 4, 128, 1, by_row=True)),
-    (128, Tiles(8, 256, 4, 4, 128, 1, by_row=True)),
-    (256, Tiles(16, 256, 4, 4, 256, 4)),
-    (1 << 31, Tiles(64, 128, 1, 4, 128, 4)),
+    (16, AdapterTiles(8, 256, 8, 4, 128, 1, by_row=True)),
+    (128, AdapterTiles(8, 256, 4, 4, 128, 1, by_row=True)),
+    (256, AdapterTiles(16, 256, 4, 4, 256, 4)),
+    (1 << 31, AdapterTiles(64, 128, 1, 4, 128, 4)),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AdaptedTokens:
     """Which tokens of a step have which adapter."""
 
     #: [T] int64: tokens in order of their slots; those without an adapter first.
@@ -77,20 +77,20 @@ class Plan:
     tiles: torch.Tensor
     #: [S] int32
     ranks: torch.Tensor
-    cut: Tiles
+    cut: AdapterTiles
     #: [T], as it was given.
     t_adapter: torch.Tensor
 
 
-def tiles_for(tokens: int) -> Tiles:
+def tiles_for(tokens: int) -> AdapterTiles:
     """How products of so many tokens are cut."""
     return next(cut for most, cut in TILES if tokens <= most)
 
 
 def plan_adapters(
-    t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles | None = None
+    t_adapter: torch.Tensor, ranks: torch.Tensor, cut: AdapterTiles | None = None
 ) -> AdapterPlan:
-    """A `Plan`; see `PlanAdapters`. Nothing waits for the device. `cut`: what to try instead."""
+    """The plan of a step; see `PlanAdapters`. Nothing waits for the device. `cut`: another one."""
     tokens, slots = len(t_adapter), len(ranks)
     cut = cut or tiles_for(tokens)
     if tokens <= MOST_PLANNED:
@@ -109,14 +109,14 @@ def plan_adapters(
     own = torch.where(rank > 0, slot, 0)
     tiles = torch.stack((own, first, length, rank), dim=1).to(torch.int32)
     order = torch.sort(t_adapter, stable=True).indices
-    return Plan(order, tiles, ranks, cut, t_adapter)
+    return AdaptedTokens(order, tiles, ranks, cut, t_adapter)
 
 
-def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: Tiles) -> Plan:
+def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: AdapterTiles) -> AdaptedTokens:
     """The same of few tokens, in one launch."""
     tokens, slots, device = len(t_adapter), len(ranks), t_adapter.device
     tiles = tokens // cut.tokens + min(slots + 1, tokens)
-    plan = Plan(
+    plan = AdaptedTokens(
         torch.empty(tokens, dtype=torch.int64, device=device),
         torch.empty((tiles, 4), dtype=torch.int32, device=device),
         ranks,
@@ -148,7 +148,7 @@ def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: Adapt
 def shrink(
     x: torch.Tensor,
     weights: AdapterWeights,
-    plan: Plan,
+    plan: AdaptedTokens,
     inner: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[splits, T, parts, width] float32: parts of x · downᵀ; in `inner` if there is one.
@@ -183,7 +183,7 @@ def shrink(
     return inner
 
 
-def room_for(x: torch.Tensor, weights: AdapterWeights, plan: Plan) -> torch.Tensor:
+def room_for(x: torch.Tensor, weights: AdapterWeights, plan: AdaptedTokens) -> torch.Tensor:
     """What `shrink` writes to."""
     _, parts, rank, _ = weights.down.shape
     shape = (plan.cut.splits, len(x), parts, width_of(rank))
@@ -193,7 +193,7 @@ def room_for(x: torch.Tensor, weights: AdapterWeights, plan: Plan) -> torch.Tens
 def expand(
     inner: torch.Tensor,
     weights: AdapterWeights,
-    plan: Plan,
+    plan: AdaptedTokens,
     y: torch.Tensor,
     *,
     stream: torch.Tensor | None = None,

@@ -47,7 +47,7 @@ class ExtendTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class HeadTiles:
     """What one size of heads and numbers gets."""
 
     decode: DecodeTiles
@@ -64,15 +64,15 @@ _DECODE_128 = (
 
 #: By head size, padded to a power of two, and bytes of a number.
 TILES = {
-    (64, 2): Tiles(always(DecodeTile(128, 4, 4, 4)), ExtendTile(128, 128, 8, 2)),
-    (128, 2): Tiles(_DECODE_128, ExtendTile(128, 64, 8, 3)),
-    (256, 2): Tiles(always(DecodeTile(64, 4, 3, 2)), ExtendTile(128, 64, 8, 2)),
-    (512, 2): Tiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(64, 32, 8, 2)),
+    (64, 2): HeadTiles(always(DecodeTile(128, 4, 4, 4)), ExtendTile(128, 128, 8, 2)),
+    (128, 2): HeadTiles(_DECODE_128, ExtendTile(128, 64, 8, 3)),
+    (256, 2): HeadTiles(always(DecodeTile(64, 4, 3, 2)), ExtendTile(128, 64, 8, 2)),
+    (512, 2): HeadTiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(64, 32, 8, 2)),
     # For tests: three products of TF32 make one of float32.
-    (64, 4): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
-    (128, 4): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
-    (256, 4): Tiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(32, 16, 4, 2)),
-    (512, 4): Tiles(always(DecodeTile(16, 4, 2, 1)), ExtendTile(16, 16, 4, 1)),
+    (64, 4): HeadTiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
+    (128, 4): HeadTiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
+    (256, 4): HeadTiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(32, 16, 4, 2)),
+    (512, 4): HeadTiles(always(DecodeTile(16, 4, 2, 1)), ExtendTile(16, 16, 4, 1)),
 }
 
 #: The same of heads of 128, a byte a number.
@@ -94,14 +94,14 @@ EIGHT_BIT_TILES = {
 #: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory to a
 #: program); compute capability 8.0 has 163 KB, and gets these too.
 SMALL_TILES = {
-    (64, 2): Tiles(always(DecodeTile(128, 4, 3, 4)), ExtendTile(128, 64, 8, 2)),
-    (128, 2): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(128, 32, 8, 2)),
-    (256, 2): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(64, 32, 4, 2)),
-    (512, 2): Tiles(always(DecodeTile(16, 4, 2, 1)), ExtendTile(32, 16, 4, 1)),
-    (64, 4): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
-    (128, 4): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
-    (256, 4): Tiles(always(DecodeTile(16, 4, 2, 2)), ExtendTile(16, 16, 4, 2)),
-    (512, 4): Tiles(always(DecodeTile(16, 4, 1, 1)), ExtendTile(16, 16, 4, 1)),
+    (64, 2): HeadTiles(always(DecodeTile(128, 4, 3, 4)), ExtendTile(128, 64, 8, 2)),
+    (128, 2): HeadTiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(128, 32, 8, 2)),
+    (256, 2): HeadTiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(64, 32, 4, 2)),
+    (512, 2): HeadTiles(always(DecodeTile(16, 4, 2, 1)), ExtendTile(32, 16, 4, 1)),
+    (64, 4): HeadTiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
+    (128, 4): HeadTiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
+    (256, 4): HeadTiles(always(DecodeTile(16, 4, 2, 2)), ExtendTile(16, 16, 4, 2)),
+    (512, 4): HeadTiles(always(DecodeTile(16, 4, 1, 1)), ExtendTile(16, 16, 4, 1)),
 }
 
 #: Query heads of a key/value head that decode tiles were measured for, at most.
@@ -111,7 +111,7 @@ MEASURED_GROUP = 16
 HOPPER = (9, 0)
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> HeadTiles:
     """The tiles for heads of up to 512 numbers of 2 or 4 bytes."""
     table = TILES if HOPPER <= capability < (12, 0) else SMALL_TILES
     return table[_padded(head_dim), dtype.itemsize]

@@ -46,7 +46,7 @@ _LEAST = _F(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoopPlan:
     """Leading rows of one token by their runs, the others as torch wants them."""
 
     single_rows: int
@@ -59,13 +59,13 @@ class Plan:
     window: int | None
 
 
-def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+def plan_attention(batch: ForwardBatch, window: int | None) -> LoopPlan:
     """See `ops.PlanAttention`."""
     firsts, runs = [0], []
     for row in range(batch.single_rows):
         runs += visible_runs(batch, row, 1, window)
         firsts.append(len(runs))
-    return Plan(
+    return LoopPlan(
         single_rows=batch.single_rows,
         runs=torch.tensor(runs, dtype=torch.int64),
         b_first=torch.tensor(firsts, dtype=torch.int64),
@@ -79,11 +79,11 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: Plan,
+    plan: LoopPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; scales of int8 alone.
+    """See `ops.Attend`; scales of int8 alone.
 
     Raises:
         NotImplementedError: there are others.

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from tokenpod.core.model_size import EXPANDED_AT_ONCE, LONGEST_EXPANDED, Expansion
 from tokenpod.kernels.operations.attention_ops import (
+    Attend,
     AttendLatent,
-    Attention,
     AttentionOptions,
     AttentionPlan,
     LatentShape,
@@ -58,7 +58,7 @@ class LatentPlan:
 
 def latent_of(
     plan_attention: PlanAttention,
-    attention: Attention,
+    attention: Attend,
     plan_absorbed: Callable[[ForwardBatch], AttentionPlan] | None = None,
     absorbed: Absorbed | None = None,
 ) -> tuple[PlanLatent, AttendLatent]:
@@ -209,7 +209,7 @@ def _absorb(
 
 
 def _expand(
-    attention: Attention,
+    attention: Attend,
     q: torch.Tensor,
     latents: torch.Tensor,
     up: torch.Tensor,
@@ -236,7 +236,7 @@ def _width(shape: LatentShape) -> int:
     return max(shape.nope + shape.rope, shape.value)
 
 
-def _by(attention: Attention) -> Absorbed:
+def _by(attention: Attend) -> Absorbed:
     """Whole rows are values too: what the shared key adds to the result is left out."""
 
     def ask(

@@ -88,7 +88,7 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunsPlan:
     """What to read for each row, for all layers with one window."""
 
     singles: list[Single]
@@ -97,12 +97,12 @@ class Plan:
     window: int | None
 
 
-def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+def plan_attention(batch: ForwardBatch, window: int | None) -> RunsPlan:
     """See `ops.PlanAttention`."""
     singles = [
         _plan_single(visible_runs(batch, row, 1, window)) for row in range(batch.single_rows)
     ]
-    return Plan(singles, plan_extends(batch, window), batch, window)
+    return RunsPlan(singles, plan_extends(batch, window), batch, window)
 
 
 def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
@@ -119,11 +119,11 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: Plan,
+    plan: RunsPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; scales of int8 alone.
+    """See `ops.Attend`; scales of int8 alone.
 
     Raises:
         NotImplementedError: there are others.
@@ -152,7 +152,7 @@ def attend_rows(
     window: int | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """See `ops.Attention`: row by row by the definition, what a window hides left out."""
+    """See `ops.Attend`: row by row by the definition, what a window hides left out."""
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
     for row in range(batch.rows):

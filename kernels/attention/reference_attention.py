@@ -34,7 +34,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`."""
+    """See `ops.Attend`."""
     batch = plan.batch
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)

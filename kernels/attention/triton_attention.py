@@ -50,7 +50,7 @@ INTERPRETED = Device(processors=8, capability=HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PagedPlan:
     """One step's rows, for all layers with one window.
 
     The tiles of rows with several queries depend on the shape of the heads, so the first layer of a
@@ -71,7 +71,7 @@ class Plan:
         return self._tiles[queries]
 
 
-def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
     """See `ops.PlanAttention`.
 
     Of a batch of single rows only, nothing but their number is read on the host: a graph captured
@@ -82,7 +82,7 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
     """
     if batch.paged is None:
         raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
-    return Plan(batch, batch.paged, window)
+    return PagedPlan(batch, batch.paged, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,11 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: Plan,
+    plan: PagedPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`.
+    """See `ops.Attend`.
 
     Raises:
         ValueError: heads larger than 512, or more than 128 of them to a key/value head.

@@ -31,12 +31,15 @@ class StatePool(KVPool):
 
     Args:
         state_layouts: of the layers that have states.
+        state_dtype: of their last inputs.
         named: what `KVPool` takes.
     """
 
-    def __init__(self, *, state_layouts: Sequence[StateLayout], **named: Any) -> None:
+    def __init__(
+        self, *, state_layouts: Sequence[StateLayout], state_dtype: torch.dtype, **named: Any
+    ) -> None:
         super().__init__(**named)
-        self._layouts, self._type = tuple(state_layouts), named["dtype"]
+        self._layouts, self._type = tuple(state_layouts), state_dtype
         self._device: torch.device = named["device"]
         self._rows = 0
         #: Of each such layer: inputs [rows, ...] and memories [rows, ...].

@@ -147,7 +147,7 @@ class Heads(NamedTuple):
     device: torch.device
 
 
-class Attention(Protocol):
+class Attend(Protocol):
     """Causal softmax(q · kᵀ · scale) · v over the KV that each row's runs name."""
 
     def __call__(

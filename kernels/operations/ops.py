@@ -21,8 +21,8 @@ from tokenpod.kernels.operations.adapter_ops import (
     PlanAdapters,
 )
 from tokenpod.kernels.operations.attention_ops import (
+    Attend,
     AttendLatent,
-    Attention,
     PlanAttention,
     PlanLatent,
     PrepareCapture,
@@ -150,7 +150,7 @@ class Operations:
     rotate: Rotate
     store_key_value: StoreKeyValue
     plan_attention: PlanAttention
-    attention: Attention
+    attention: Attend
     store_latent: StoreLatent
     plan_latent: PlanLatent
     attend_latent: AttendLatent

@@ -42,7 +42,7 @@ _MIDDLE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class WholeTiles:
     """A weight [out, in] as the instruction reads it: (code - zero) · scale, by output and group.
 
     Outputs are filled up to a multiple of 16, inputs of each group to one of 4, or of 8.
@@ -69,7 +69,7 @@ class Tiles:
         inputs: int,
         group: int,
         bits: int,
-    ) -> Tiles:
+    ) -> WholeTiles:
         """Of scale and zero [out, groups]; `codes` yields those of some outputs, [n, in] uint8."""
         outputs, groups = scale.shape
         blocks, spare = -(-outputs // LANES), -outputs % LANES
@@ -106,7 +106,7 @@ def _laid_out(codes: torch.Tensor, groups: int, bits: int) -> torch.Tensor:
 
 
 def prepare(
-    tiles: Tiles,
+    tiles: WholeTiles,
     bias: torch.Tensor | None,
     rounding: Rounding | None = None,
     order: torch.Tensor | None = None,
@@ -146,7 +146,7 @@ class Digits:
     scale: torch.Tensor
 
 
-def _digits(x: torch.Tensor, tiles: Tiles, rounding: Rounding | None) -> Digits:
+def _digits(x: torch.Tensor, tiles: WholeTiles, rounding: Rounding | None) -> Digits:
     tokens, groups = len(x), tiles.scale.shape[0]
     filled = tiles.filled
     if rounding is not None:
@@ -170,7 +170,7 @@ def _digits(x: torch.Tensor, tiles: Tiles, rounding: Rounding | None) -> Digits:
 
 
 def _multiply(
-    digits: Digits, tiles: Tiles, offset: torch.Tensor, dtype: torch.dtype
+    digits: Digits, tiles: WholeTiles, offset: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     tokens, planes, width = digits.planes.shape
     blocks, groups, steps, _ = tiles.codes.shape
@@ -311,7 +311,7 @@ def prepare_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Linear | None
         return None
     if rounding is not None and (rounding.group is not None or rounding.number is not Number.INT8):
         return None
-    tiles = Tiles.of(
+    tiles = WholeTiles.of(
         lambda some: weight.numbers[some].view(torch.uint8) ^ _MIDDLE,
         weight.scale[:, None],
         torch.full((outputs, 1), _MIDDLE),
@@ -328,7 +328,7 @@ def prepare_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Linear | None
     group = min(weight.group, inputs)
     if not available() or group > MOST_IN_GROUP or weight.index is not None:
         return None
-    tiles = Tiles.of(
+    tiles = WholeTiles.of(
         lambda some: weight.outputs(some).numbers, weight.scale, weight.zeros, inputs, group, 4
     )
     return prepare(tiles, bias, order=weight.order)

@@ -78,12 +78,12 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
         return CpuExecutor(model, pool, rows=4, vocab_size=VOCABULARY, group=None, adapters=store)
     from tokenpod.engine.gpu import device_sampler
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
-    from tokenpod.engine.gpu.device_sampler import Tiles
+    from tokenpod.engine.gpu.device_sampler import SamplerTiles
     from tokenpod.kernels.adapters import triton_adapters
-    from tokenpod.kernels.adapters.triton_adapters import Tiles as AdapterTiles
+    from tokenpod.kernels.adapters.triton_adapters import AdapterTiles
 
-    tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
-    with patch.object(device_sampler, "Tiles", tiles):
+    tiles = partial(SamplerTiles, split=64, groups=4, block=64, pivots=4)
+    with patch.object(device_sampler, "SamplerTiles", tiles):
         sampler = device_sampler.device_sampler(
             None, rows=4, vocab_size=VOCABULARY, device=CPU, most_edits=16
         )

@@ -20,7 +20,7 @@ from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
-from tokenpod.engine.gpu.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
 from tokenpod.engine.gpu.graphs import ladder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
@@ -134,7 +134,7 @@ def on_device(
             vocab_size=VOCABULARY,
             device=DEVICE,
             most_edits=16,
-            tiles=Tiles(split=64, groups=4, block=64, pivots=4),
+            tiles=SamplerTiles(split=64, groups=4, block=64, pivots=4),
         ),
         rows=ROWS,
         max_positions=POSITIONS,

@@ -28,13 +28,13 @@ from samplers import (
 )
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.gpu.device_sampler import Launches, Tiles
+from tokenpod.engine.gpu.device_sampler import Launches, SamplerTiles
 
 pytestmark = pytest.mark.compute
 
 
 def same_tokens(
-    rows: list[Row], steps: list[torch.Tensor], tiles: Tiles = SMALL, first: int = 0
+    rows: list[Row], steps: list[torch.Tensor], tiles: SamplerTiles = SMALL, first: int = 0
 ) -> None:
     """Every step's tokens equal the specification's, unless rounding explains that they don't."""
     vocab = steps[0].shape[1]
@@ -66,7 +66,9 @@ def test_every_processor_alone_and_all_together_draw_the_same_tokens(make: Calla
 
 def test_histories_grow_by_what_was_drawn():
     rows = ALONE[:: 3 if INTERPRETED else 1]
-    same_tokens(rows, [random_logits(len(rows), 97, seed=t) for t in range(3)], Tiles(split=128))
+    same_tokens(
+        rows, [random_logits(len(rows), 97, seed=t) for t in range(3)], SamplerTiles(split=128)
+    )
 
 
 @pytest.mark.parametrize("first", [5, 4000])
@@ -93,7 +95,10 @@ def test_tiles_do_not_change_tokens():
     rows = mixtures(6, 200, seed=1)
     logits = random_logits(6, 200)
     usual = step(on_device(rows, 200), logits)
-    for tiles in (Tiles(split=256, groups=8), Tiles(split=64, groups=1, block=256, pivots=1)):
+    for tiles in (
+        SamplerTiles(split=256, groups=8),
+        SamplerTiles(split=64, groups=1, block=256, pivots=1),
+    ):
         assert torch.equal(step(on_device(rows, 200, tiles), logits).tokens, usual.tokens)
 
 
@@ -281,4 +286,4 @@ def test_draws_follow_the_distribution():
 def test_a_large_vocabulary_draws_the_same_tokens(make: Callable):
     rows = ALONE + mixtures(64, 128_256, seed=0)
     steps = [make(len(rows), 128_256, seed=t) for t in range(3)]
-    same_tokens(rows, steps, Tiles())
+    same_tokens(rows, steps, SamplerTiles())

@@ -17,7 +17,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
-from tokenpod.engine.gpu.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.sampler import Samples
 from tokenpod.kernels.backends import cpu, triton
@@ -77,7 +77,7 @@ def device_executor(device):
             vocab_size=VOCABULARY,
             device=device,
             most_edits=16,
-            tiles=Tiles(split=64, groups=4, block=64, pivots=4),
+            tiles=SamplerTiles(split=64, groups=4, block=64, pivots=4),
         ),
         rows=STEP.rows,
         max_positions=POSITIONS,

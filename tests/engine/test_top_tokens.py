@@ -33,7 +33,7 @@ from samplers import (
 from tgi_sampling import best_of, distribution
 
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.gpu.device_sampler import Launches, Tiles
+from tokenpod.engine.gpu.device_sampler import Launches, SamplerTiles
 from tokenpod.engine.steps.first_steps import worst_step
 
 pytestmark = pytest.mark.compute
@@ -64,7 +64,7 @@ def cpu_steps(rows: list[Row], steps: list[torch.Tensor]) -> Iterator[list[Repor
 
 
 def device_steps(
-    rows: list[Row], steps: list[torch.Tensor], tiles: Tiles = SMALL
+    rows: list[Row], steps: list[torch.Tensor], tiles: SamplerTiles = SMALL
 ) -> Iterator[list[Report]]:
     sampler = on_device(rows, steps[0].shape[1], tiles)
     for position, logits in enumerate(steps):
@@ -263,7 +263,9 @@ def test_the_warm_up_launches_all_that_serving_may():
 # -- the device beside the CPU -----------------------------------------------------------------
 
 
-def check_beside_the_cpu(rows: list[Row], steps: list[torch.Tensor], tiles: Tiles = SMALL) -> None:
+def check_beside_the_cpu(
+    rows: list[Row], steps: list[torch.Tensor], tiles: SamplerTiles = SMALL
+) -> None:
     """Every step's reports equal the CPU's, unless rounding explains that they don't."""
     outputs = [list(asks.get("outputs", [])) for _, asks in rows]
     gone: set[int] = set()
@@ -298,10 +300,10 @@ def test_every_processor_alone_and_all_together_report_the_same(make: Callable, 
 
 @pytest.mark.parametrize(
     "tiles",
-    [SMALL, pytest.param(Tiles(split=128, groups=8), marks=pytest.mark.gpu)],
+    [SMALL, pytest.param(SamplerTiles(split=128, groups=8), marks=pytest.mark.gpu)],
     ids=["64", "128"],
 )
-def test_mixtures_of_parameters_report_the_same(tiles: Tiles):
+def test_mixtures_of_parameters_report_the_same(tiles: SamplerTiles):
     n = 3 if INTERPRETED else 60
     rows = some_of_processed(mixtures(n, 130, seed=7))
     check_beside_the_cpu(rows, [random_logits(n, 130, seed=t) for t in range(2)], tiles)
@@ -312,14 +314,14 @@ def test_mixtures_of_parameters_report_the_same(tiles: Tiles):
 def test_a_large_vocabulary_reports_the_same(make: Callable):
     rows = some_of_processed(ALONE + mixtures(64, 128_256, seed=0))
     steps = [make(len(rows), 128_256, seed=t) for t in range(3)]
-    check_beside_the_cpu(rows, steps, Tiles())
+    check_beside_the_cpu(rows, steps, SamplerTiles())
 
 
 @pytest.mark.gpu
 def test_a_large_vocabulary_follows_tgis_rules():
     rows = tgi_rows(64, 128_256, seed=0)
     steps = [random_logits(64, 128_256, seed=t) for t in range(3)]
-    check_by_tgi_rules(partial(device_steps, tiles=Tiles()), rows, steps)
+    check_by_tgi_rules(partial(device_steps, tiles=SamplerTiles()), rows, steps)
 
 
 @pytest.mark.gpu
@@ -327,7 +329,7 @@ def test_a_captured_step_reports_what_an_eager_one_does():
     assert DEVICE.type == "cuda"
     rows = some_of_processed(ALONE)
     n = len(rows)
-    eager, replayed = on_device(rows, 5000, Tiles()), on_device(rows, 5000, Tiles())
+    eager, replayed = on_device(rows, 5000, SamplerTiles()), on_device(rows, 5000, SamplerTiles())
     where, positions = torch.arange(n, device=DEVICE), torch.zeros(n, dtype=torch.int64).to(DEVICE)
     logits = random_logits(n, 5000).to(DEVICE)
     everything = Launches(draws=True, tops=True, processed_tops=True)

@@ -69,10 +69,10 @@ def on_device(model: Any, pool: KVPool, rows: int) -> Any:
     """The executor of GPUs, its kernels interpreted."""
     from tokenpod.engine.gpu import device_sampler
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
-    from tokenpod.engine.gpu.device_sampler import Tiles
+    from tokenpod.engine.gpu.device_sampler import SamplerTiles
 
-    tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
-    with patch.object(device_sampler, "Tiles", tiles):
+    tiles = partial(SamplerTiles, split=64, groups=4, block=64, pivots=4)
+    with patch.object(device_sampler, "SamplerTiles", tiles):
         sampler = device_sampler.device_sampler(
             None, rows=rows, vocab_size=VOCABULARY, device=CPU, most_edits=16
         )

@@ -20,7 +20,7 @@ from tokenpod.core.own_state import OwnState
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
-from tokenpod.engine.gpu.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup import assemble as assembling
 from tokenpod.engine.startup.assemble import make_pool
@@ -236,7 +236,7 @@ def test_steps_of_a_device_are_launched_ahead(golden, text, monkeypatch):
         vocab_size=VOCABULARY,
         device=DEVICE,
         most_edits=4,
-        tiles=Tiles(split=64, groups=4, block=64, pivots=4),
+        tiles=SamplerTiles(split=64, groups=4, block=64, pivots=4),
     )
     executor = DeviceExecutor(
         model,

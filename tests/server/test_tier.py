@@ -38,21 +38,25 @@ _SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-#: Over our pool, and with a cache of its own: class, settings, and whether it pads.
+_LINEAR = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+}
+#: Over our pool, with a cache of its own, and ours with states: class, settings, whether it pads.
 MODELS = {
     "pool": ("Apertus", {}, False),
-    "padded": (
-        "Qwen3_5",
-        {
-            "head_dim": 16,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-        True,
-    ),
+    "padded": ("Qwen3Next", {**_LINEAR, **_EXPERTS}, True),
+    "ours": ("Qwen3_5", _LINEAR, False),
 }
 
 
@@ -89,7 +93,8 @@ def test_it_streams_what_transformers_generates(
         first, again = generate(stub, request), generate(stub, request)
         assert first.samples[0].token_ids != first.samples[1].token_ids
         assert [x.token_ids for x in first.samples] == [x.token_ids for x in again.samples]
-        assert "transformers" in server.log.read_text()
+        whose = "tokenpod" if model_class is transformers.Qwen3_5ForCausalLM else "transformers"
+        assert whose in server.log.read_text()
         for protocol, service in ((v1, rpc_v1), (v2, rpc_v2), (pb, rpc_v3)):
             router = service.TextGenerationServiceStub(server.channel())
             assert router.Info(protocol.InfoRequest(), timeout=60).requires_padding == pads

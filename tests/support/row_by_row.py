@@ -19,7 +19,7 @@ from tokenpod.models.decoder import Decoder
 
 
 def _attention(q, keys, values, plan, options=NO_OPTIONS, scales=None):
-    """See `ops.Attention`: of one token, by `b_runs` as a CPU's executor gives them."""
+    """See `ops.Attend`: of one token, by `b_runs` as a CPU's executor gives them."""
     assert scales is None
     assert len(q) == 1
     slots = torch.cat([torch.arange(first, end) for first, end in plan.batch.b_runs[0]])

@@ -14,14 +14,14 @@ from tokenpod.core.new_row import NewRow
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.cpu.cpu_sampler import CpuSampler
-from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches, Tiles
+from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches, SamplerTiles
 from tokenpod.engine.sampling.sampler import Sampler, Samples
 
 #: Of log probabilities. A GPU's exponential is good to two units in the last place, and a large
 #: vocabulary adds up a hundred thousand of them.
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 5e-5
 INF = float("inf")
-SMALL = Tiles(split=64, groups=4, block=64, pivots=4)
+SMALL = SamplerTiles(split=64, groups=4, block=64, pivots=4)
 #: Parameters of a row, and what else it is set with.
 Row = tuple[SamplingParams, dict]
 
@@ -60,7 +60,7 @@ def set_row(sampler: Sampler, row: int, params: SamplingParams, **asks: object) 
 
 
 def on_device(
-    rows: list[Row], vocab: int, tiles: Tiles = SMALL, most_edits: int = 16
+    rows: list[Row], vocab: int, tiles: SamplerTiles = SMALL, most_edits: int = 16
 ) -> DeviceSampler:
     sampler = DeviceSampler(
         rows=len(rows), vocab_size=vocab, device=DEVICE, most_edits=most_edits, tiles=tiles

@@ -418,10 +418,10 @@ def make(
         return CpuExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group, draft=draft)
     from tokenpod.engine.gpu import device_sampler
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
-    from tokenpod.engine.gpu.device_sampler import Tiles
+    from tokenpod.engine.gpu.device_sampler import SamplerTiles
 
-    tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
-    with patch.object(device_sampler, "Tiles", tiles):
+    tiles = partial(SamplerTiles, split=64, groups=4, block=64, pivots=4)
+    with patch.object(device_sampler, "SamplerTiles", tiles):
         sampler = device_sampler.device_sampler(
             group, rows=ROWS, vocab_size=VOCABULARY, device=device, most_edits=16
         )

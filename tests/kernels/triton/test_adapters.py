@@ -17,7 +17,7 @@ from tokenpod.kernels.adapters import reference_adapters as reference
 from tokenpod.kernels.adapters import (
     triton_adapters as adapters,
 )
-from tokenpod.kernels.adapters.triton_adapters import Tiles, adapt, plan_adapters
+from tokenpod.kernels.adapters.triton_adapters import AdapterTiles, adapt, plan_adapters
 from tokenpod.kernels.backends import reference as plain
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
@@ -26,7 +26,7 @@ from tokenpod.kernels.products.product_tiles import Tiles as ProductTiles
 from tokenpod.kernels.products.triton_product import prepare_linear
 
 SLOTS = 3
-SMALL, LARGE = Tiles(4, 32, 2, 4, 32, 4), Tiles(32, 16, 1, 4, 16, 4)
+SMALL, LARGE = AdapterTiles(4, 32, 2, 4, 32, 4), AdapterTiles(32, 16, 1, 4, 16, 4)
 
 
 def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
@@ -177,7 +177,7 @@ def test_products_end_in_what_adapters_make_of_them(case, dtype, by_row):
     weight, bias, norm = draw(80, inputs), draw(80), RowNorm(draw(inputs), 1e-5)
     ranks = torch.tensor([rank, 5, 17], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor(t_adapter, device=DEVICE)
-    cut = Tiles(16, 32, 2, 4, 16, 4, by_row=by_row)
+    cut = AdapterTiles(16, 32, 2, 4, 16, 4, by_row=by_row)
     plan = plan_adapters(slots, ranks, cut)
     seen = plain.plan_adapters(slots, ranks)
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}

@@ -97,8 +97,8 @@ def test_norms_and_sums_are_part_of_products_where_they_can_be(
         scheduler = schedule(load_folder(golden(name).folder))
     scheduler.step([(scheduler.sequence(text(3)), 3)])
     inner = [*layer, "norm_linear", "add_linear"]
-    # Plans and rotation, then the layers, the last norm and the head.
-    assert calls == ["plan_attention", "rotate", "embed", *inner * 3, "rms_norm", "linear"]
+    # The first layer asks for the plan and the rotation; then the layers, the last norm, the head.
+    assert calls == ["embed", "plan_attention", "rotate", *inner * 3, "rms_norm", "linear"]
 
 
 def test_a_weight_in_another_layout_is_held_once_however_many_products_are_made_of_it():

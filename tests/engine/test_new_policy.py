@@ -42,8 +42,8 @@ def test_it_admits_more_and_preempts_and_changes_no_token():
         told[policy], _ = serve(
             model, link, rows=17, prefill=64, overlap=True, slots=140, admission=policy
         )
-    assert told[Exact].preemptions == 0
-    assert told[Halved].preemptions > 0
+    assert told[Exact].load.preemptions == 0
+    assert told[Halved].load.preemptions > 0
     assert told[Halved].tokens == told[Exact].tokens
 
 

@@ -237,11 +237,12 @@ def _round_as_torch() -> None:
 
 _let_scalars_bound_loops()
 _round_as_torch()
-_patch_once()
-_leave_out_what_is_dropped()
-_look_types_up_once()
-_know_shapes()
-_compare_types_by_name()
-_prepare_operands_quickly()
+# What follows would be in the way of the compiler, which has the same types.
 if INTERPRETED:
+    _patch_once()
+    _leave_out_what_is_dropped()
+    _look_types_up_once()
+    _know_shapes()
+    _compare_types_by_name()
+    _prepare_operands_quickly()
     _copy_no_arguments()

@@ -16,6 +16,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 
 import prefork_server
@@ -34,6 +36,9 @@ class PreforkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
+        #: Several threads may wait for it.
+        self._asking = threading.Lock()
+        weakref.finalize(self, status.close)
 
     def poll(self) -> int | None:
         """Its exit status, less than 0 for a signal; None: it runs."""
@@ -62,8 +67,9 @@ class PreforkedProcess:
 
     def _ended(self, seconds: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
-            self.returncode = int(self._status.recv(64) or -signal.SIGKILL)
-            self._status.close()
+            with self._asking:
+                if self.returncode is None:
+                    self.returncode = int(self._status.recv(64) or -signal.SIGKILL)
         return self.returncode
 
 

@@ -160,7 +160,7 @@ def test_a_batch_without_rows_on_the_device_is_refused(device):
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "message"),
-    [((2, 1), 320, "heads of size 320: at most 256"), ((129, 1), 64, "129 query heads share 1")],
+    [((2, 1), 640, "heads of size 640: at most 512"), ((129, 1), 64, "129 query heads share 1")],
 )
 def test_heads_beyond_the_limits_are_refused(heads, head_dim, message, device):
     step = lay_out([Spec(1, 2)], device)

@@ -101,7 +101,9 @@ def _numbers(packed, KIND: tl.constexpr, TABLE: tl.constexpr):
         return low, high, low, high
     elif KIND == "table4":
         # Codes of a pair of lanes share its bits.
-        even, odd = tl.split(tl.reshape(packed, (*packed.shape[:2], packed.shape[2] // 2, 2)))
+        even, odd = tl.split(
+            tl.reshape(packed, (packed.shape[0], packed.shape[1], packed.shape[2] // 2, 2))
+        )
         word = (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
         return (
             _of_pair(word, TABLE, packed.shape),

@@ -231,6 +231,9 @@ def multiply_quantised(every: bool = False) -> None:
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))
+    # bfloat16 has instructions of its own.
+    for kind in ("int4", "groups8", "mxfp4", "table4"):
+        quantised.prepare_linear(weights[kind], None)(draw(100, HIDDEN, dtype=torch.float16))
 
 
 def multiply_quantised_with_every_tile() -> None:

@@ -49,6 +49,9 @@ FP8_CAPABILITY = (8, 9)
 SCALED_CAPABILITY = (9, 0)
 #: Inputs that the matrix unit takes of e4m3 at a time.
 LEAST_GROUP = 32
+#: Bytes of shared memory that a program can have: A100 and H100, and the least of others.
+SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10}
+LEAST_SHARED_BYTES = 99 << 10
 #: Tokens from which on the library's product is faster, where it scales.
 MANY = 65
 
@@ -250,6 +253,8 @@ def multiply(
         numbers, stored = numbers.view(torch.int8), stored.view(torch.int8)
     block_t = min(tile.block_t, triton.next_power_of_2(tokens))
     splits = 1 if activation is not None else tile.splits
+    rows = tile.block_n * (1 if activation is None else 2)
+    columns = max(tile.parts * block_t, LEAST_COLUMNS)
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
@@ -264,14 +269,23 @@ def multiply(
         EVEN=width % (block_k * tile.parts * splits) == 0,
         SPLITS=splits,
         PARTS=tile.parts,
-        COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
+        COLUMNS=columns,
         BLOCK_T=block_t,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         PANEL=tile.panel,
-        STAGES=tile.stages,
+        STAGES=min(tile.stages, most_stages(y.device, block_k, rows * tile.parts + columns)),
         num_warps=tile.warps,
         **launch_options(y.device),
     )
     if splits > 1:
         add_up(target, bias, y, add=add)
+
+
+def most_stages(device: torch.device, block_k: int, rows: int) -> int:
+    """How many steps of so many rows of both factors, a byte a number, a multiprocessor holds.
+
+    Tables have tiles of shapes as they were timed: with gates, a tile has twice the rows.
+    """
+    held = SHARED_BYTES.get(capability(device) or SCALED_CAPABILITY, LEAST_SHARED_BYTES)
+    return max(held // (block_k * rows), 1)

@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
     family: Family
     spec: ModelSpec
-    #: Where its tensors are, if it is part of a model; None: it is all of it.
+    #: Where its tensors are in a checkpoint of several models; None: the checkpoint has no others.
     nesting: Nesting | None
     #: How its weights are quantised; None: they are not, or as the family has them.
     published: PublishedLayout | None

@@ -58,7 +58,7 @@ class GatedProduct:
 
 @dataclass(frozen=True, slots=True)
 class ActivatedProduct:
-    """A product, then an activation of all of it."""
+    """A product, then an activation of each of its outputs, without a gate."""
 
     product: Product
     activate: Activate

@@ -46,7 +46,7 @@ class CallNames:
         self._unwanted[self._all == _number(name)] = 1
 
     def to_end(self) -> list[int]:
-        """Places of this front end whose calls are to end; each is told once."""
+        """Places of this front end whose calls are to end; each is returned once."""
         mine = self._unwanted[self._index]
         if not mine.any():
             return []

@@ -53,7 +53,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True):
     Args:
         messages: the turns, in order.
         add_generation_prompt: end with the header of the assistant's turn.
-        tools: what the model is told that it may call.
+        tools: those that the model may call, for its template.
         several_calls: it may call several in one turn.
         arguments: more variables of the template.
         must_call: it calls at least one, and says nothing else.

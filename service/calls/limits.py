@@ -192,7 +192,7 @@ def max_new_tokens(
 
 
 def check_prompt_tops(prompt_tokens: int, top_n: int) -> None:
-    """How many tokens are told in the place of a prompt's."""
+    """Bound the likeliest tokens that are reported for all positions of a prompt together."""
     if prompt_tokens * top_n > MOST_PROMPT_TOPS:
         raise InvalidArgument(
             "output.prompt_top_n_tokens",

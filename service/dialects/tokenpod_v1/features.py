@@ -72,7 +72,7 @@ def features(*, chats: bool, tools: bool, adapters: bool, constraints: bool) -> 
 
     Args:
         chats: the model has a chat template.
-        tools: it shows the model its tools, and calls are told from text.
+        tools: it shows the model its tools, and calls can be parsed from its text.
         adapters: there are slots for them.
         constraints: the model's tokens add bytes of their own to a text.
     """

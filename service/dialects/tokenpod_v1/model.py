@@ -64,7 +64,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
 
 
 def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:
-    """What is told of an adapter."""
+    """The message that describes an adapter."""
     return adapter_pb2.Adapter(
         name=facts.name,
         kind=_KINDS[facts.kind],

@@ -255,6 +255,8 @@ def multiply(
     splits = 1 if activation is not None else tile.splits
     rows = tile.block_n * (1 if activation is None else 2)
     columns = max(tile.parts * block_t, LEAST_COLUMNS)
+    digits = len(x.numbers) // tokens
+    stages = most_stages(y.device, block_k, rows * tile.parts + columns * digits)
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
@@ -262,7 +264,7 @@ def multiply(
         *(numbers, x.scale, stored, weight.scale),
         *(bias, target, target.stride(-2), tokens, n, width, *layout),
         KIND=kind,
-        DIGITS=len(x.numbers) // tokens,
+        DIGITS=digits,
         GROUPED=grouped,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
@@ -274,7 +276,7 @@ def multiply(
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         PANEL=tile.panel,
-        STAGES=min(tile.stages, most_stages(y.device, block_k, rows * tile.parts + columns)),
+        STAGES=min(tile.stages, stages),
         num_warps=tile.warps,
         **launch_options(y.device),
     )

@@ -81,7 +81,9 @@ def compile_launches(capability: tuple[int, int]) -> None:
         )
         source = ASTSource(self, signature, constants, attributes)
         try:
-            compile_kernel(source, target=target, options=options.__dict__)
+            made = compile_kernel(source, target=target, options=options.__dict__)
+            held = quantised_products.SHARED_BYTES.get(capability)
+            assert held is None or made.metadata.shared <= held, f"{made.metadata.shared} bytes"
         except Exception:
             print(f"{key} does not compile", file=sys.stderr)
             raise
@@ -231,6 +233,10 @@ def multiply_quantised(every: bool = False) -> None:
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))
+    # A tile that was timed without gates.
+    projected = Fp8Weight.made_of(torch.ones((6144, 4096)))
+    norm = RowNorm(draw(4096), 1e-6)
+    quantised.prepare_norm_linear(projected, None, norm, Activation.SILU)(draw(64, 4096))
     # bfloat16 has instructions of its own.
     for kind in ("int4", "groups8", "mxfp4", "table4"):
         quantised.prepare_linear(weights[kind], None)(draw(100, HIDDEN, dtype=torch.float16))

@@ -136,7 +136,7 @@ class MadeAtLoad:
     def _made(self, dense: torch.Tensor) -> QuantisedWeight:
         """Of a weight [out, in] as it is stored; some outputs at a time are widened."""
         rows = max(_NUMBERS // max(dense.shape[1], 1), 1)
-        if not self.format.outputs_apart or len(dense) <= rows:
+        if not self.format.outputs_apart or len(dense) <= rows or dense.is_meta:
             return self.format.made_of(dense.float())
         made: QuantisedWeight | None = None
         whole: dict[str, torch.Tensor] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +76,8 @@ def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -
 def main() -> int:
     """Compile what the options on stdin need, for this machine's GPU."""
     die_with_parent()
+    # The engine ignores it, and this process inherits that; a pool ends its processes with it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     options = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
     began = time.monotonic()
     # Not above: who only starts this process does without.

@@ -43,7 +43,7 @@ _READS = (
 )
 
 
-class Nothing(TorchDispatchMode):
+class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What comes to the host from a device without memory is zeros."""
 
     @classmethod
@@ -52,7 +52,11 @@ class Nothing(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func`, but for copies to the host."""
         del types
@@ -95,7 +99,7 @@ def find_kernels(options: EngineOptions, gpu: Gpu) -> list[Kernel]:
     notes = Notes(gpu.capability)
     notes.begin()
     shard = Shard(options.placement.rank, options.placement.world) if options.placement else WHOLE
-    with Nothing(), torch.inference_mode():
+    with Nothing(), torch.inference_mode():  # type: ignore[no-untyped-call]
         model = weightless_model(options, shard)
         _run_steps(model, options)
     return notes.kernels

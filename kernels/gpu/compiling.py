@@ -1,13 +1,14 @@
 """Which kernels are launched, found out without a GPU; and their compilation, ahead of a launch.
 
 Triton compiles a kernel when it is first launched with arguments of a kind: types, integers that
-are 1 or multiples of 16, pointers that are aligned, constants. `noted_launches` replaces launches by
-notes of that, so whatever launches kernels says what it would ask for; `compile_all` compiles the
-notes in processes side by side into Triton's cache, where the launches will find them.
+are 1 or multiples of 16, pointers that are aligned, constants. `Notes` replaces launches by notes
+of that, so whatever launches kernels says what it would ask for; `compile_all` compiles them in
+processes side by side into Triton's cache, where the launches will find them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from tokenpod.core.own_process import die_with_parent
 
 #: Threads of a warp, on all of NVIDIA's GPUs.
 _WARP = 32
@@ -40,7 +43,7 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Under which Triton's cache has it: of its source, arguments and options, and of Triton."""
+        """Under which Triton's cache has it: of source, arguments, options and Triton itself."""
         backend = make_backend(self.target)
         return str(
             get_cache_key(self.source, backend, self.options, get_cache_invalidating_env_vars())
@@ -73,13 +76,11 @@ class Notes:
         """From now on no kernel runs in this process."""
         notes = self
 
-        def run(
-            self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **named: Any
-        ) -> None:
+        def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
             del grid, warmup
             notes._note(self, args, named)
 
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
 
     def _note(self, kernel: JITFunction[Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
         named |= {"debug": False, "instrumentation_mode": ""}
@@ -94,12 +95,14 @@ class Notes:
         self._kernels[key] = Kernel(source, options, self._target)
 
     def _made_binder(self, kernel: JITFunction[Any]) -> Callable[..., Any]:
-        return create_function_from_signature(kernel.signature, kernel.params, self._backend)
+        made: Callable[..., Any] = create_function_from_signature(
+            kernel.signature, kernel.params, self._backend
+        )
+        return made
 
 
 def missing(kernels: Sequence[Kernel]) -> list[Kernel]:
     """Those that Triton's cache does not have."""
-    import hashlib
 
     def is_there(kernel: Kernel) -> bool:
         digest = hashlib.sha256(kernel.key.encode()).hexdigest()
@@ -113,18 +116,27 @@ def compile_all(kernels: Sequence[Kernel], processes: int) -> None:
     lacking = missing(kernels)
     if not lacking:
         return
+    # Those of sampling sort in registers, and take seconds each; others take half of one.
+    lacking.sort(key=_is_short)
     processes = min(processes, len(lacking))
-    with multiprocessing.get_context("fork").Pool(processes, _take, (lacking,)) as pool:
+    # What is inherited need not be sent: kernels are full of functions and types.
+    with multiprocessing.get_context("fork").Pool(processes, _inherit, (lacking,)) as pool:
         for _ in pool.imap_unordered(_compile_one, range(len(lacking)), chunksize=1):
             pass
 
 
-_TAKEN: list[Kernel] = []
+#: What a forked process compiles.
+_INHERITED: list[Kernel] = []
 
 
-def _take(kernels: list[Kernel]) -> None:
-    _TAKEN[:] = kernels
+def _inherit(kernels: list[Kernel]) -> None:
+    die_with_parent()
+    _INHERITED[:] = kernels
+
+
+def _is_short(kernel: Kernel) -> bool:
+    return ".sampling." not in kernel.source.fn.__module__
 
 
 def _compile_one(at: int) -> None:
-    _TAKEN[at].compile()
+    _INHERITED[at].compile()

@@ -54,7 +54,8 @@ def run(
 ) -> None:
     """Load, say so, and take steps until the link closes (raises LinkClosed) or the group ends.
 
-    `ahead` compiles kernels meanwhile. Raises EngineError or ModelError with one line that says what is wrong.
+    `ahead` compiles kernels meanwhile. Raises EngineError or ModelError with one line that says
+    what is wrong.
     """
     assembled, ready, limits = load(options, link, member, ahead)
     # What lives now lives for ever: spare the collector the walk. Before anybody knows that we are

@@ -1,4 +1,4 @@
-"""The commands serve, size, simulate, models, download, convert, quantize. Imports no torch."""
+"""The server's commands: serve, size, compile, simulate and those for models. Imports no torch."""
 
 from tokenpod_client.cli.entries import Entry
 
@@ -8,6 +8,7 @@ COMMANDS = {
     for name, summary, where in (
         ("serve", "Start a server; without a model on the embedded one.", "serve:serve"),
         ("size", "Estimate whether a model fits a device.", "size_flags:size"),
+        ("compile", "Compile a model's kernels, without a GPU.", "compile:compile_kernels"),
         ("simulate", "Show what a scheduler would do with a trace.", "simulate:simulate"),
         ("models", "List which architectures are served.", "models:models"),
         ("download", "Download the files of a model that a server reads.", "download:download"),

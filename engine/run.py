@@ -46,6 +46,7 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
 
 if TYPE_CHECKING:
+    from tokenpod.engine.gpu.late_kernels import LateKernels
     from tokenpod.engine.shards.member import Member
 
 
@@ -96,7 +97,15 @@ def run(
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
     masked = MaskedSteps(masks, overlap=overlap)
-    loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
+    late: LateKernels | None = None
+    if ready.device_type != "cpu":
+        # Not above: Triton comes with it.
+        from tokenpod.engine.gpu.late_kernels import LateKernels
+
+        late = LateKernels()
+    loop = EngineLoop(
+        link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked, late=late
+    )
     loop.run()
 
 

@@ -19,14 +19,20 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_process import die_with_parent
+from tokenpod.models.errors import ModelError
 
 #: Where what decides about kernels is written: below the package.
 _SOURCES = "core", "engine", "kernels", "models"
+#: Streaming multiprocessors by architecture: A100, L40S, H100 and H200, B200, RTX PRO 6000. They
+#: decide into how many parts attention is split, of which kernels know only whether it is.
+_PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
+_USUAL_PROCESSORS = 132
 
 
 class CompileAhead:
@@ -55,63 +61,83 @@ class CompileAhead:
 def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -> Path:
     """The file in the cache's `folder` that says: compiled, for these options and versions."""
     found = hashlib.sha256()
-    alike = msgspec.structs.replace(options, questions_fd=-1, threads=0, model_folder="")
-    if alike.placement is not None:
-        alike = msgspec.structs.replace(alike, placement=None)
-        found.update(str(options.placement.world).encode())  # type: ignore[union-attr]
+    world = options.placement.world if options.placement is not None else 1
+    alike = msgspec.structs.replace(
+        options, model_folder="", device="cuda", threads=0, questions_fd=-1, placement=None
+    )
     found.update(msgspec.msgpack.encode(alike))
-    found.update(json.dumps([capability, version("triton"), version("torch")]).encode())
+    versions = version("triton"), version("torch")
+    found.update(json.dumps([world, capability, versions]).encode())
     package = Path(__file__).resolve().parents[2]
     for part in _SOURCES:
         for path in sorted((package / part).rglob("*.*")):
             if path.suffix in (".py", ".json"):
                 found.update(path.read_bytes())
-    model = Path(options.model_folder)
-    for path in sorted(model.glob("*.json")):
+    for path in sorted(Path(options.model_folder).glob("*.json")):
         if "tokenizer" not in path.name:
             found.update(path.read_bytes())
     return folder / f"tokenpod-{found.hexdigest()[:32]}.json"
 
 
-def main() -> int:
-    """Compile what the options on stdin need, for this machine's GPU."""
-    die_with_parent()
-    # The engine ignores it, and this process inherits that; a pool ends its processes with it.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    options = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
-    began = time.monotonic()
+def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, Any]:
+    """Compile what such an engine launches on this machine's GPU, or on one of an architecture.
+
+    Returns how many kernels there are and how many were compiled, how long that took, and where
+    they are and the bytes there. Raises ModelError for a folder that can't be read.
+    """
     # Not above: who only starts this process does without.
     import torch
     from triton import knobs
 
+    from tokenpod.kernels.gpu.launch import Gpu, gpu_of
+
+    began = time.monotonic()
+    if architecture is None:
+        gpu = gpu_of(torch.device(options.device))
+        assert gpu is not None
+    else:
+        major, _, minor = architecture.partition(".")
+        capability = int(major), int(minor)
+        gpu = Gpu(capability, _PROCESSORS.get(capability, _USUAL_PROCESSORS))
     folder = Path(knobs.cache.dir)
-    device = torch.device(options.device)
-    note = note_of(options, torch.cuda.get_device_capability(device), folder)
-    if note.exists():
-        return 0
+    note = note_of(options, gpu.capability, folder)
+    if note.exists() and architecture is None:
+        return json.loads(note.read_text())  # type: ignore[no-any-return]
     from tokenpod.engine.startup.weightless import find_kernels
-    from tokenpod.kernels.gpu.compiling import compile_all
-    from tokenpod.kernels.gpu.launch import gpu_of
+    from tokenpod.kernels.gpu.compiling import compile_all, missing
     from tokenpod.models.folder import is_native
 
-    if not is_native(Path(options.model_folder)):
-        return 0
     torch.set_num_threads(1)
-    gpu = gpu_of(device)
-    assert gpu is not None
-    imported = time.monotonic()
-    kernels = find_kernels(options, gpu)
-    noted = time.monotonic()
-    compile_all(kernels, len(os.sched_getaffinity(0)))
-    ended = time.monotonic()
+    # What transformers computes launches few of our kernels, and has no shapes without weights.
+    native = is_native(Path(options.model_folder))
+    kernels = find_kernels(options, gpu) if native else []
+    found = time.monotonic()
+    lacking = missing(kernels)
+    compile_all(lacking, len(os.sched_getaffinity(0)))
     folder.mkdir(parents=True, exist_ok=True)
     facts = {
         "kernels": len(kernels),
-        "seconds_to_import": round(imported - began, 3),
-        "seconds_to_find": round(noted - imported, 3),
-        "seconds_to_compile": round(ended - noted, 3),
+        "compiled": len(lacking),
+        "seconds_to_find": found - began,
+        "seconds": time.monotonic() - began,
+        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "folder": str(folder),
     }
     note.write_text(json.dumps(facts))
+    return facts
+
+
+def main() -> int:
+    """Compile what the options on stdin need; says what that was."""
+    die_with_parent()
+    # The engine ignores it, and this process inherits that; a pool ends its processes with it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    options = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
+    try:
+        said = compile_for(options, sys.argv[1] if len(sys.argv) > 1 else None)
+    except ModelError as error:
+        said = {"error": str(error)}
+    print(json.dumps(said))
     return 0
 
 

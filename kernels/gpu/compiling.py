@@ -112,16 +112,15 @@ def missing(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def compile_all(kernels: Sequence[Kernel], processes: int) -> None:
-    """Compile those that the cache lacks, so many at a time. Forks: no other thread may run."""
-    lacking = missing(kernels)
-    if not lacking:
+    """Compile these, so many at a time. Forks: no other thread may run."""
+    if not kernels:
         return
     # Those of sampling sort in registers, and take seconds each; others take half of one.
-    lacking.sort(key=_is_short)
-    processes = min(processes, len(lacking))
+    ordered = sorted(kernels, key=_is_short)
+    processes = min(processes, len(ordered))
     # What is inherited need not be sent: kernels are full of functions and types.
-    with multiprocessing.get_context("fork").Pool(processes, _inherit, (lacking,)) as pool:
-        for _ in pool.imap_unordered(_compile_one, range(len(lacking)), chunksize=1):
+    with multiprocessing.get_context("fork").Pool(processes, _inherit, (ordered,)) as pool:
+        for _ in pool.imap_unordered(_compile_one, range(len(ordered)), chunksize=1):
             pass
 
 

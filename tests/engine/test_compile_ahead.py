@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -88,3 +89,26 @@ def test_a_note_is_of_what_kernels_depend_on(tmp_path):
 
 def test_a_cpu_has_nothing_compiled_ahead():
     assert CompileAhead.of(msgspec.structs.replace(OPTIONS, device="cpu")) is None
+
+
+@pytest.mark.slow
+def test_the_command_fills_the_cache_once(folder, tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-P", "-m", "tokenpod", "compile", "--architecture", "9.0"]
+    command += ["--model-id", str(folder("llama")), "--max-batch-size", "4"]
+    first, second = (
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    )
+    kernels, compiled = re.findall(r"(\d+) (?:kernels|of them)", first.stdout)
+    assert kernels == compiled
+    assert len(list(tmp_path.glob("*/*.cubin"))) == int(kernels) > 20
+    assert re.findall(r"(\d+) (?:kernels|of them)", second.stdout) == [kernels, "0"]
+
+
+def test_the_command_wants_an_architecture(tmp_path):
+    command = [sys.executable, "-P", "-m", "tokenpod", "compile", "--architecture", "hopper"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--architecture" in done.stderr

@@ -10,6 +10,7 @@ it is launched.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,6 +34,10 @@ _SOURCES = "core", "engine", "kernels", "models"
 #: decide into how many parts attention is split, of which kernels know only whether it is.
 _PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
 _USUAL_PROCESSORS = 132
+#: Compilers at once: the longest kernel takes as long as a sixteenth of all.
+_MOST_PROCESSES = 16
+#: Seconds that an engine waits for it behind its weights; ranks wait longer for each other.
+_MOST_SECONDS = 300.0
 
 
 class CompileAhead:
@@ -46,8 +51,15 @@ class CompileAhead:
             stdin.write(msgspec.msgpack.encode(options))
 
     def wait(self) -> None:
-        """Until everything is compiled, or the process has failed: it says why on stderr."""
-        self._process.wait()
+        """Until everything is compiled, or the process has failed: it says why on stderr.
+
+        One that takes minutes is ended: the first steps compile what is left.
+        """
+        try:
+            self._process.wait(_MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     @classmethod
     def of(cls, options: EngineOptions) -> CompileAhead | None:
@@ -113,8 +125,7 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
     kernels = find_kernels(options, gpu) if native else []
     found = time.monotonic()
     lacking = missing(kernels)
-    compile_all(lacking, len(os.sched_getaffinity(0)))
-    folder.mkdir(parents=True, exist_ok=True)
+    compile_all(lacking, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
     facts = {
         "kernels": len(kernels),
         "compiled": len(lacking),
@@ -123,8 +134,17 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
         "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         "folder": str(folder),
     }
-    note.write_text(json.dumps(facts))
+    with contextlib.suppress(OSError):  # a cache that is full of what is needed may be read-only
+        _write(note, json.dumps(facts))
     return facts
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: the process may be ended at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def main() -> int:

@@ -63,7 +63,9 @@ def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quan
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantize", [(), ("int4",)])
+@pytest.mark.parametrize(
+    "quantize", [(), pytest.param(("int4",), marks=pytest.mark.slow)], ids=["bf16", "int4"]
+)
 def test_nothing_is_left_to_compile_for_a_start_and_for_steps(quantize, folder, tmp_path):
     told = answer_of("late_kernels.py", str(folder("llama")), *quantize, cache=tmp_path)
     assert told["ahead"] > 20
@@ -107,7 +109,8 @@ def test_the_command_fills_the_cache_once(folder, tmp_path):
     assert re.findall(r"(\d+) (?:kernels|of them)", second.stdout) == [kernels, "0"]
 
 
-def test_the_command_wants_an_architecture(tmp_path):
+@pytest.mark.slow
+def test_the_command_wants_an_architecture():
     command = [sys.executable, "-P", "-m", "tokenpod", "compile", "--architecture", "hopper"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2

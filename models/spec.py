@@ -148,7 +148,9 @@ class ModelSpec:
         """The same of a model whose numbers take so many bytes."""
         if not self.state_layouts:
             return None
-        return OwnState(sum(layout.nbytes(item_bytes) for layout in self.state_layouts), 0)
+        return OwnState(
+            sum(layout.nbytes(item_bytes) for layout in self.state_layouts), 0, copies=1
+        )
 
     @property
     def expansion(self) -> Expansion | None:

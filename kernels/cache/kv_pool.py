@@ -95,6 +95,9 @@ class KVPool:
         self.stored += scales
         return scales
 
+    def reserve(self, rows: int) -> None:
+        """Have whatever so many rows need besides slots: here that is nothing."""
+
     def take_row(self, row: int, prompt: int) -> None:
         """A sequence with so many prompt tokens gets a row. All that it has lies in slots."""
 

@@ -16,18 +16,20 @@ class StateLayout(NamedTuple):
 
     #: Shape of its last inputs, in the model's type.
     inputs: tuple[int, ...]
-    #: Shape of its memory, float32.
+    #: Shape of its memory, float32: of each head one.
     memory: tuple[int, ...]
 
     def nbytes(self, item_bytes: int) -> int:
         """Bytes of a row, of a model whose numbers take `item_bytes`."""
-        return math.prod(self.inputs) * item_bytes + math.prod(self.memory) * 4
+        heads = self.memory[0]
+        return math.prod(self.inputs) * item_bytes + math.prod(self.memory) * 4 + heads * 4
 
 
 class StatePool(KVPool):
     """Keys and values by slot, as `KVPool` has them, and states by row.
 
-    There are as many states as rows were seen at once: a server that is asked little keeps few.
+    Captured steps know where states lie: those of all rows are reserved before anything is
+    captured. Rows of padding have none.
 
     Args:
         state_layouts: of the layers that have states.
@@ -42,28 +44,36 @@ class StatePool(KVPool):
         self._layouts, self._type = tuple(state_layouts), state_dtype
         self._device: torch.device = named["device"]
         self._rows = 0
-        #: Of each such layer: inputs [rows, ...] and memories [rows, ...].
-        self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: Of each such layer: inputs [rows, ...], memories [rows, ...], and how many positions
+        #: each head's memory has been through, [rows, heads] int32.
+        self.states: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.reserve(1)
 
     def take_row(self, row: int, prompt: int) -> None:
         """A new sequence has a row: it begins with states of zeros."""
         del prompt
         self.reserve(row + 1)
-        for inputs, memory in self.states:
-            inputs[row].zero_()
-            memory[row].zero_()
+        for each in self.states:
+            for tensor in each:
+                tensor[row].zero_()
 
     def reserve(self, rows: int) -> None:
         """Have states for so many rows at least; those that are there are kept."""
         if rows <= self._rows:
             return
-        rows = max(rows, 2 * self._rows)
-        made = []
-        for i, layout in enumerate(self._layouts):
-            inputs = torch.zeros((rows, *layout.inputs), dtype=self._type, device=self._device)
-            memory = torch.zeros((rows, *layout.memory), device=self._device)
-            if self._rows:
-                inputs[: self._rows], memory[: self._rows] = self.states[i]
-            made.append((inputs, memory))
-        self.states, self._rows = made, rows
+        before = self.states
+        self.states = [self._made(layout, rows) for layout in self._layouts]
+        for old, new in zip(before, self.states, strict=False):
+            for some, all_ in zip(old, new, strict=True):
+                all_[: self._rows] = some
+        self._rows = rows
+
+    def _made(
+        self, layout: StateLayout, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shapes = (layout.inputs, self._type), (layout.memory, torch.float32)
+        inputs, memory = (
+            torch.zeros((rows, *shape), dtype=dtype, device=self._device) for shape, dtype in shapes
+        )
+        seen = torch.zeros((rows, layout.memory[0]), dtype=torch.int32, device=self._device)
+        return inputs, memory, seen

@@ -157,11 +157,10 @@ class GatedDeltaLayer:
         values = shape.value_heads * shape.value_dim
         self._parts = [shape.channels, values, shape.value_heads, shape.value_heads]
         conv = products.tensor(parts.named("conv"))[:, 0].contiguous()
-        self._weights = DeltaWeights(
-            conv,
-            *(products.tensor(parts.named(name)) for name in ("log_rate", "shift")),
-            RowNorm(products.tensor(parts.named("delta_norm")), spec.epsilon),
+        log_rate, shift, scale = (
+            products.tensor(parts.named(name)) for name in ("log_rate", "shift", "delta_norm")
         )
+        self._weights = DeltaWeights(conv, log_rate, shift, RowNorm(scale, spec.epsilon))
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The states of the step's rows have gone on afterwards."""

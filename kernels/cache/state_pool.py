@@ -44,36 +44,39 @@ class StatePool(KVPool):
         self._layouts, self._type = tuple(state_layouts), state_dtype
         self._device: torch.device = named["device"]
         self._rows = 0
-        #: Of each such layer: inputs [rows, ...], memories [rows, ...], and how many positions
-        #: each head's memory has been through, [rows, heads] int32.
-        self.states: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        #: Of layers that have the same, together: inputs [layers, rows, ...], memories [layers,
+        #: rows, ...], and how many positions each head's memory has been through, [layers, rows,
+        #: heads] int32.
+        self._stacks: list[torch.Tensor] = []
+        #: Of each layer.
+        self.states: list[tuple[torch.Tensor, ...]] = []
         self.reserve(1)
 
     def take_row(self, row: int, prompt: int) -> None:
         """A new sequence has a row: it begins with states of zeros."""
         del prompt
         self.reserve(row + 1)
-        for each in self.states:
-            for tensor in each:
-                tensor[row].zero_()
+        for stack in self._stacks:
+            stack[:, row].zero_()
+
+    def copy_states(self, sources: Sequence[int], places: Sequence[int]) -> None:
+        """Copy rows' states, one by one; rows that there are no sequences of keep snapshots."""
+        for source, place in zip(sources, places, strict=True):
+            for stack in self._stacks:
+                stack[:, place].copy_(stack[:, source])
 
     def reserve(self, rows: int) -> None:
         """Have states for so many rows at least; those that are there are kept."""
         if rows <= self._rows:
             return
-        before = self.states
-        self.states = [self._made(layout, rows) for layout in self._layouts]
-        for old, new in zip(before, self.states, strict=False):
-            for some, all_ in zip(old, new, strict=True):
-                all_[: self._rows] = some
+        before, self._stacks, places = self._stacks, [], {}
+        for layout in dict.fromkeys(self._layouts):
+            shapes = (layout.inputs, self._type), (layout.memory, torch.float32)
+            for shape, dtype in (*shapes, (layout.memory[:1], torch.int32)):
+                size = self._layouts.count(layout), rows, *shape
+                self._stacks.append(torch.zeros(size, dtype=dtype, device=self._device))
+            places[layout] = iter(zip(*self._stacks[-3:], strict=True))
+        for old, new in zip(before, self._stacks, strict=bool(before)):
+            new[:, : self._rows] = old
+        self.states = [next(places[layout]) for layout in self._layouts]
         self._rows = rows
-
-    def _made(
-        self, layout: StateLayout, rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shapes = (layout.inputs, self._type), (layout.memory, torch.float32)
-        inputs, memory = (
-            torch.zeros((rows, *shape), dtype=dtype, device=self._device) for shape, dtype in shapes
-        )
-        seen = torch.zeros((rows, layout.memory[0]), dtype=torch.int32, device=self._device)
-        return inputs, memory, seen

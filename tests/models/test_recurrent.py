@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_engines import Engine, requests_of
+
+from examples import examples
+from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 pytestmark = pytest.mark.compute
 
@@ -13,7 +20,11 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def engine(golden):
-    return Engine(golden("qwen3-5").folder)
+    made = Engine(golden("qwen3-5").folder)
+    made.limits = replace(
+        made.limits, snapshots=SnapshotLimits(8, made.room.rows + 1, least=4, stride=9)
+    )
+    return made
 
 
 def test_the_engine_says_what_transformers_says(golden, engine, text):
@@ -34,10 +45,57 @@ def test_the_engine_says_what_transformers_says(golden, engine, text):
         assert outputs == truth[-len(outputs) :].argmax(-1).tolist()
 
 
-def test_a_prompt_that_is_asked_twice_is_computed_twice(engine, text):
-    """No prefix is shared: its keys and values would be there, and its states would not."""
+def test_a_prompt_that_is_asked_twice_is_computed_once(engine, text):
+    """But for its last token, which the state has been through already."""
     prompt = text(30)
     first = engine.answer(requests_of([prompt], scored=False))
-    again = engine.answer(requests_of([prompt, prompt], scored=False))
-    assert again.tokens[0][: len(first.tokens[0])] == first.tokens[0]
-    assert not engine.limits.sharing
+    again = engine.answer(requests_of([prompt] * 3, scored=False), one_by_one=True)
+    assert again.cached == {0: 0, 1: len(prompt) - 1, 2: len(prompt) - 1}
+    for i in range(3):
+        n = min(len(again.tokens[i]), len(first.tokens[0]))
+        assert again.tokens[i][:n] == first.tokens[0][:n]
+        torch.testing.assert_close(
+            torch.tensor(again.logprobs[i][:n]),
+            torch.tensor(first.logprobs[0][:n]),
+            rtol=0,
+            atol=TOLERANCE,
+        )
+
+
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
+@given(data=st.data())
+def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(golden, engine, text, data):
+    """Any budget of a step, any company, cached or not, preempted or not."""
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=6))
+    # Few beginnings, which prompts leave at many places.
+    beginnings = [text(50, seed=seed) for seed in (1, 2)]
+    prompts = [
+        data.draw(st.sampled_from(beginnings))[:length]
+        + text(data.draw(st.integers(1, 9)), seed=length)
+        for length in lengths
+    ]
+    snapshots = data.draw(st.sampled_from([0, 1, 3, 8]))
+    limits = replace(
+        engine.limits,
+        prefill_tokens=data.draw(st.integers(1, 16)),
+        snapshots=None
+        if not snapshots
+        else SnapshotLimits(
+            snapshots,
+            engine.room.rows + 1,
+            least=data.draw(st.sampled_from([1, 4])),
+            stride=data.draw(st.sampled_from([3, 100])),
+        ),
+    )
+    client = engine.answer(
+        requests_of(prompts, scored=False),
+        preempt=data.draw(st.sampled_from([0.0, 0.1])),
+        one_by_one=data.draw(st.booleans()),
+        limits=limits,
+    )
+    assert not client.failures
+    checkpoint = golden("qwen3-5")
+    for i, prompt in enumerate(prompts):
+        outputs = client.tokens[i]
+        truth = checkpoint.logprobs([*prompt, *outputs[:-1]])
+        assert outputs == truth[-len(outputs) :].argmax(-1).tolist()

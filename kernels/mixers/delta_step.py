@@ -1,4 +1,9 @@
-"""One token of each row through a gated delta net: a program per row and value head."""
+"""One token of each row through a gated delta net.
+
+The memory takes nearly all of the time: as many of its bytes as can be must be under way. So what
+is small is made before, by a kernel of its own, and the memory's asks for its part of it before it
+waits for that.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +17,85 @@ EPSILON: tl.constexpr = tl.constexpr(1e-6)
 
 
 @triton.jit
-def delta_step(
+def convolve_rows(
     mixed,
-    gate,
     write,
     decay,
     conv,
     log_rate,
     shift,
-    norm,
     inputs,
-    memory,
     seen,
+    made,
+    gates,
+    b_row,
+    b_context,
+    stride,
+    states,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Queries, keys and values of rows, of a head each: made [B, channels] float32.
+
+    And of each value head what is kept of its memory and what share of a value is written there,
+    gates [B, 2, H] float32. Row b's token is token b; a row of context 0 is padding.
+    """
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    is_key = part < 2 * KEY_HEADS
+    head = tl.maximum(part - 2 * KEY_HEADS, 0)
+    begin = tl.where(is_key, part * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM)
+    size = tl.where(is_key, KEY_DIM, VALUE_DIM)
+    state = tl.minimum(tl.load(b_row + row), states - 1).to(tl.int64)
+    context = tl.load(b_context + row)
+    position = context - 1
+    live = context > 0
+    i = tl.arange(0, BLOCK)
+    channel = begin + i
+    some = i < size
+    ring = inputs + state * CHANNELS * WIDTH + channel * WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tap in tl.static_range(WIDTH - 1):
+        place = (position + 1 + tap) % WIDTH
+        x = tl.load(ring + place, mask=some & live, other=0.0).to(tl.float32)
+        total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
+    last = tl.load(conv + channel * WIDTH + WIDTH - 1, mask=some, other=0.0).to(tl.float32)
+    fresh = position >= tl.load(seen + state * VALUE_HEADS + head)
+    rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+    await_inputs(OVERLAP)
+    token = row.to(tl.int64) * stride
+    own = tl.load(mixed + token + channel, mask=some, other=0.0)
+    fall = log_decay(tl.load(decay + token + head).to(tl.float32), rate, shifted)
+    share = tl.sigmoid(tl.load(write + token + head).to(tl.float32))
+    total += own.to(tl.float32) * last
+    # Rounded as inputs are.
+    total = (total * tl.sigmoid(total)).to(own.dtype).to(tl.float32)
+    if is_key:
+        total = unit(total) * tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+    tl.store(made + row.to(tl.int64) * CHANNELS + channel, total, mask=some)
+    # The other places of the ring are read, this one is not.
+    tl.store(ring + position % WIDTH, own, mask=some & live)
+    # A memory that has been through the position neither decays nor is written.
+    gate = gates + row * 2 * VALUE_HEADS + head
+    tl.store(gate, tl.where(fresh, tl.exp(fall), 1.0), mask=part >= 2 * KEY_HEADS)
+    tl.store(gate + VALUE_HEADS, tl.where(fresh, share, 0.0), mask=part >= 2 * KEY_HEADS)
+    kept = (part >= 2 * KEY_HEADS) & live
+    tl.store(seen + state * VALUE_HEADS + head, position + 1, mask=kept)
+
+
+@triton.jit
+def step_memories(
+    made,
+    gates,
+    memory,
+    gate,
+    norm,
     out,
     b_row,
     b_context,
@@ -34,87 +106,77 @@ def delta_step(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    NORMED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Row b's token is token b; rows of context 0 are padding, and get zeros.
+    """What heads find [B, H · value_dim], of a row and some values of a head each.
 
-    Everything that no kernel before it in the step writes is read before it waits for them: the
-    memory above all, which takes longest.
+    With NORMED, which needs all values of a head, it is normed and gated.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
-    EACH: tl.constexpr = VALUE_HEADS // KEY_HEADS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     state = tl.minimum(tl.load(b_row + row), states - 1).to(tl.int64)
-    context = tl.load(b_context + row)
-    position = context - 1
-    live = context > 0
-    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    live = tl.load(b_context + row) > 0
+    i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     some_k, some_v = i < KEY_DIM, j < VALUE_DIM
-    q_channel = head // EACH * KEY_DIM + i
-    k_channel = KEY_HEADS * KEY_DIM + q_channel
-    v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-    at = state * VALUE_HEADS + head
-    held = (at * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    held = memory + ((state * VALUE_HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     some = some_k[:, None] & some_v[None, :] & live
-    kept = tl.load(memory + held, mask=some, other=0.0)
-    fresh = position >= tl.load(seen + at)
-    rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
-    scale = tl.load(norm + j, mask=some_v, other=0.0)
-    ring = inputs + state * CHANNELS * WIDTH
-    q = before(ring, conv, q_channel, some_k & live, position, WIDTH)
-    k = before(ring, conv, k_channel, some_k & live, position, WIDTH)
-    v = before(ring, conv, v_channel, some_v & live, position, WIDTH)
+    kept = tl.load(held, mask=some, other=0.0)
     await_inputs(OVERLAP)
-    token = row.to(tl.int64) * stride
-    own_q = tl.load(mixed + token + q_channel, mask=some_k, other=0.0)
-    own_k = tl.load(mixed + token + k_channel, mask=some_k, other=0.0)
-    own_v = tl.load(mixed + token + v_channel, mask=some_v, other=0.0)
-    q = unit(convolved(q, own_q, conv, q_channel, some_k, WIDTH)) * (KEY_DIM**-0.5)
-    k = unit(convolved(k, own_k, conv, k_channel, some_k, WIDTH))
-    v = convolved(v, own_v, conv, v_channel, some_v, WIDTH)
-    fall = log_decay(tl.load(decay + token + head).to(tl.float32), rate, shifted)
-    share = tl.sigmoid(tl.load(write + token + head).to(tl.float32))
-    # A memory that has been through the position neither decays nor is written.
-    kept *= tl.where(fresh, tl.exp(fall), 1.0)
-    missing = (v - tl.sum(kept * k[:, None], 0)) * tl.where(fresh, share, 0.0)
+    own = made + row.to(tl.int64) * CHANNELS
+    query = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    q = tl.load(own + query + i, mask=some_k, other=0.0)
+    k = tl.load(own + KEY_HEADS * KEY_DIM + query + i, mask=some_k, other=0.0)
+    value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    v = tl.load(own + value + j, mask=some_v, other=0.0)
+    left = tl.load(gates + row * 2 * VALUE_HEADS + head)
+    share = tl.load(gates + row * 2 * VALUE_HEADS + VALUE_HEADS + head)
+    kept *= left
+    missing = (v - tl.sum(kept * k[:, None], 0)) * share
     kept += k[:, None] * missing[None, :]
+    tl.store(held, kept, mask=some)
     found = tl.sum(kept * q[:, None], 0).to(out.dtype.element_ty)
-    tl.store(memory + held, kept, mask=some)
-    # Others read the ring's other places; the first value head of a key head writes for all.
-    place = position % WIDTH
-    first = live & (head % EACH == 0)
-    tl.store(ring + q_channel * WIDTH + place, own_q, mask=some_k & first)
-    tl.store(ring + k_channel * WIDTH + place, own_k, mask=some_k & first)
-    tl.store(ring + v_channel * WIDTH + place, own_v, mask=some_v & live)
-    tl.store(seen + at, position + 1, mask=live)
-    opened = tl.load(gate + token + head * VALUE_DIM + j, mask=some_v, other=0.0)
-    result = gated_norm(found[None, :], opened[None, :], scale, epsilon, VALUE_DIM)
-    place_out = (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + j
-    result = tl.where(live, result, tl.zeros_like(result))
-    tl.store(out + place_out[None, :], result, mask=some_v[None, :])
+    if NORMED:
+        opened = tl.load(
+            gate + row.to(tl.int64) * stride + head * VALUE_DIM + j, mask=some_v, other=0.0
+        )
+        scale = tl.load(norm + j, mask=some_v, other=0.0)
+        found = gated_norm(found[None, :], opened[None, :], scale, epsilon, VALUE_DIM)
+        found = tl.reshape(found, (BLOCK_V,))
+    found = tl.where(live, found, tl.zeros_like(found))
+    tl.store(out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + j, found, mask=some_v)
 
 
 @triton.jit
-def before(ring, conv, channel, some, position, WIDTH: tl.constexpr):
-    """What inputs before `position` add to the convolution of channels [n], float32."""
-    total = tl.zeros_like(channel).to(tl.float32)
-    for tap in tl.static_range(WIDTH - 1):
-        place = (position + 1 + tap) % WIDTH
-        x = tl.load(ring + channel * WIDTH + place, mask=some, other=0.0).to(tl.float32)
-        total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def convolved(total, own, conv, channel, some, WIDTH: tl.constexpr):
-    """The convolution with a token's own input, activated; float32, but rounded as inputs are."""
-    tap = tl.load(conv + channel * WIDTH + WIDTH - 1, mask=some, other=0.0).to(tl.float32)
-    total += own.to(tl.float32) * tap
-    return (total * tl.sigmoid(total)).to(own.dtype).to(tl.float32)
+def norm_rows(
+    gate,
+    norm,
+    out,
+    b_context,
+    stride,
+    epsilon,
+    VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What heads have found, in `out` [B, H · value_dim], normed and gated."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    j = tl.arange(0, BLOCK_V)
+    some = j < VALUE_DIM
+    live = tl.load(b_context + row) > 0
+    scale = tl.load(norm + j, mask=some, other=0.0)
+    await_inputs(OVERLAP)
+    place = out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + j
+    own = tl.load(place, mask=some, other=0.0)
+    opened = gate + row.to(tl.int64) * stride + head * VALUE_DIM + j
+    opened = tl.load(opened, mask=some & live, other=0.0)
+    found = gated_norm(own[None, :], opened[None, :], scale, epsilon, VALUE_DIM)
+    tl.store(place[None, :], found, mask=some[None, :])
 
 
 @triton.jit

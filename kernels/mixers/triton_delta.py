@@ -8,9 +8,8 @@ import torch
 import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
-from tokenpod.kernels.mixers import delta_chunks
+from tokenpod.kernels.mixers import delta_chunks, delta_step
 from tokenpod.kernels.mixers.delta_plan import CHUNK, FIELDS, cut_chunks
-from tokenpod.kernels.mixers.delta_step import delta_step
 from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, PagedRows, RaggedRows
 from tokenpod.kernels.operations.delta_ops import (
     DeltaInputs,
@@ -21,8 +20,22 @@ from tokenpod.kernels.operations.delta_ops import (
 
 #: A captured step has room for so many rows with several tokens.
 MOST_CAPTURED_ROWS = 64
-#: Values of a head that one program of a scan walks along a row with.
-SCANNED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepTile:
+    """How rows of one token go through their memories."""
+
+    #: Values of a head that one program has.
+    values: int
+    warps: int
+
+
+#: By rows times value heads, ascending: found by `benchmarks/run.py mixers`.
+STEP_TILES = ((128, StepTile(32, 4)), (float("inf"), StepTile(32, 4)))
+
+#: Values of a head that one program of a scan walks along a row with, and its warps.
+SCAN_TILE = (32, 4)
 #: Channels of a chunk that one program convolves.
 CONVOLVED = 64
 
@@ -43,6 +56,11 @@ class DeltaRows:
         """[T] int64: each token's state."""
         assert self.paged.t_row is not None
         return self.paged.t_row
+
+
+def step_tile(pairs: int) -> StepTile:
+    """For so many pairs of a row and a value head."""
+    return next(tile for most, tile in STEP_TILES if pairs <= most)
 
 
 def plan_delta(batch: ForwardBatch) -> DeltaRows:
@@ -92,30 +110,73 @@ def _steps(
     plan: DeltaRows,
     out: torch.Tensor,
 ) -> None:
+    rows, stride, options = plan.single_rows, inputs.mixed.stride(0), launch_options(out.device)
     block_k, block_v = _blocks(shape)
-    delta_step[(plan.single_rows, shape.value_heads)](
-        *inputs,
+    tile = step_tile(rows * shape.value_heads)
+    values = min(tile.values, block_v)
+    made = torch.empty((rows, shape.channels), device=out.device)
+    gates = torch.empty((rows, 2, shape.value_heads), device=out.device)
+    sizes = {
+        "KEY_HEADS": shape.key_heads,
+        "VALUE_HEADS": shape.value_heads,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+    }
+    delta_step.convolve_rows[(rows, 2 * shape.key_heads + shape.value_heads)](
+        inputs.mixed,
+        inputs.write,
+        inputs.decay,
         weights.conv,
         weights.log_rate,
         weights.shift,
+        states.inputs,
+        states.seen,
+        made,
+        gates,
+        plan.paged.b_row,
+        plan.paged.b_context,
+        stride,
+        len(states.memory),
+        WIDTH=shape.width,
+        BLOCK=max(block_k, block_v),
+        num_warps=1,
+        **sizes,
+        **options,
+    )
+    normed = values == block_v
+    delta_step.step_memories[(rows, shape.value_heads, triton.cdiv(shape.value_dim, values))](
+        made,
+        gates,
+        states.memory,
+        inputs.gate,
         weights.norm.weight,
-        *states,
         out,
         plan.paged.b_row,
         plan.paged.b_context,
-        inputs.mixed.stride(0),
+        stride,
         len(states.memory),
         weights.norm.epsilon,
-        KEY_HEADS=shape.key_heads,
-        VALUE_HEADS=shape.value_heads,
-        KEY_DIM=shape.key_dim,
-        VALUE_DIM=shape.value_dim,
-        WIDTH=shape.width,
         BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        num_warps=max(1, min(8, block_k * block_v // 2048)),
-        **launch_options(out.device),
+        BLOCK_V=values,
+        NORMED=normed,
+        num_warps=tile.warps,
+        **sizes,
+        **options,
     )
+    if not normed:
+        delta_step.norm_rows[(rows, shape.value_heads)](
+            inputs.gate,
+            weights.norm.weight,
+            out,
+            plan.paged.b_context,
+            stride,
+            weights.norm.epsilon,
+            VALUE_HEADS=shape.value_heads,
+            VALUE_DIM=shape.value_dim,
+            BLOCK_V=block_v,
+            num_warps=1,
+            **options,
+        )
 
 
 def _chunks(
@@ -172,7 +233,7 @@ def _chunks(
         **sizes,
         **options,
     )
-    scanned = min(block_v, SCANNED)
+    scanned = min(block_v, SCAN_TILE[0])
     # What heads find takes the place of `out`, where it is normed.
     delta_chunks.scan_chunks[(plan.rows, heads, triton.cdiv(shape.value_dim, scanned))](
         mixed,
@@ -188,7 +249,7 @@ def _chunks(
         WIDTH=shape.width,
         BLOCK_V=scanned,
         STAGES=2,
-        num_warps=4,
+        num_warps=SCAN_TILE[1],
         **sizes,
         **options,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_engines import Engine, requests_of
 
@@ -62,7 +62,12 @@ def test_a_prompt_that_is_asked_twice_is_computed_once(engine, text):
         )
 
 
-@settings(max_examples=examples(40), deadline=None, derandomize=True)
+@settings(
+    max_examples=examples(40),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(golden, engine, text, data):
     """Any budget of a step, any company, cached or not, preempted or not."""

@@ -85,26 +85,38 @@ class GatedDeltaNet:
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """One product of all that a token says, the convolution, decays, the norm, and `output`."""
-        names, at = tensors.names.delta, tensors.at
+        names, hidden = tensors.names.delta, tensors.hidden
         keys, values, each = self._axes
-        parts = (keys, keys, values)
-        sizes = tuple(axis.length for axis in parts)
-
-        def cut(stored: str, *more: Axis) -> tuple[Source, ...]:
-            return tuple(
-                Source(f"{at}{stored}.weight", (axis, *more), Segment(sizes, i))
-                for i, axis in enumerate(parts)
+        if names.by_heads is None:
+            others = ((names.gate, values), (names.write, each), (names.decay, each))
+            rest = (tensors.source(stored, axis, hidden, None) for stored, axis in others)
+            sources = (*self._cut(tensors, names.qkv, (keys, keys, values), hidden), *rest)
+        else:
+            most, scalars = names.by_heads
+            heads = self.shape.key_heads
+            sources = (
+                *self._cut(tensors, most, (keys, keys, values, values), hidden, groups=heads),
+                *self._cut(tensors, scalars, (each, each), hidden, groups=heads),
             )
-
-        others = ((names.gate, values), (names.write, each), (names.decay, each))
-        rest = (tensors.source(stored, axis, tensors.hidden, None) for stored, axis in others)
-        yield Weight("delta_in", (*cut(names.qkv, tensors.hidden), *rest), multiplied=True)
-        yield Weight("conv", cut(names.conv, Axis(1), Axis(self.shape.width)))
+        yield Weight("delta_in", sources, multiplied=True)
+        width = Axis(1), Axis(self.shape.width)
+        yield Weight("conv", self._cut(tensors, names.conv, (keys, keys, values), *width))
         yield replace(tensors.single("log_rate", names.log_rate, each), dtype=torch.float32)
         yield replace(tensors.single("shift", names.shift, each), dtype=torch.float32)
         norm = Norm("rms", self.epsilon)
         yield from tensors.norm("delta_norm", norm, names.norm, Axis(self.shape.value_dim))
         yield from tensors.product("output", names.output, tensors.hidden, values, False)
+
+    @staticmethod
+    def _cut(
+        tensors: LayerTensors, stored: str, parts: tuple[Axis, ...], *more: Axis, groups: int = 1
+    ) -> tuple[Source, ...]:
+        """The parts of one tensor, which has them group by group."""
+        sizes = tuple(axis.length // groups for axis in parts)
+        return tuple(
+            Source(f"{tensors.at}{stored}.weight", (axis, *more), Segment(sizes, i, groups))
+            for i, axis in enumerate(parts)
+        )
 
     def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
         """There are none."""

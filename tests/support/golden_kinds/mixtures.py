@@ -164,7 +164,7 @@ def without(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 #: Gated delta nets: an epsilon of the size of what heads read, as in `gated`.
-DELTA = {**LINEAR, **QWEN2, "rms_norm_eps": 3e-2}
+DELTA = {**LINEAR, **QWEN2, "rms_norm_eps": 1e-1}
 DELTA_VARIED = {
     **VARIED,
     **DELTA,
@@ -175,7 +175,7 @@ DELTA_VARIED = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 12,
-    "rms_norm_eps": 5e-2,
+    "rms_norm_eps": 8e-2,
     "num_experts_per_tok": 3,
     "layer_types": ["full_attention", "linear_attention", "linear_attention"],
 }

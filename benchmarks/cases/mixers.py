@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from unittest.mock import patch
 
 import torch
@@ -24,7 +25,7 @@ from benchmarks.support.timing import (
     synchronise,
 )
 from tokenpod.kernels.mixers import triton_delta
-from tokenpod.kernels.mixers.triton_delta import StepTile
+from tokenpod.kernels.mixers.triton_delta import PromptTile, StepTile
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 from tokenpod.kernels.operations.delta_ops import (
     DeltaInputs,
@@ -37,7 +38,18 @@ from tokenpod.kernels.operations.pointwise_ops import RowNorm
 SMOKE = {"cpu": "--shape 1 2 16 16 --decode 2 --prompts 70", "gpu": "--decode 1 64 --prompts 512"}
 #: Values of a head that a program has, and its warps.
 SEARCHED = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)]
-SCANS = [(16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8)]
+PROMPTS = [
+    PromptTile(64, 2, 32, 4, 2),
+    PromptTile(64, 8, 32, 4, 2),
+    PromptTile(32, 4, 32, 4, 2),
+    PromptTile(32, 2, 32, 4, 2),
+    PromptTile(64, 4, 32, 8, 2),
+    PromptTile(64, 4, 64, 4, 2),
+    PromptTile(64, 4, 16, 4, 2),
+    PromptTile(64, 4, 32, 4, 3),
+    PromptTile(32, 2, 64, 4, 2),
+    PromptTile(16, 1, 32, 4, 2),
+]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +71,10 @@ def run(asked: argparse.Namespace, report: Report) -> None:
                     decode(shape, rows, tile, report)
         for spec in asked.prompts:
             rows, length = map(int, f"1x{spec}".split("x")[-2:])
-            own = triton_delta.SCAN_TILE
-            for scan in [own, *(each for each in SCANS if asked.search and each != own)]:
-                with reporting(f"{spec}, {scan}"), patch.object(triton_delta, "SCAN_TILE", scan):
-                    prompts(shape, rows, length, report, kernels=asked.kernels and scan == own)
+            own = triton_delta.PROMPT_TILE
+            for tile in [own, *(PROMPTS if asked.search else ())]:
+                with reporting(f"{spec}, {tile}"), patch.object(triton_delta, "PROMPT_TILE", tile):
+                    prompts(shape, rows, length, report, kernels=asked.kernels)
 
 
 def decode(shape: DeltaShape, rows: int, tile: StepTile, report: Report) -> None:
@@ -87,8 +99,8 @@ def prompts(shape: DeltaShape, rows: int, length: int, report: Report, *, kernel
     """Prompts of so many tokens each."""
     one = call(shape, [length] * rows)
     seconds = graph_seconds(one)
-    values, warps = triton_delta.SCAN_TILE
-    report.row("prompts", rows=rows, tokens=length, values=values, warps=warps, us=1e6 * seconds)
+    tile = asdict(triton_delta.PROMPT_TILE)
+    report.row("prompts", rows=rows, tokens=length, **tile, us=1e6 * seconds)
     if kernels and DEVICE.type == "cuda":
         synchronise()
         for name, microseconds in profiled(one)[1]:

@@ -15,15 +15,18 @@ FIELDS = 4
 CHUNK = 64
 
 
-def cut_chunks(rows: RaggedRows) -> npt.NDArray[np.int32]:
-    """[chunks, FIELDS] of the rows after the first `single_rows`, rows' first chunks first."""
+def cut_chunks(rows: RaggedRows, chunk: int = CHUNK) -> npt.NDArray[np.int32]:
+    """[chunks, FIELDS] of the rows after the first `single_rows`, rows' first chunks first.
+
+    `chunk`: tokens of one at most.
+    """
     firsts, others = [], []
     for row in range(rows.single_rows, rows.rows):
         token, end = rows.b_start[row], rows.b_start[row + 1]
         position = rows.b_context[row] - (end - token)
-        firsts.append((token, min(CHUNK, end - token), position, end - token))
+        firsts.append((token, min(chunk, end - token), position, end - token))
         others += [
-            (token + done, min(CHUNK, end - token - done), position + done, 0)
-            for done in range(CHUNK, end - token, CHUNK)
+            (token + done, min(chunk, end - token - done), position + done, 0)
+            for done in range(chunk, end - token, chunk)
         ]
     return np.array([*firsts, *others], np.int32).reshape(-1, FIELDS)

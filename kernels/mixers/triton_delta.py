@@ -34,8 +34,23 @@ class StepTile:
 #: By rows times value heads, ascending: found by `benchmarks/run.py mixers`.
 STEP_TILES = ((128, StepTile(32, 4)), (float("inf"), StepTile(32, 4)))
 
-#: Values of a head that one program of a scan walks along a row with, and its warps.
-SCAN_TILE = (32, 4)
+
+@dataclass(frozen=True, slots=True)
+class PromptTile:
+    """How rows of several tokens are cut."""
+
+    #: Tokens of a chunk, and warps of a program that solves its system.
+    chunk: int
+    solve_warps: int
+    #: Values of a head that one program walks along a row with, its warps, and chunks under way.
+    values: int
+    warps: int
+    stages: int
+
+
+#: Found by `benchmarks/run.py mixers`.
+PROMPT_TILE = PromptTile(CHUNK, 4, 32, 4, 2)
+
 #: Channels of a chunk that one program convolves.
 CONVOLVED = 64
 
@@ -78,7 +93,7 @@ def plan_delta(batch: ForwardBatch) -> DeltaRows:
         chunks = paged.tiles[CHUNKS].view(-1, FIELDS)
         return DeltaRows(batch.single_rows, paged, chunks, min(len(chunks), MOST_CAPTURED_ROWS))
     rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
-    listed = torch.from_numpy(cut_chunks(rows))
+    listed = torch.from_numpy(cut_chunks(rows, PROMPT_TILE.chunk))
     if batch.t_slot.device.type != "cpu":
         listed = listed.pin_memory()
     chunks = listed.to(batch.t_slot.device, non_blocking=True)
@@ -188,7 +203,7 @@ def _chunks(
     chunks: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    mixed, (block_k, block_v) = inputs.mixed, _blocks(shape)
+    mixed, (block_k, block_v), tile = inputs.mixed, _blocks(shape), PROMPT_TILE
     tokens, heads, n = len(mixed), shape.value_heads, len(chunks)
     stride, options = mixed.stride(0), launch_options(mixed.device)
     made = mixed.new_empty((tokens, shape.channels))
@@ -199,7 +214,7 @@ def _chunks(
         "VALUE_HEADS": heads,
         "KEY_DIM": shape.key_dim,
         "VALUE_DIM": shape.value_dim,
-        "CHUNK": CHUNK,
+        "CHUNK": tile.chunk,
         "BLOCK_K": block_k,
         "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
     }
@@ -213,7 +228,7 @@ def _chunks(
         stride,
         CHANNELS=shape.channels,
         WIDTH=shape.width,
-        CHUNK=CHUNK,
+        CHUNK=tile.chunk,
         BLOCK=CONVOLVED,
         **options,
     )
@@ -229,11 +244,11 @@ def _chunks(
         fallen,
         stride,
         BLOCK_V=block_v,
-        num_warps=4,
+        num_warps=tile.solve_warps,
         **sizes,
         **options,
     )
-    scanned = min(block_v, SCAN_TILE[0])
+    scanned = min(block_v, tile.values)
     # What heads find takes the place of `out`, where it is normed.
     delta_chunks.scan_chunks[(plan.rows, heads, triton.cdiv(shape.value_dim, scanned))](
         mixed,
@@ -248,8 +263,8 @@ def _chunks(
         stride,
         WIDTH=shape.width,
         BLOCK_V=scanned,
-        STAGES=2,
-        num_warps=SCAN_TILE[1],
+        STAGES=tile.stages,
+        num_warps=tile.warps,
         **sizes,
         **options,
     )
@@ -262,7 +277,7 @@ def _chunks(
         weights.norm.epsilon,
         VALUE_HEADS=heads,
         VALUE_DIM=shape.value_dim,
-        CHUNK=CHUNK,
+        CHUNK=tile.chunk,
         BLOCK_V=block_v,
         num_warps=4,
         **options,

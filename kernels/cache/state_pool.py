@@ -52,6 +52,12 @@ class StatePool(KVPool):
         self.states: list[tuple[torch.Tensor, ...]] = []
         self.reserve(1)
 
+    def take_pages(self) -> None:
+        """Have the system give all memory now, that of states too."""
+        super().take_pages()
+        for stack in self._stacks:
+            stack.zero_()
+
     def take_row(self, row: int, prompt: int) -> None:
         """A new sequence has a row: it begins with states of zeros."""
         del prompt

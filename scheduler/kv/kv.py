@@ -266,8 +266,14 @@ class KV:
             awaited: whether siblings wait for its prompt.
         """
         assert sequence.node is not None
-        if not sequence.node.listed:
-            return
+        if sequence.node.listed:
+            self._publish_inputs(sequence, awaited=awaited)
+        if self.states is not None:
+            # Those of a prefix that the tree has by another, too.
+            self.states.publish(sequence)
+
+    def _publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
+        assert sequence.node is not None
         node, known = self.tree.match(sequence.inputs, sequence.request.salt)
         end = sequence.needed
         if known <= sequence.shared and self._caching:
@@ -284,8 +290,6 @@ class KV:
         self.tree.unlock(sequence.node)
         sequence.node = node
         sequence.shared = end
-        if self.states is not None:
-            self.states.publish(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Take all slots of a sequence: what it computed goes to the tree, the rest is free."""

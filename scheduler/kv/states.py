@@ -91,6 +91,8 @@ class States:
 
     def publish(self, sequence: Sequence) -> None:
         """Let the tree hold the sequence's snapshots, as far as it has its tokens."""
+        if not sequence.keep:
+            return
         left = []
         for snapshot in sequence.snapshots:
             tokens = sequence.all_tokens(snapshot.position)

@@ -61,6 +61,15 @@ def test_the_second_that_leaves_a_prefix_makes_a_snapshot_there_for_the_third():
     assert cached(made, 3, [*TEXT, 70, 71, 72]) == len(TEXT)
 
 
+def test_it_is_there_before_the_second_has_ended():
+    made = driver()
+    cached(made, 1, [*TEXT, 50, 51, 52])
+    made.submit(request(2, [*TEXT, 60, 61, 62], max_new_tokens=100))
+    for _ in range(6):
+        made.turn()
+    assert cached(made, 3, [*TEXT, 70, 71, 72]) == len(TEXT)
+
+
 def test_a_long_prompt_has_snapshots_along_it():
     made = driver(prefill=8, stride=10)
     assert cached(made, 1, TEXT) == 0

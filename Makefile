@@ -62,9 +62,11 @@ test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARG
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
 	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)
 
-lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
+lint: setup ## Style, spelling, links, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@git ls-files ':!src' | xargs $(BIN)/codespell
+	@$(PY) tools/links.py
 	@$(PY) client/stubs.py --check
 	@$(PY) tools/settings_docs.py --check
 	@$(PY) tools/chart_schema.py --check

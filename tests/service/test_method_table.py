@@ -102,6 +102,7 @@ def test_a_pod_that_follows_answers_what_its_rows_say_and_names_the_leader_else(
     answered |= {"Tokenize", "Detokenize", "GetModel", "ListAdapters", "ModelInfo"}
     answered |= {"HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer"}
     answered |= {"Check", "Watch", "List"}
+    answered |= {"GetStatus", "SetLogLevel", "DumpStacks", "TakeProfile"}
     for row in TABLE:
         if row.name.rpartition("/")[2] in answered:
             follower.check(row.name)
@@ -196,13 +197,14 @@ def test_the_contract_shows_the_table() -> None:
     assert set(table[2:]) == shown()
 
 
-def test_the_contract_says_who_needs_a_token_and_what_makes_no_span() -> None:
+def test_the_contract_says_who_needs_which_token_and_what_makes_no_span() -> None:
     page = (ROOT / "docs" / "contract.md").read_text()
-    health = [row for row in TABLE if row.access is Access.HEALTH]
-    adapters = [row for row in TABLE if row.access is Access.ADAPTERS]
-    assert f"but {named(health)}, which need none, and {named(adapters)}, which" in page
-    silent = [row for row in TABLE if not row.traced]
-    assert f"Every call makes a span in traces, but {named(silent)}.\n" in page
+    by = {access: named(row for row in TABLE if row.access is access) for access in Access}
+    assert f"but {by[Access.HEALTH]}, which need none, " in page
+    assert f"{by[Access.ADAPTERS]}, which need one of `--adapter-token-file`, " in page
+    assert f"and {by[Access.ADMIN]}, which need one of `--admin-token-file`.\n" in page
+    silent = named(row for row in TABLE if not row.traced)
+    assert f"Every call makes a span in traces, but {silent}.\n" in page
 
 
 def test_the_limits_of_messages_are_those_in_the_docs() -> None:

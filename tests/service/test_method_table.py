@@ -202,7 +202,7 @@ def test_the_contract_says_who_needs_which_token_and_what_makes_no_span() -> Non
     by = {access: named(row for row in TABLE if row.access is access) for access in Access}
     assert f"but {by[Access.HEALTH]}, which need none, " in page
     assert f"{by[Access.ADAPTERS]}, which need one of `--adapter-token-file`, " in page
-    assert f"and {by[Access.ADMIN]}, which need one of `--admin-token-file`.\n" in page
+    assert f"and {by[Access.ADMIN]}, which need one of `--admin-token-file`." in page
     silent = named(row for row in TABLE if not row.traced)
     assert f"Every call makes a span in traces, but {silent}.\n" in page
 

@@ -112,7 +112,7 @@ class States:
             self._drop(snapshot)
         sequence.snapshots = []
         self._unpin(sequence)
-        sequence.branch = 0
+        sequence.branch = sequence.snapped = 0
 
     def take(self, fresh: Iterable[Sequence]) -> tuple[Copies, Copies]:
         """The copies of the next plan: from rows to snapshots, then from snapshots to new rows."""
@@ -141,6 +141,7 @@ class States:
             self._due.pop(snapshot.slot, None)
             when[snapshot.slot] = sequence.row
             sequence.snapshots.append(snapshot)
+            sequence.snapped = position
 
     def _make_way(self, node: Node) -> None:
         """Drop a snapshot of the path to `node` if there are too many."""
@@ -163,4 +164,4 @@ class States:
 
 def _last(sequence: Sequence) -> int:
     """The position of the last snapshot before what a sequence has computed."""
-    return sequence.snapshots[-1].position if sequence.snapshots else sequence.shared
+    return max(sequence.snapped, sequence.shared)

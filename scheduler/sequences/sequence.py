@@ -190,6 +190,8 @@ class Sequence:
         # Where rows keep states; see `States`.
         #: Those that it has made and the tree does not hold yet, by position.
         self.snapshots: list[Snapshot] = []
+        #: Behind how many positions it has made the last one.
+        self.snapped = 0
         #: What its row begins with, until it has.
         self.origin: Snapshot | None = None
         #: Whether its row's states are further than it: a late mask has taken a position back.

@@ -12,11 +12,11 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from gpu_lock import gpu_lock
-from harness import ServerProcess, serve
 from hypothesis import settings
 
-from examples import examples
+from support.examples import examples
+from support.gpu_lock import gpu_lock
+from support.pods.harness import ServerProcess, serve
 
 # Without an NVIDIA GPU, or with torch's build for CPUs, Triton interprets kernels. It reads this
 # when it is imported first, which other libraries may do before any test of ours.

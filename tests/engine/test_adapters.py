@@ -10,11 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import step_scenes
 import torch
-from lora_folders import write_lora
-from stepping import VOCABULARY
 
+from support.checkpoints.lora_folders import write_lora
+from support.steps import step_scenes
+from support.steps.stepping import VOCABULARY
 from tokenpod.core.messages import LoadAdapter
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import FailureCode

@@ -6,12 +6,12 @@ import json
 import random
 from typing import Any
 
-import constrained
 import jsonschema
 import numpy as np
 import pytest
 import torch
 
+from support.engines import constrained
 from tokenpod.core.constraints import JsonSchema
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance

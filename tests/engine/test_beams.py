@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from golden import make_golden
-from golden_kinds import VOCABULARY
-from lockstep import in_lockstep
 
+from support.checkpoints.golden import make_golden
+from support.checkpoints.golden_kinds import VOCABULARY
+from support.steps.lockstep import in_lockstep
 from tokenpod.core.outputs import FinishCode, StepOutputs
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams

@@ -8,15 +8,15 @@ import re
 import threading
 import time
 
-import constrained
 import jsonschema
 import msgspec
 import numpy as np
 import pytest
-import row_by_row
 import torch
-from constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compiling
 
+from support.engines import constrained
+from support.engines.constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compiling
+from support.steps import row_by_row
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FailureCode, FinishCode

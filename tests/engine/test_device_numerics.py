@@ -12,7 +12,8 @@ import random
 import msgspec
 import pytest
 import torch
-from demo_engine import (
+
+from support.engines.demo_engine import (
     DEMO,
     ONE_IN,
     POSITIONS,
@@ -22,9 +23,8 @@ from demo_engine import (
     many_requests,
     scores,
 )
-from guessing import drafting
-from planner_probe import preempt_sequence
-
+from support.engines.guessing import drafting
+from support.engines.planner_probe import preempt_sequence
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup.assemble import assemble

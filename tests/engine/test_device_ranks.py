@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 import transformers
-from harness import free_port
-from ranks import Job, Said
 
+from support.pods.harness import free_port
+from support.steps import ranks
+from support.steps.ranks import Job, Said
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 
-import eagle_heads
 import msgspec
 import pytest
 import torch
-from demo_engine import CPU, DEMO, load
 
+from support.checkpoints import eagle_heads
+from support.engines.demo_engine import CPU, DEMO, load
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import LAST

@@ -11,10 +11,9 @@ from functools import partial
 
 import msgspec
 import pytest
-import ranks
-import row_by_row
 import torch
-from demo_engine import (
+
+from support.engines.demo_engine import (
     CUT,
     DEMO,
     GREEDY,
@@ -30,10 +29,10 @@ from demo_engine import (
     routed,
     serve,
 )
-from guessing import drafting
-from harness import free_port
-from ranks import Job
-
+from support.engines.guessing import drafting
+from support.pods.harness import free_port
+from support.steps import ranks, row_by_row
+from support.steps.ranks import Job
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 
-import eagle_heads
 import pytest
-import step_scenes
-import stepping
 import torch
-from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
-from harness import free_port
-from head_drafts import MOST, answer, check_that_devices_draft_alike, drafts_behind
 from safetensors.torch import load_file
 
+from support.checkpoints import eagle_heads
+from support.engines.demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
+from support.engines.head_drafts import MOST, answer, check_that_devices_draft_alike, drafts_behind
+from support.pods.harness import free_port
+from support.steps import step_scenes, stepping
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.kernels.operations.batch import ForwardBatch

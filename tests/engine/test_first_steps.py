@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from demo_engine import CPU, DEMO, load
 
+from support.engines.demo_engine import CPU, DEMO, load
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.assemble import assemble

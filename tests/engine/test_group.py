@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from harness import free_port
 
+from support.pods.harness import free_port
 from tokenpod.core.errors import EngineError
 from tokenpod.engine.shards.join import join_group
 

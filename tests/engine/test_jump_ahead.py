@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from functools import partial
 
-import constrained
 import msgspec
 import pytest
-import row_by_row
 import torch
-from constrained import RANDOM, Client, ask, serve, wait_for_compiling
-from demo_engine import load
-from guessing import drafting
 
+from support.engines import constrained
+from support.engines.constrained import RANDOM, Client, ask, serve, wait_for_compiling
+from support.engines.demo_engine import load
+from support.engines.guessing import drafting
+from support.steps import row_by_row
 from tokenpod.core.constraints import Choice, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints import masked_steps

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import constrained
 import numpy as np
 import pytest
 import torch
-from constrained import CPU, DEMO, RANDOM, Client, ask, serve
 
+from support.engines import constrained
+from support.engines.constrained import CPU, DEMO, RANDOM, Client, ask, serve
 from tokenpod.core.constraints import Choice, Grammar, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 
-import medusa_heads
 import msgspec
 import pytest
-import step_scenes
-import stepping
 import torch
-from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
-from harness import free_port
-from head_drafts import MOST, answer, check_that_devices_draft_alike
 
+from support.checkpoints import medusa_heads
+from support.engines.demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
+from support.engines.head_drafts import MOST, answer, check_that_devices_draft_alike
+from support.pods.harness import free_port
+from support.steps import step_scenes, stepping
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.requests import Request, StoppingParams

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import step_scenes
 import torch
-from demo_engine import CPU, SAMPLED
-from head_drafts import MOST, answer, drafts_behind
-from mtp_layers import make_predicting
 
+from support.checkpoints.mtp_layers import make_predicting
+from support.engines.demo_engine import CPU, SAMPLED
+from support.engines.head_drafts import MOST, answer, drafts_behind
+from support.steps import step_scenes
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.core.requests import Request, StoppingParams

@@ -6,9 +6,9 @@ from functools import partial
 
 import msgspec
 import pytest
-import row_by_row
-from demo_engine import GREEDY, SAMPLED, Recorder, load, serve
 
+from support.engines.demo_engine import GREEDY, SAMPLED, Recorder, load, serve
+from support.steps import row_by_row
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.sequences.sequence import Sequence

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from demo_engine import Recorder, load, requests, routed, serve
 
+from support.engines.demo_engine import Recorder, load, requests, routed, serve
 from tokenpod.scheduler.policies.admission_policy import SLACK, Admission, Needs
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.scheduler import Limits

@@ -7,10 +7,9 @@ bit for bit. What rounding changes on the fast operations is in test_numerics.py
 from __future__ import annotations
 
 import pytest
-import ranks
-import row_by_row
 import torch
-from demo_engine import (
+
+from support.engines.demo_engine import (
     DEMO,
     GREEDY,
     PENALISED,
@@ -22,9 +21,9 @@ from demo_engine import (
     routed,
     serve,
 )
-from harness import free_port
-from ranks import Job
-
+from support.pods.harness import free_port
+from support.steps import ranks, row_by_row
+from support.steps.ranks import Job
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.policies.optimistic import Optimistic

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import constrained
 import numpy as np
 import pytest
 import torch
-from constrained import RANDOM, Client, ask, serve
-from harness import children_of
 
+from support.engines import constrained
+from support.engines.constrained import RANDOM, Client, ask, serve
+from support.pods.harness import children_of
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance

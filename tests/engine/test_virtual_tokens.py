@@ -8,14 +8,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import step_scenes
 import torch
-from lora_folders import merge, write_lora
-from planner_probe import preempt_sequence
-from stepping import VOCABULARY
-from virtual_engine import CPU, Answer, Engine
-from virtual_folders import PREFIX, PROMPT, Expected, write_virtual
 
+from support.checkpoints.lora_folders import merge, write_lora
+from support.checkpoints.virtual_folders import PREFIX, PROMPT, Expected, write_virtual
+from support.engines.planner_probe import preempt_sequence
+from support.engines.virtual_engine import CPU, Answer, Engine
+from support.steps import step_scenes
+from support.steps.stepping import VOCABULARY
 from tokenpod.core.requests import Request
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models import load as loading

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from golden import Golden, make_golden
-from golden_kinds import KINDS, MAX_POSITIONS, VOCABULARY
-from hand_scheduler import HandScheduler
 
+from support.checkpoints.golden import Golden, make_golden
+from support.checkpoints.golden_kinds import KINDS, MAX_POSITIONS, VOCABULARY
+from support.steps.hand_scheduler import HandScheduler
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families import baichuan
 from tokenpod.models.load import load_model

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from demo_engine import CPU, load
-from demo_engine import DEMO as FOLDER
-from eagle_heads import DEMO, defined, save, tensors
 from safetensors.torch import load_file
 
+from support.checkpoints.eagle_heads import DEMO, defined, save, tensors
+from support.engines.demo_engine import CPU, load
+from support.engines.demo_engine import DEMO as FOLDER
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.eagle import is_eagle, load_eagle, read_eagle

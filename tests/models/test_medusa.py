@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 
-import medusa_heads
 import pytest
 import torch
-from demo_engine import CPU, load
-from demo_engine import DEMO as FOLDER
-from medusa_heads import HEADS, VOCABULARY, WIDTH, as_vllm, defined, save, tensors, vllm_config
 from safetensors.torch import load_file
 
+from support.checkpoints import medusa_heads
+from support.checkpoints.medusa_heads import (
+    HEADS,
+    VOCABULARY,
+    WIDTH,
+    as_vllm,
+    defined,
+    save,
+    tensors,
+    vllm_config,
+)
+from support.engines.demo_engine import CPU, load
+from support.engines.demo_engine import DEMO as FOLDER
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of

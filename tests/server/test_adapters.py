@@ -13,14 +13,14 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from groups import ENV, FLAGS
-from hand_scheduler import HandScheduler
-from harness import ServerProcess, serve
-from lora_folders import merge, write_lora
-from public_api import ask, once, refused
 from safetensors.torch import load_file, save_file
 
 import tokenpod.models.demo
+from support.checkpoints.lora_folders import merge, write_lora
+from support.clients.public_api import ask, once, refused
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import ServerProcess, serve
+from support.steps.hand_scheduler import HandScheduler
 from tokenpod.models.load import load_model
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub

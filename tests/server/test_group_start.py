@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-import prefork
 import pytest
-from groups import FLAGS, gone
-from harness import free_port
+
+from support.pods import prefork
+from support.pods.groups import FLAGS, gone
+from support.pods.harness import free_port
 
 DEMO = Path(str(files("tokenpod.models.demo")))
 #: Those who wait in vain do so until it is over.

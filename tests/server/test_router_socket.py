@@ -14,8 +14,6 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import NOT_SERVING, SERVING, ServerProcess, serve
-from public_api import generate, text_request
 
 from router.client import ShardClient, ShardError
 from router.double import Router
@@ -23,6 +21,8 @@ from router.records import Batch, Request
 from router.startup import RouterSettings
 from router.streams import Prompt
 from router.wire import V2, V3, Wire
+from support.clients.public_api import generate, text_request
+from support.pods.harness import NOT_SERVING, SERVING, ServerProcess, serve
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 

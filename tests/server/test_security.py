@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
-from certificates import make_authority, make_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess, serve
-from public_api import generate, text_request
 
+from support.clients.public_api import generate, text_request
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import SERVING, ServerProcess, serve
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 REQUEST = text_request("import os\n", stopping={"max_new_tokens": 3, "ignore_eos": True})

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-import prefork
 import pytest
 import torch
-from faults import kill, stop
-from groups import ENV, FLAGS, wait_for
-from harness import SERVING, ServerProcess, serve
+
+from support.pods import prefork
+from support.pods.faults import kill, stop
+from support.pods.groups import ENV, FLAGS, wait_for
+from support.pods.harness import SERVING, ServerProcess, serve
 
 DEMO = Path(str(files("tokenpod.models.demo")))
 SECONDS = 60

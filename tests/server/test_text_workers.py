@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 import pytest
-import shard_generate
-from costs import cpu_seconds
-from harness import SERVING, ServerProcess, serve
-from hostile import with_template, with_token, with_tokenizer
-from public_api import generate, text_request, violations
 
+from support.clients import shard_generate
+from support.clients.public_api import generate, text_request, violations
+from support.pods.costs import cpu_seconds
+from support.pods.harness import SERVING, ServerProcess, serve
+from support.texts.hostile import with_template, with_token, with_tokenizer
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from harness import ServerProcess, wait_for
-from public_api import (
+
+from support.clients.public_api import (
     PROMPT,
     SHORT,
     ask,
@@ -22,8 +22,8 @@ from public_api import (
     tokens_of,
     violations,
 )
-from shard_generate import generate
-
+from support.clients.shard_generate import generate
+from support.pods.harness import ServerProcess, wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service

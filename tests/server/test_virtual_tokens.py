@@ -9,14 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
-from groups import ENV, FLAGS
-from harness import ServerProcess, serve
-from lora_folders import write_lora
-from public_api import ask, once, refused
-from virtual_engine import Engine
-from virtual_folders import PREFIX, PROMPT, write_virtual
 
 import tokenpod.models.demo
+from support.checkpoints.lora_folders import write_lora
+from support.checkpoints.virtual_folders import PREFIX, PROMPT, write_virtual
+from support.clients.public_api import ask, once, refused
+from support.engines.virtual_engine import Engine
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import ServerProcess, serve
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rpcs import Act, Running, arities, call_kind, nothing, serving
 
+from support.clients.rpcs import Act, Running, arities, call_kind, nothing, serving
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard

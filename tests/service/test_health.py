@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import floods
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from rpcs import serving
 
+from support.clients import floods
+from support.clients.rpcs import serving
 from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.listen import StartError

@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from rpcs import Running, Scripted, serving
 
+from support.clients.rpcs import Running, Scripted, serving
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.late_messages import LateMessages
 from tokenpod.service.admission.memory_budget import MemoryBudget

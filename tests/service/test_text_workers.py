@@ -12,11 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from chats import turns
-from harness import children_of
-from hostile import TEMPLATE
 from msgspec import structs
 
+from support.pods.harness import children_of
+from support.texts.chats import turns
+from support.texts.hostile import TEMPLATE
 from tokenpod.service.calls.chats import Tool
 from tokenpod.service.calls.errors import InvalidArgument, Unavailable
 from tokenpod.service.config.sources import ServerSettings

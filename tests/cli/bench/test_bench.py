@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from harness import free_port
 
+from support.pods.harness import free_port
 from tokenpod_client.cli.app import main
 from tokenpod_client.cli.bench.report import SCHEMA_VERSION, Report
 

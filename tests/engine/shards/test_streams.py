@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from certificates import make_authority, make_certificate
-from harness import free_port
 
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import free_port
 from tokenpod.core.errors import EngineError
 from tokenpod.core.group_messages import Drain
 from tokenpod.core.placement import Placement, ShardTls

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from device_models import POSITIONS, VOCABULARY
-from golden_kinds.base import rope
+from support.checkpoints.golden_kinds.base import rope
+from support.engines.device_models import POSITIONS, VOCABULARY
 
 #: Large enough for the kernels and tiles that real models get.
 LARGE = {

@@ -10,9 +10,18 @@ from typing import Any
 
 import torch
 import transformers
-from golden_kinds import BASES, KINDS, NESTED_KINDS, PADDED_KINDS, SMALL, TIER_KINDS, Kind
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from support.checkpoints.golden_kinds import (
+    BASES,
+    KINDS,
+    NESTED_KINDS,
+    PADDED_KINDS,
+    SMALL,
+    TIER_KINDS,
+    Kind,
+)
 
 #: Wide, so that attention and the order of tokens matter to the result.
 SPREAD = 0.15

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from golden import SPREAD, make_golden
 from safetensors.torch import load_file, save_file
+
+from support.checkpoints.golden import SPREAD, make_golden
 
 
 @dataclass

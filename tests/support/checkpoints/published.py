@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packers import Module, Source
 from safetensors.torch import save_file
 
+from support.checkpoints.packers import Module, Source
 from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.folder import read_layout

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from odd_constraints import odd_constraints, odd_schema
 
 from router.client import ShardClient
 from router.conformance.fixtures import ask, batch_of, finish, tell
 from router.records import GrammarType, Request, Sampling
 from router.wire import V3
+from support.clients.odd_constraints import odd_constraints, odd_schema
 from tokenpod.service.calls.call import AskedConstraint, ConstraintKind
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

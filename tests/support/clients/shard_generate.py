@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from public_api import Sample, Stream
-
+from support.clients.public_api import Sample, Stream
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 

@@ -7,13 +7,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import engine_link
 import numpy as np
 import torch
-from planner_probe import preempt_sequence
 from tokenizers import Tokenizer as Backend
 
 import tokenpod.models.demo
+from support.engines import engine_link
+from support.engines.planner_probe import preempt_sequence
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import Advance, Vocabulary
 from tokenpod.core.plan import LAST

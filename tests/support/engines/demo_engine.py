@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_link import Client
-from planner_probe import preempt_sequence
 
 import tokenpod.models.demo
+from support.engines.engine_link import Client
+from support.engines.planner_probe import preempt_sequence
 from tokenpod.core.messages import Advance
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import PlanRow, plan_of

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engine_link import Client
-from interpreted import DEVICE
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from support.engines.engine_link import Client
+from support.kernels.interpreted import DEVICE
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from itertools import islice
 
-import step_scenes
-import stepping
 import torch
-from demo_engine import CPU, POSITIONS, Recorder
-from interpreted import DEVICE
 
+from support.engines.demo_engine import CPU, POSITIONS, Recorder
+from support.kernels.interpreted import DEVICE
+from support.steps import step_scenes, stepping
 from tokenpod.core.plan import LAST
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import draft_of

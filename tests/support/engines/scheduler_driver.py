@@ -13,8 +13,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from planner_probe import Stalls, preempt_sequence
-
+from support.engines.planner_probe import Stalls, preempt_sequence
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode

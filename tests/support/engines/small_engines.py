@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import torch
-from engine_link import Client
-from planner_probe import preempt_sequence
 
+from support.engines.engine_link import Client
+from support.engines.planner_probe import preempt_sequence
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_link import Client
 
+from support.engines.engine_link import Client
 from tokenpod.core.messages import AdapterFacts
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

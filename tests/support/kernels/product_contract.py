@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quantised_weights import KINDS
 from torch.nn import functional
 
+from support.kernels.quantised_weights import KINDS
 from tokenpod.kernels.operations.compose import (
     fused_add_linear,
     fused_norm_linear,

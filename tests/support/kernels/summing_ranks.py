@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from interpreted import DEVICE
 from triton.runtime import interpreter
 
+from support.kernels.interpreted import DEVICE
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.products import triton_product as product
 from tokenpod.kernels.products.product_tiles import Kind, Tile

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from groups import wait_for
-from harness import SERVING, ServerProcess
-from public_api import generate, text_request
+
+from support.clients.public_api import generate, text_request
+from support.pods.groups import wait_for
+from support.pods.harness import SERVING, ServerProcess
 
 #: Seconds after which clients and probes must know, and in which a group must be back.
 TOLD_SECONDS = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import ServerProcess, free_port, serve
+from support.pods.harness import ServerProcess, free_port, serve
 
 #: Two cores are shared by many processes.
 FLAGS = ("--threads", "1")

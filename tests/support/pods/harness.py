@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import prefork
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prefork import PreforkedProcess
-from prefork_server import FORKER
 
-from examples import ALL
+from support.examples import ALL
+from support.pods import prefork
+from support.pods.prefork import PreforkedProcess
+from support.pods.prefork_server import FORKER
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadRequest
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

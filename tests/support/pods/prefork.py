@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 
-import prefork_server
+from support.pods import prefork_server
 
 #: Of `/proc/PID/cmdline`.
 _LONGEST_COMMAND = 4096

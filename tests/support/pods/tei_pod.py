@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves a script's own folder out
+sys.path.insert(0, str(Path(__file__).parents[2]))  # `python -P` leaves a script's own folder out
 
-from tei.methods import METHODS
-
+from support.pods.tei.methods import METHODS
 from tokenpod.service import server
 from tokenpod.service.rpc.methods import MethodTable
 from tokenpod_client.cli.app import main

@@ -7,9 +7,9 @@ from itertools import count
 
 import numpy as np
 import torch
-from interpreted import DEVICE
-from sampling_reference import choose
 
+from support.kernels.interpreted import DEVICE
+from support.sampling.sampling_reference import choose
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

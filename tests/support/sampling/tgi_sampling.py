@@ -6,8 +6,8 @@ The watermark's green list is ours, and biases, which TGI lacks, come after its 
 from __future__ import annotations
 
 import torch
-from sampling_reference import green
 
+from support.sampling.sampling_reference import green
 from tokenpod.core.sampling import SamplingParams
 
 INF = float("inf")

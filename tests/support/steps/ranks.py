@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import guessing
 import msgspec
 import torch
-from engine_link import Client
-from planner_probe import preempt_sequence
-from rank_processes import run_ranks
 
+from support.engines import guessing
+from support.engines.engine_link import Client
+from support.engines.planner_probe import preempt_sequence
+from support.steps.rank_processes import run_ranks
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request

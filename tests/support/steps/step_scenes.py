@@ -17,13 +17,13 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
-import stepping
 import torch
-from rank_processes import run_ranks
-from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
-from stepping import ROOM, VOCABULARY, Row
 
+from support.steps import stepping
+from support.steps.rank_processes import run_ranks
+from support.steps.ranks import CPU, TIMEOUT, interpreted_operations
+from support.steps.stepping import ROOM, VOCABULARY, Row
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, plan_of
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor

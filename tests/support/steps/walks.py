@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-from hand_scheduler import HandScheduler, Sequence
 
-from examples import ALL
+from support.examples import ALL
+from support.steps.hand_scheduler import HandScheduler, Sequence
 
 TOLERANCE = 1e-4
 #: Of the longest text's: beyond every window, and beyond twice what any rotation begins with.

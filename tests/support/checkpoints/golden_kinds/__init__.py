@@ -1,9 +1,9 @@
 """The golden checkpoints, by name: of every family, with every setting that it reads."""
 
-from golden_kinds import dense, experts, gated, images, mixtures, plain
-from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
-from golden_kinds.nested import NESTED_KINDS
-from golden_kinds.tier import PADDED_KINDS, TIER_KINDS
+from support.checkpoints.golden_kinds import dense, experts, gated, images, mixtures, plain
+from support.checkpoints.golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
+from support.checkpoints.golden_kinds.nested import NESTED_KINDS
+from support.checkpoints.golden_kinds.tier import PADDED_KINDS, TIER_KINDS
 
 KINDS: dict[str, Kind] = {
     **dense.KINDS,

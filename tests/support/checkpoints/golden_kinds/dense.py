@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import FACTORS, MAX_POSITIONS, VARIED, VOCABULARY, Kind, rope
+from support.checkpoints.golden_kinds.base import (
+    FACTORS,
+    MAX_POSITIONS,
+    VARIED,
+    VOCABULARY,
+    Kind,
+    rope,
+)
 
 KINDS: dict[str, Kind] = {
     "llama": Kind("Llama", {"num_key_value_heads": 4}),

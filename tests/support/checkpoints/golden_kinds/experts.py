@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import VARIED, Kind, rope
+from support.checkpoints.golden_kinds.base import VARIED, Kind, rope
 
 KINDS: dict[str, Kind] = {
     "mixtral": Kind("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from golden_kinds import disguises
-from golden_kinds.base import GEMMA4, LINEAR, NEAR_AND_FAR, VARIED, Kind, rope
+from support.checkpoints.golden_kinds import disguises
+from support.checkpoints.golden_kinds.base import GEMMA4, LINEAR, NEAR_AND_FAR, VARIED, Kind, rope
 
 WINDOWS = {
     "sliding_window": 9,

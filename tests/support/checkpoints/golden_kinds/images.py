@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from golden_kinds.base import SMALL, Kind, rope
-from golden_kinds.disguises import Config, Tensors
+from support.checkpoints.golden_kinds.base import SMALL, Kind, rope
+from support.checkpoints.golden_kinds.disguises import Config, Tensors
 
 _EYES = {
     "hidden_size": 32,

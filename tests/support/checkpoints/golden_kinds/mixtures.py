@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from golden_kinds.base import MAX_POSITIONS, Kind, rope
+from support.checkpoints.golden_kinds.base import MAX_POSITIONS, Kind, rope
 
 Tensors = dict[str, torch.Tensor]
 

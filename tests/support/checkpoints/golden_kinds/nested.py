@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from golden_kinds.base import SMALL, Kind
-from golden_kinds.disguises import Config, Tensors
+from support.checkpoints.golden_kinds.base import SMALL, Kind
+from support.checkpoints.golden_kinds.disguises import Config, Tensors
 
 _TEXT = {**SMALL, "head_dim": 16, "num_hidden_layers": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import Kind, rope
+from support.checkpoints.golden_kinds.base import Kind, rope
 
 WINDOWS = {
     "sliding_window": 9,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import GEMMA4, LINEAR, Kind
+from support.checkpoints.golden_kinds.base import GEMMA4, LINEAR, Kind
 
 _GEMMA4_EXPERTS = {
     "enable_moe_block": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tei.messages import message
+from support.pods.tei.messages import message
 from tokenpod.service.calls.call import TokensCall
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.encoder import Tokenised

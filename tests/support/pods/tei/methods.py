@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from tei import codec
-from tei.messages import DESCRIPTOR
+from support.pods.tei import codec
+from support.pods.tei.messages import DESCRIPTOR
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, method_of

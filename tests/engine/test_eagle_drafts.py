@@ -93,16 +93,16 @@ SMALL = eagle_heads.Sizes(32, 4, 2, 24, 20, stepping.VOCABULARY, 64)
 
 
 @pytest.mark.slow
-def test_a_device_drafts_what_a_host_drafts(tmp_path):
-    folder = step_scenes.save_model(tmp_path / "served", layers=3)
+def test_a_device_drafts_what_a_host_drafts(shared, tmp_path):
+    folder = step_scenes.small_model(shared, layers=3)
     head = eagle_heads.save(tmp_path / "head", sizes=SMALL)
     check_that_devices_draft_alike(folder, head, drafts=(2, 1, 0))
 
 
 @pytest.mark.pod
-def test_two_ranks_with_a_head_come_to_the_tokens_of_one(tmp_path):
+def test_two_ranks_with_a_head_come_to_the_tokens_of_one(shared, tmp_path):
     """The served model's embedding, which the head reads, is divided among them."""
-    folder = step_scenes.save_model(tmp_path / "served", layers=3)
+    folder = step_scenes.small_model(shared, layers=3)
     head = eagle_heads.save(tmp_path / "head", sizes=SMALL)
     alone = step_scenes.Scene(
         step_scenes.make("fast", folder, CPU), [], step_scenes.table_of(folder)

@@ -139,12 +139,12 @@ def test_heads_are_loaded_sized_and_assembled_as_a_draft_model_is(folder, served
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(shared, tmp_path_factory):
     """A served model of three layers, and heads of it."""
-    folder = step_scenes.save_model(tmp_path_factory.mktemp("small") / "served", layers=3)
+    folder, heads = step_scenes.small_model(shared, layers=3), tmp_path_factory.mktemp("heads")
     made = medusa_heads.tensors(width=32, vocabulary=stepping.VOCABULARY, heads=3, blocks=1)
     fields = medusa_heads.config(heads=3, blocks=1)
-    return folder, medusa_heads.save(folder.parent / "heads", made, fields)
+    return folder, medusa_heads.save(heads, made, fields)
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return step_scenes.save_model(tmp_path_factory.mktemp("small"))
+def folder(shared) -> Path:
+    return step_scenes.small_model(shared)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from support.checkpoints.lora_folders import merge, write_lora
 from support.checkpoints.virtual_folders import PREFIX, PROMPT, Expected, write_virtual
 from support.engines.planner_probe import preempt_sequence
 from support.engines.virtual_engine import CPU, Answer, Engine
+from support.shared import Shared
 from support.steps import step_scenes
 from support.steps.stepping import VOCABULARY
 from tokenpod.core.requests import Request
@@ -26,8 +27,8 @@ NAMES = ("prompt", "other", "prefix", "lora")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return step_scenes.save_model(tmp_path_factory.mktemp("small"))
+def base(shared: Shared) -> Path:
+    return step_scenes.small_model(shared)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,53 @@ from support.checkpoints.golden_kinds import (
     TIER_KINDS,
     Kind,
 )
+from support.shared import Shared
 
 #: Wide, so that attention and the order of tokens matter to the result.
 SPREAD = 0.15
 _KINDS = {**KINDS, **TIER_KINDS, **PADDED_KINDS, **NESTED_KINDS}
 
 
-@dataclass
 class Golden:
-    """A checkpoint and the model that transformers makes of it."""
+    """The checkpoint of a kind, and the model that transformers makes of it.
+
+    Args:
+        name: the kind's.
+        dtype: of its weights.
+        spread: of the numbers of matrices; wider models need a smaller one.
+        disguised: False: a kind in disguise stays what transformers knows, with the same numbers.
+        more: settings of its config.
+    """
 
     folder: Path
-    model: Any
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        spread: float = SPREAD,
+        disguised: bool = True,
+        **more: Any,
+    ) -> None:
+        self._kind, self._dtype, self._spread = _KINDS[name], dtype, spread
+        self._disguised, self._more = disguised, more
+        made_of = repr((dtype, spread, disguised, sorted(more.items())))
+        #: Of a folder: the same for the same arguments.
+        self.name = f"{name}-{zlib.crc32(made_of.encode()):08x}"
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """transformers' model, in evaluation."""
+        return self._adapted(self._made())
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint."""
+        model = self._made()
+        model.save_pretrained(folder)
+        if self._disguised and self._kind.disguise is not None:
+            _disguise(self._kind, folder)
+        self.model = self._adapted(model)
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """[len(tokens), vocabulary] float32."""
@@ -48,41 +83,46 @@ class Golden:
         logprobs = logits.float().log_softmax(-1)
         return [logprobs[i, : len(text)] for i, text in enumerate(texts)]
 
+    def _made(self) -> Any:
+        """With the same numbers each time."""
+        config = _config(self._kind, self._more)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(7)
+            model = getattr(transformers, _class_name(self._kind))(config).eval()
+            randomise(model, self._spread)
+        return model.to(self._dtype)
 
-def make_golden(
-    name: str,
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    spread: float = SPREAD,
-    disguised: bool = True,
-    **more: Any,
-) -> Golden:
-    """Save the checkpoint of a kind, with `more` settings, into `folder`.
+    def _adapted(self, model: Any) -> Any:
+        if getattr(model.config, "attn_logit_softcapping", None):
+            # Chosen by itself in newer versions: sdpa has no soft cap.
+            model.config._attn_implementation = "eager"
+        if self._kind.patch is not None:
+            self._kind.patch(model)
+        return model
 
-    Args:
-        name: the kind's.
-        folder: for it alone.
-        dtype: of its weights.
-        spread: of the numbers of matrices; wider models need a smaller one.
-        disguised: False: a kind in disguise stays what transformers knows, with the same numbers.
-        more: settings.
-    """
-    kind = _KINDS[name]
-    config = _config(kind, more)
-    model_class = getattr(transformers, _class_name(kind))
-    torch.manual_seed(7)
-    model = model_class(config).eval()
-    randomise(model, spread)
-    model.to(dtype).save_pretrained(folder)
-    if getattr(config, "attn_logit_softcapping", None):
-        # Chosen by itself in newer versions: sdpa has no soft cap.
-        model.config._attn_implementation = "eager"
-    if disguised and kind.disguise is not None:
-        _disguise(kind, folder)
-    if kind.patch is not None:
-        kind.patch(model)
-    return Golden(folder, model)
+
+def make_golden(name: str, folder: Path, **how: Any) -> Golden:
+    """The checkpoint of a kind, saved into `folder`, which is for it alone."""
+    golden = Golden(name, **how)
+    golden.save(folder)
+    golden.folder = folder
+    return golden
+
+
+class SharedGoldens:
+    """Such checkpoints in folders that all processes of the run share; nobody changes them."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._known: dict[str, Golden] = {}
+
+    def __call__(self, name: str, **how: Any) -> Golden:
+        """The one of a kind; other arguments make another."""
+        golden = Golden(name, **how)
+        if golden.name not in self._known:
+            golden.folder = self._shared.folder(golden.name, golden.save)
+            self._known[golden.name] = golden
+        return self._known[golden.name]
 
 
 def golden_config(name: str) -> dict[str, Any]:

@@ -78,11 +78,12 @@ def make_predicting(kind: str, folder: Path, **more: Any) -> Predicting:
     file, inner = folder / "model.safetensors", golden.model.model
     tensors, last = load_file(file), len(inner.layers) - 1
     width = golden.model.config.hidden_size
+    drawn = torch.Generator().manual_seed(7)
     own = {
-        f"{name}.weight": 1 + 0.2 * torch.randn(width)
+        f"{name}.weight": 1 + 0.2 * torch.randn(width, generator=drawn)
         for name in ("enorm", "hnorm", "shared_head.norm")
     }
-    own["eh_proj.weight"] = SPREAD * torch.randn(width, 2 * width)
+    own["eh_proj.weight"] = SPREAD * torch.randn(width, 2 * width, generator=drawn)
     copies = {"embed_tokens.weight": "model.embed_tokens.weight"}
     copies["shared_head.head.weight"] = "lm_head.weight"
     at = f"model.layers.{last}."

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from support.shared import Shared
 from support.steps import stepping
 from support.steps.rank_processes import run_ranks
 from support.steps.ranks import CPU, TIMEOUT, interpreted_operations
@@ -321,10 +322,16 @@ def save_model(folder: Path, layers: int = 1) -> Path:
         eos_token_id=None,
         bos_token_id=None,
     )
-    torch.manual_seed(2)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    save_draft(folder)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(2)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        save_draft(folder)
     return folder
+
+
+def small_model(shared: Shared, layers: int = 1) -> Path:
+    """Where the run has it."""
+    return shared.folder(f"small-{layers}", partial(save_model, layers=layers))
 
 
 def draft_folder(folder: Path) -> Path:

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import torch
 
+from support.checkpoints.demo import DEMO
 from support.engines.demo_engine import (
-    DEMO,
     ONE_IN,
     POSITIONS,
     VOCABULARY,
     Recorder,
-    load,
+    demo_model,
     many_requests,
     scores,
 )
@@ -93,7 +93,7 @@ def test_another_token_is_chosen_only_where_rounding_decides(made, kind, undistu
     else:
         got, _, preempted = answer(made, asked, preempt=0.01)
         assert preempted > SEQUENCES // 8
-    peer, same, gaps = load(None), 0, []
+    peer, same, gaps = demo_model(), 0, []
     for request in asked:
         ours, theirs = undisturbed[request.sequence_ids[0]], got[request.sequence_ids[0]]
         at = next((i for i in range(TOKENS) if ours[i] != theirs[i]), TOKENS)

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from support.checkpoints import eagle_heads
-from support.engines.demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import CPU, SAMPLED, VOCABULARY, demo_model, pool
 from support.engines.head_drafts import MOST, answer, check_that_devices_draft_alike, drafts_behind
 from support.pods.harness import free_port
 from support.steps import step_scenes, stepping
@@ -23,8 +24,7 @@ PROMPT = [random.Random(3).randrange(3, VOCABULARY) for _ in range(21)]
 
 @pytest.fixture(scope="module")
 def served():
-    torch.set_num_threads(1)
-    return load(None)
+    return demo_model()
 
 
 def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served):

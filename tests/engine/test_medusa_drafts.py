@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from support.checkpoints import medusa_heads
-from support.engines.demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import CPU, SAMPLED, VOCABULARY, demo_model, pool
 from support.engines.head_drafts import MOST, answer, check_that_devices_draft_alike
 from support.pods.harness import free_port
 from support.steps import step_scenes, stepping
@@ -39,8 +40,7 @@ OPTIONS = EngineOptions(
 
 @pytest.fixture(scope="module")
 def served():
-    torch.set_num_threads(1)
-    return load(None)
+    return demo_model()
 
 
 @pytest.fixture(scope="module")

@@ -59,14 +59,6 @@ CONFIG = LLAMA.spec(
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model():
     generator = torch.Generator().manual_seed(6)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from support.checkpoints.demo import DEMO
 from support.engines import small_engines
-from support.engines.demo_engine import DEMO
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.offload_room import check_offload_room

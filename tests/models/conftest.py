@@ -46,15 +46,6 @@ def text() -> Callable[..., list[int]]:
     return make
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tests share the machine; tiny tensors gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def load_folder() -> Callable[..., Decoder]:
     return load

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoints.golden_kinds import MAX_POSITIONS
 from support.checkpoints.lora_folders import merge, write_lora
-from support.steps.adapted_rows import Adapted
+from support.steps.hand_scheduler import Adapted
 from support.steps.lockstep import in_lockstep
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.adapters.targets import slot_numbers, vocabulary_numbers

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoints.golden_kinds import MAX_POSITIONS
 from support.checkpoints.lora_folders import merge, write_lora
-from support.steps.adapted_rows import Adapted
+from support.steps.hand_scheduler import Adapted
 from tokenpod.core.adapters import scale_bytes
 from tokenpod.models.adapters import store
 from tokenpod.models.adapters.store import Space

@@ -19,8 +19,8 @@ from support.checkpoints.medusa_heads import (
     tensors,
     vllm_config,
 )
-from support.engines.demo_engine import CPU, load
-from support.engines.demo_engine import DEMO as FOLDER
+from support.engines.demo_engine import CPU, demo_model
+from support.checkpoints.demo import DEMO as FOLDER
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of
@@ -31,7 +31,7 @@ HIDDEN = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
 
 @pytest.fixture(scope="module")
 def served():
-    return load(None)
+    return demo_model()
 
 
 def loaded(folder, served, heads=HEADS):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
 from support.checkpoints.lora_folders import merge, write_lora
 from support.clients.public_api import ask, once, refused
 from support.pods.groups import ENV, FLAGS
@@ -31,7 +31,6 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-DEMO = Path(tokenpod.models.demo.__file__).parent
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 8
 UP = "model.layers.0.mlp.up_proj"

@@ -25,8 +25,8 @@ from support.pods.harness import (
     children_of,
     free_port,
     serve,
-    wait_for,
 )
+from support.waiting import wait_for
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb

@@ -22,9 +22,10 @@ import pytest
 
 from support.clients.public_api import PROMPT, generate, said
 from support.outside import gateway_client
-from support.pods.harness import ServerProcess, free_port, serve, wait_for
+from support.pods.harness import ServerProcess, free_port, serve
 from support.texts import fixed_text
 from support.texts.chat_templates import QWEN
+from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 

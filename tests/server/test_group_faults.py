@@ -28,8 +28,9 @@ from support.pods.faults import (
     table,
     try_fault,
 )
-from support.pods.groups import ENV, FLAGS, Group, gone, pod, wait_for
+from support.pods.groups import ENV, FLAGS, Group, gone, pod
 from support.pods.harness import SERVING, ServerProcess, free_port, serve
+from support.waiting import wait_for
 
 #: A test run's machine is busy: limits that a quiet one keeps are tested by the slow run.
 SLACK = 3.0

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from support.clients.public_api import generate, text_request
-from support.pods.groups import wait_for
 from support.pods.harness import serve
+from support.waiting import wait_for
 
 MIB = 1 << 20
 #: Below what a pool for the default limits would take, above what the processes do.

@@ -23,7 +23,8 @@ from support.clients.public_api import (
     violations,
 )
 from support.clients.shard_generate import generate
-from support.pods.harness import ServerProcess, wait_for
+from support.pods.harness import ServerProcess
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service

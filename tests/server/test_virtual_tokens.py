@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
 from support.checkpoints.lora_folders import write_lora
 from support.checkpoints.virtual_folders import PREFIX, PROMPT, write_virtual
 from support.clients.public_api import ask, once, refused
@@ -27,7 +27,6 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-DEMO = Path(tokenpod.models.demo.__file__).parent
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 8
 TOTAL = 128

@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from support.pods.harness import children_of
-from support.texts.chats import turns
+from support.texts.chat_templates import turns
 from support.texts.hostile import TEMPLATE
 from tokenpod.service.calls.chats import Tool
 from tokenpod.service.calls.errors import InvalidArgument, Unavailable

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from support.texts.chats import turns
+from support.texts.chat_templates import turns
 from tokenpod.core.messages import MTP
 from tokenpod.service.text.tokenizers.chat_template import (
     MAX_RANGE_STEPS,

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from support.examples import examples
 from support.texts.byte_runs import known
-from support.texts.chats import turns
+from support.texts.chat_templates import turns
 from tokenpod.service.text.tokenizers.conversion import converted
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer, TokenizerError
 

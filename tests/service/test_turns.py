@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from tokenizers import Tokenizer as Backend
 
-from support.engines.quiet_engine import QuietEngine
+from support.engines.engine_link import QuietEngine
 from support.texts.chat_templates import FAMILIES, PARIS, QWEN, ROME, SPECIAL_TOKENS, Written
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request, StoppingParams

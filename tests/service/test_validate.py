@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from support.texts.chats import turns
+from support.texts.chat_templates import turns
 from tokenpod.core.requests import BeamParams
 from tokenpod.service.calls.call import (
     GenerateCall,

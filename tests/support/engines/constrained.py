@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer as Backend
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
 from support.engines import engine_link
 from support.engines.planner_probe import preempt_sequence
 from tokenpod.core.constraints import ConstraintLimits
@@ -30,7 +29,6 @@ from tokenpod.scheduler.steps.step_times import Costs
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
-DEMO = Path(tokenpod.models.demo.__file__).parent
 POSITIONS, VOCABULARY = 400, 4096
 TOKENIZER = Tokenizer(Backend.from_file(str(DEMO / "tokenizer.json")))
 TOKENS = Vocabulary(*TOKENIZER.token_bytes())

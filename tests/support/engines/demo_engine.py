@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
 from support.engines.engine_link import Client
 from support.engines.planner_probe import preempt_sequence
+from support.steps import row_by_row
 from tokenpod.core.messages import Advance
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import PlanRow, plan_of
@@ -32,7 +33,6 @@ from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
-DEMO = Path(tokenpod.models.demo.__file__).parent
 SLOTS, POSITIONS, VOCABULARY = 1200, 400, 4096
 LAYOUTS = [alike(2, 64)] * 8
 
@@ -46,13 +46,24 @@ WATERMARKED = SamplingParams(
 KINDS = [GREEDY, SAMPLED, CUT, PENALISED, WATERMARKED]
 
 
-def load(operations):
+@functools.cache
+def demo_model():
+    """The embedded model in float32; tests leave it as it is."""
+    return _load()
+
+
+@functools.cache
+def exact_model(layers=2):
+    """Its first layers, by which what else is in a step changes no bit of a token."""
     with pytest.MonkeyPatch.context() as patch:
-        if operations is not None:
-            patch.setattr(loading, "operations_for", lambda device, dtype: operations)
-        return loading.load_model(
-            DEMO, dtype=torch.float32, device=CPU, progress=lambda done, total: None
-        )
+        patch.setattr(loading, "operations_for", lambda device, dtype: row_by_row.OPERATIONS)
+        return row_by_row.RowByRow(row_by_row.shallow(_load(), layers))
+
+
+def _load():
+    return loading.load_model(
+        DEMO, dtype=torch.float32, device=CPU, progress=lambda done, total: None
+    )
 
 
 def pool(slots):

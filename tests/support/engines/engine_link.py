@@ -1,4 +1,4 @@
-"""The service's end of an engine's link, in the test's process."""
+"""Both ends of an engine's link, in the test's process: the service's, and a quiet engine's."""
 
 from __future__ import annotations
 
@@ -61,3 +61,21 @@ class Client:
             self.failures[failure.sequence_id] = failure.message
             self.codes[failure.sequence_id] = failure.code
         self.left -= self.finishes.keys() | self.failures.keys()
+
+
+class QuietEngine:
+    """Notes which sequences are to end; all its steps settle at once."""
+
+    step_at = 1
+
+    def __init__(self) -> None:
+        self.aborted: list[int] = []
+
+    def abort(self, sequence_ids: list[int], *, stopped: bool = False) -> None:
+        self.aborted += sequence_ids
+
+    def begun(self) -> None:
+        """Nobody waits in a queue here."""
+
+    def keeps(self, size: int) -> None:
+        """Nobody counts memory here."""

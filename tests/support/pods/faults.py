@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 
 from support.clients.public_api import generate, text_request
-from support.pods.groups import wait_for
 from support.pods.harness import SERVING, ServerProcess
+from support.waiting import wait_for
 
 #: Seconds after which clients and probes must know, and in which a group must be back.
 TOLD_SECONDS = 5.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.pods.harness import ServerProcess, free_port, serve
+from support.waiting import wait_for
 
 #: Two cores are shared by many processes.
 FLAGS = ("--threads", "1")
@@ -56,16 +56,6 @@ def pod(
     with serve(*FLAGS, *map(str, place), *flags, wait=False, env=ENV) as server:
         server.uds = f"{server.uds.removesuffix('-0')}-{rank * ranks}"
         yield server
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0, log: Path | None = None) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(Exception):
-            if condition():
-                return
-        assert time.monotonic() < deadline, log.read_text() if log else "it did not happen"
-        time.sleep(0.02)
 
 
 def gone(pid: int) -> bool:

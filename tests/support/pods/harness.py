@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,11 +235,3 @@ def serve(
             if process.poll() is None:
                 process.kill()
             process.wait()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Look until it is so; fails after that many seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)

@@ -1,9 +1,11 @@
 # ruff: noqa: E501 - templates have the lines that they have
-"""Chat templates of the shape in which each family's are published, and what it writes by them."""
+"""Chats of plain turns; and templates as each family publishes them, with what it writes by them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from tokenpod.service.calls.chats import ChatMessage, ChatPrompt
 
 #: Jinja, as templates of models are: blocks lose the line's end behind them.
 QWEN = """
@@ -204,3 +206,8 @@ FAMILIES = {
 }
 #: Tokens of theirs that text does not show.
 SPECIAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|im_start|>", "<|im_end|>")
+
+
+def turns(*said: tuple[str, str], add_generation_prompt: bool = True) -> ChatPrompt:
+    """A chat of plain turns: pairs of role and content."""
+    return ChatPrompt([ChatMessage(*pair) for pair in said], add_generation_prompt)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-_DEMO = Path(str(files("tokenpod.models.demo")))
+from support.checkpoints.demo import DEMO
+
 _HEADS, _HEAD = 2, 32
 
 
@@ -28,7 +28,7 @@ def save(folder: Path, pieces: Sequence[str], template: str) -> Path:
     """
     hidden, inner = _HEADS * _HEAD, 8
     assert len(pieces) < hidden
-    shutil.copytree(_DEMO, folder)
+    shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     config = json.loads((folder / "config.json").read_text())

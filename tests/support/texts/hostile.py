@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_DEMO = Path(str(files("tokenpod.models.demo")))
+from support.checkpoints.demo import DEMO
 
 #: What a chat's only message says decides what the template does with it.
 TEMPLATE = """
@@ -38,7 +37,7 @@ TEMPLATE = """
 
 def with_template(folder: Path, source: str = TEMPLATE) -> Path:
     """The embedded model with a chat template."""
-    shutil.copytree(_DEMO, folder)
+    shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(source)
     return folder
 
@@ -60,7 +59,7 @@ def with_token(folder: Path, text: str) -> int:
 
 def with_tokenizer(folder: Path, **changes: Any) -> Path:
     """The embedded model with parts of its tokenizer.json replaced."""
-    shutil.copytree(_DEMO, folder)
+    shutil.copytree(DEMO, folder)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder

@@ -59,6 +59,11 @@ class Counting(Closing):
             await asyncio.wait_for(self._come.acquire(), 60)
         await asyncio.sleep(0.1)
 
+    @property
+    def waiting(self) -> int:
+        """Calls that are kept."""
+        return self._kept
+
 
 @dataclass
 class Ending:
@@ -153,7 +158,9 @@ async def test_only_so_many_are_kept_and_the_others_are_refused_at_once() -> Non
         await server.closing.called()
         await refused(third)
         kept[0].cancel()
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while server.closing.waiting == 2:
+                await asyncio.sleep(0.01)
         kept[0] = await server.kept()
         await server.end()
         for call in kept:

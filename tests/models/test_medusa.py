@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.checkpoints import medusa_heads
+from support.checkpoints.demo import DEMO as FOLDER
 from support.checkpoints.medusa_heads import (
     HEADS,
     VOCABULARY,
@@ -20,7 +21,6 @@ from support.checkpoints.medusa_heads import (
     vllm_config,
 )
 from support.engines.demo_engine import CPU, demo_model
-from support.checkpoints.demo import DEMO as FOLDER
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of

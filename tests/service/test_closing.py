@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.clients.rpcs import Act, Running, arities, call_kind, nothing, serving
+from support.waiting import until
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard
@@ -158,9 +159,7 @@ async def test_only_so_many_are_kept_and_the_others_are_refused_at_once() -> Non
         await server.closing.called()
         await refused(third)
         kept[0].cancel()
-        async with asyncio.timeout(60):
-            while server.closing.waiting == 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: server.closing.waiting == 1)
         kept[0] = await server.kept()
         await server.end()
         for call in kept:

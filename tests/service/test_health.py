@@ -47,8 +47,10 @@ def pulse(
     *, pending: bool = True, age: float = 0.0, silent: float | None = None, usual_step: float = 0.01
 ) -> Pulse:
     """`age`: seconds since the last step; `silent`: since any message."""
-    now, silent = time.monotonic_ns(), age if silent is None else silent
-    return Pulse(pending, now - int(age * SECOND), now - int(silent * SECOND), usual_step)
+    now = time.monotonic_ns()
+    # The clock may have begun, with the machine, less than that ago.
+    ago = [max(now - int(each * SECOND), 1) for each in (age, age if silent is None else silent)]
+    return Pulse(pending, *ago, usual_step)
 
 
 @dataclass

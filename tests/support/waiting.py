@@ -1,7 +1,8 @@
-"""To wait for what comes to hold in another process or thread."""
+"""To wait for what comes to hold."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,3 +32,10 @@ def wait_for(
                 raise
         assert not late, log.read_text() if log else "it did not happen"
         time.sleep(0.02)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """The same for what happens beside it on the loop. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - nobody signals it
+            await asyncio.sleep(0.01)

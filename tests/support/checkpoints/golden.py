@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from support.shared import Shared
 
 #: Wide, so that attention and the order of tokens matter to the result.
 SPREAD = 0.15
+#: The end of a class's name; other names of kinds are those of a family.
+_WHOLE_NAME = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
 _KINDS = {**KINDS, **TIER_KINDS, **PADDED_KINDS, **NESTED_KINDS}
 
 
@@ -141,11 +144,16 @@ def _golden_config(name: str) -> str:
 
 
 def _class_name(kind: Kind) -> str:
-    return kind.model if hasattr(transformers, kind.model) else f"{kind.model}ForCausalLM"
+    return kind.model if _WHOLE_NAME.search(kind.model) else f"{kind.model}ForCausalLM"
 
 
 def _config(kind: Kind, more: dict[str, Any]) -> Any:
-    config_class = getattr(transformers, _class_name(kind)).config_class
+    # By its name: to ask the model's class would import all of the model's module.
+    stem = _WHOLE_NAME.sub("", kind.model)
+    names = [f"{stem}Config"] if stem != kind.model else [f"{stem}TextConfig", f"{stem}Config"]
+    config_class = next(
+        getattr(transformers, name) for name in names if hasattr(transformers, name)
+    )
     base = {} if kind.whole else BASES.get(kind.model, SMALL)
     return config_class(**{**base, **kind.settings, **more})
 

@@ -128,7 +128,7 @@ async def listen(
     address = f"{settings.address.rpartition(':')[0]}:{public.port}"
     shard_url, socket = address, None
     if (path := settings.socket_path) is not None:
-        trusting = [*telemetry.interceptors(services.table.untraced), ErrorInterceptor()]
+        trusting = [*telemetry.interceptors(services.table), ErrorInterceptor()]
         trusting += authorising_adapters(settings, services.table)
         trusting.append(intake_of(settings, services, trusted=True))
         socket = await RouterSocket.listen(settings, path, services, board, trusting)
@@ -154,7 +154,7 @@ async def _public(
     address: str,
 ) -> Public:
     """A server that listens on `address`. Raises StartError."""
-    recording = telemetry.interceptors(services.table.untraced)
+    recording = telemetry.interceptors(services.table)
     server, closing = public_server(settings, services, recording)
     await board.add_to(server, services.table.served)
     port = bind_all(server, address, settings.tgis_address, credentials(settings))

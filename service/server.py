@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ from tokenpod.service.shutdown import (
     stop_follower,
 )
 from tokenpod.service.telemetry.choice import telemetry_of
-from tokenpod.service.telemetry.logs import configure_logging, print_error
+from tokenpod.service.telemetry.logs import LineWriter, configure_logging, print_error
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizers.draft_vocabulary import check_draft
@@ -91,12 +90,13 @@ class Ended:
 class Server:
     """A pod's first front end; `engine_command` is what runs the engine.
 
-    `adapters`: names and folders of those that are loaded with the model; `draft`: its draft
-    model's folder.
+    `log_lines`: writes what people read. `adapters`: names and folders of those that are loaded
+    with the model; `draft`: its draft model's folder.
     """
 
     settings: ServerSettings
     model_folder: Path
+    log_lines: LineWriter
     engine_command: Sequence[str] = ENGINE_COMMAND
     adapters: Sequence[tuple[str, str]] = ()
     draft: Path | None = None
@@ -115,11 +115,11 @@ class Server:
 
     async def _pod_state(self, stack: contextlib.AsyncExitStack) -> PodState:
         settings = self.settings
-        telemetry = telemetry_of(settings)
-        stack.callback(telemetry.shutdown)
         # Front ends that admit calls at the same instant may let one too many in, each.
         names = settings.resolved_concurrent_requests + settings.resolved_front_ends
         counters = PodCounters.create(settings.resolved_front_ends, names)
+        telemetry = telemetry_of(settings, counters)
+        stack.callback(telemetry.shutdown)
         admission = Admission.of(settings, counters)
         board = HealthBoard(
             follows=not settings.leads,
@@ -211,7 +211,7 @@ class Server:
         log.info("serving", extra=summary(settings, ready, address))
         if not settings.json_output:
             lines = overview(settings, ready, request_limits(settings, ready), address)
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            self.log_lines.tell("\n".join(lines))
 
     async def _start_ranks(
         self, state: PodState, bar: LoadingBar, life: contextlib.AsyncExitStack
@@ -360,11 +360,11 @@ class Server:
 
 def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Run a server in this process; its exit status. One line on standard error if it can't."""
-    configure_logging(level=settings.log_level, json_output=settings.json_output)
+    writer = configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
         folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
         draft = draft_folder(settings)
-        ended = uvloop.run(Server(settings, folder, engine_command, adapters, draft).run())
+        ended = uvloop.run(Server(settings, folder, writer, engine_command, adapters, draft).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1

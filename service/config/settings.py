@@ -327,6 +327,10 @@ class Settings(BaseSettings):
     """service.name of what is exported."""
     otlp_sample_ratio: float = _telemetry(1.0, ge=0, le=1)
     """Part of the traces begun here that is recorded."""
+    access_log_ratio: float = _telemetry(1.0, ge=0, le=1)
+    """Part of the calls that have a line in the log when they end: rpc, caller, request and trace
+    id, status and reason, times, tokens; never a text. Calls that fail by the server's doing always
+    have one, unless this is 0, for no such lines."""
     log_level: Literal["debug", "info", "warning", "error"] = _telemetry("info")
     """Least severity that is logged."""
     json_output: bool = _telemetry(False)

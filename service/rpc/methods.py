@@ -113,7 +113,9 @@ class Method:
         streams: it answers with a stream.
         relayed: a further front end passes it on to the first one; else it serves it itself.
         on_followers: a pod that follows answers it; others are refused with the leader's address.
-        traced: it makes a span and counts in the metrics of rpcs.
+        traced: it makes a span and an access line, and counts in the metrics of rpcs.
+        frequent: programs call it all the time, for each step or to look at the load: a call that
+            ends with OK has an access line at severity debug alone.
         strict: messages with fields that it does not know are refused, unless the operator says
             otherwise (--unknown-fields).
         serve: what answers it; None: a servicer of grpcio's.
@@ -128,6 +130,7 @@ class Method:
     relayed: bool = True
     on_followers: bool = False
     traced: bool = True
+    frequent: bool = False
     strict: bool = False
     serve: Serve | None = None
     request: Any = None
@@ -188,11 +191,6 @@ class MethodTable:
     def of_adapters(self) -> frozenset[str]:
         """Names of the methods that need a token of --adapter-token-file."""
         return frozenset(row.name for row in self if row.access is Access.ADAPTERS)
-
-    @property
-    def untraced(self) -> frozenset[str]:
-        """Names of the methods that make no span."""
-        return frozenset(row.name for row in self if not row.traced)
 
     @property
     def served(self) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from tokenpod.core.diagnosis import answer_questions
 from tokenpod.core.own_process import die_with_parent
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.counters import PodCounters
@@ -96,6 +97,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndConfig)
     settings = ServerSettings.model_validate(config.settings)
     configure_logging(level=settings.log_level, json_output=settings.json_output)
+    answer_questions(config.questions)
     try:
         return uvloop.run(run(config, settings))
     except (StartError, TokenizerError, EngineLost) as error:

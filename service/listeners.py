@@ -34,7 +34,7 @@ from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.listen import (
     StartError,
-    authorising_adapters,
+    authorising_operators,
     bind_all,
     check_ports,
     public_server,
@@ -129,7 +129,7 @@ async def listen(
     shard_url, socket = address, None
     if (path := settings.socket_path) is not None:
         trusting = [*telemetry.interceptors(services.table), ErrorInterceptor()]
-        trusting += authorising_adapters(settings, services.table)
+        trusting += authorising_operators(settings, services.table)
         trusting.append(intake_of(settings, services, trusted=True))
         socket = await RouterSocket.listen(settings, path, services, board, trusting)
         stack.push_async_callback(socket.stop, None)

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import ModelNotFound, draft_folder, model_folder
 from tokenpod.service.pod.placement import engine_options
+from tokenpod.service.pod.processes import PodProcesses
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.startup import GroupStartup
@@ -128,7 +130,11 @@ class Server:
         )
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
-        backend = Backend(TABLE, admission, generate, healthy=board.is_serving)
+        processes = PodProcesses(settings.log_level)
+        # Where no rpc comes through, or nobody has a token.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, processes.switch_level)
+        shown = None if settings.admin_token_file is None else processes
+        backend = Backend(TABLE, admission, generate, board.is_serving, shown)
         stopping = Stopping.by_signals()
         listener = await listen(settings, backend, telemetry, board, stack)
         # Whatever the way out, also while a group forms.
@@ -143,6 +149,7 @@ class Server:
             startup=GroupStartup(settings.start_timeout),
             renewal=Renewal(),
             telemetry=telemetry,
+            processes=processes,
         )
         telemetry.watch(state.load)
         started_at = time.time()
@@ -228,6 +235,7 @@ class Server:
             links=state.counters.count,
             on_waiting=state.startup.wait_for,
             on_drain=drains.deliver,
+            processes=state.processes,
         )
         life.push_async_callback(ranks.stop)
         drains.open(ranks.first.control)
@@ -261,6 +269,7 @@ class Server:
             ranks.first.spare_links,
             ranks.first.new_link,
             state.telemetry.front_end_socket,
+            state.processes,
         )
         life.push_async_callback(others.stop)
         return others

@@ -315,6 +315,11 @@ class Settings(BaseSettings):
     """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
     line; read again on change, as auth-token-file. Tokens of auth-token-file do not count there."""
 
+    admin_token_file: FilePath | None = _security()
+    """Switch AdminService of tokenpod.admin.v1 on (status, log level, stacks, profiles), for calls
+    with one of these bearer tokens, one per line; read again on change, as auth-token-file. Tokens
+    of the other files do not count there."""
+
     metrics_port: int = _telemetry(0, ge=0, le=65535)
     """Port from which Prometheus fetches metrics (HTTP, `/metrics`; customarily 9464): plaintext,
     without authentication, and for nothing else. 0: none."""

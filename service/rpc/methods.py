@@ -37,6 +37,8 @@ class Access(enum.Enum):
     TOKEN = "token"  # noqa: S105 (a kind, not a token)
     #: Callers that show one of --adapter-token-file, wherever they call; nobody without that file.
     ADAPTERS = "adapters"
+    #: The same, of --admin-token-file.
+    ADMIN = "admin"
     #: All callers, also while the server closes: probes carry no token and must not wait.
     HEALTH = "health"
 
@@ -185,12 +187,11 @@ class MethodTable:
     @property
     def open(self) -> frozenset[str]:
         """Names of the methods that need no token, and are answered while the server closes."""
-        return frozenset(row.name for row in self if row.access is Access.HEALTH)
+        return self.named(Access.HEALTH)
 
-    @property
-    def of_adapters(self) -> frozenset[str]:
-        """Names of the methods that need a token of --adapter-token-file."""
-        return frozenset(row.name for row in self if row.access is Access.ADAPTERS)
+    def named(self, access: Access) -> frozenset[str]:
+        """Names of the methods that such callers may call."""
+        return frozenset(row.name for row in self if row.access is access)
 
     @property
     def served(self) -> list[str]:

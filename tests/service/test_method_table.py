@@ -102,6 +102,7 @@ def test_a_pod_that_follows_answers_what_its_rows_say_and_names_the_leader_else(
     answered |= {"Tokenize", "Detokenize", "GetModel", "ListAdapters", "ModelInfo"}
     answered |= {"HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer"}
     answered |= {"Check", "Watch", "List"}
+    answered |= {"GetStatus", "SetLogLevel", "DumpStacks", "TakeProfile"}
     for row in TABLE:
         if row.name.rpartition("/")[2] in answered:
             follower.check(row.name)
@@ -162,6 +163,7 @@ def test_only_dialects_know_the_messages_of_a_protocol() -> None:
 SHOWN = {
     Access.TOKEN: "a token, if the operator asks for one",
     Access.ADAPTERS: "a token of its own",
+    Access.ADMIN: "an operator's token",
     Access.HEALTH: "nothing",
 }
 

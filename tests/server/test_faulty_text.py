@@ -44,9 +44,8 @@ def error_id(server: ServerProcess, error: grpc.RpcError) -> str:
     told = re.fullmatch(r"internal error ([0-9a-f]{12}); .*", error.details())
     assert told
     assert faulty_pod.SECRET not in str(error)
-    log = server.log.read_text()
-    assert told[1] in log
-    assert faulty_pod.SECRET in log
+    assert server.logged(told[1])
+    assert server.logged(faulty_pod.SECRET)
     return told[1]
 
 

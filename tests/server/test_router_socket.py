@@ -65,10 +65,6 @@ def generated(server: ServerProcess, token: str = "secret") -> Any:
     return generate(server.stub(), request, metadata=metadata, timeout=60)
 
 
-def logged(server: ServerProcess, words: str) -> list[str]:
-    return [line for line in server.log.read_text().splitlines() if words in line]
-
-
 def test_the_socket_of_a_killed_server_is_gone_until_the_next_has_its_model() -> None:
     with serve() as server:
         path = server.uds
@@ -146,7 +142,7 @@ async def test_rows_that_a_lost_router_had_come_back(narrow: ServerProcess) -> N
     await client.prefill(batch_of(1, ROWS))
     await client.close()
     await asyncio.to_thread(generated, narrow)
-    assert logged(narrow, "no router has called for a batch")
+    assert narrow.logged("no router has called for a batch")
 
 
 @pytest.mark.parametrize(
@@ -180,9 +176,9 @@ async def test_refused_calls_are_in_the_log(narrow: ServerProcess) -> None:
         with pytest.raises(ShardError):
             await client.decode([unknown])
         await client.prefill(batch_of(78, 1, new=1_000_000))
-    (line,) = logged(narrow, "a shard rpc was refused rpc=Decode batches=[77] code=NOT_FOUND")
+    (line,) = narrow.logged("a shard rpc was refused rpc=Decode batches=[77] code=NOT_FOUND")
     assert "Batch ID 77 not found" in line
-    assert "max_new_tokens is 1000000" in logged(narrow, "request=7800")[-1]
+    assert "max_new_tokens is 1000000" in narrow.logged("request=7800")[-1]
 
 
 async def test_a_drain_serves_those_that_wait_for_a_row() -> None:

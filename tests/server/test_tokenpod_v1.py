@@ -419,6 +419,6 @@ def test_a_name_that_is_under_way_is_taken_until_its_call_has_ended(api: Any) ->
 
 def test_labels_are_in_the_log(api: Any, server: ServerProcess) -> None:
     once(api, ask(labels={"team": "search", "job": "night ly"}, request_id="labelled"))
-    (line,) = [line for line in server.log.read_text().splitlines() if "labelled" in line]
+    (line,) = server.logged("labelled")
     assert "team" in line
     assert "night ly" in line

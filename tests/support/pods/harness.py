@@ -23,6 +23,7 @@ from support.examples import ALL
 from support.pods import prefork
 from support.pods.prefork import PreforkedProcess
 from support.pods.prefork_server import FORKER
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadRequest
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -122,6 +123,13 @@ class ServerProcess:
                 return
             assert time.monotonic() < deadline, f"the test has left something behind: {left}"
             time.sleep(0.02)
+
+    def logged(self, words: str) -> list[str]:
+        """Lines of the log with these words: it may be written a moment after what it tells."""
+        return wait_for(
+            lambda: [line for line in self.log.read_text().splitlines() if words in line],
+            log=self.log,
+        )
 
     def children(self) -> list[int]:
         """Process ids of the server's children."""

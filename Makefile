@@ -60,7 +60,7 @@ test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARG
 	@$(PY) -m pytest -m gpu $(or $(ARGS),-n 16)
 
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
-	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)
+	@PYTHONPATH=tests $(PY) -m chaos $(ARGS)
 
 lint: setup ## Style, spelling, links, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .

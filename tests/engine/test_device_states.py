@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_link import Client
-from interpreted import DEVICE
 
+from support.engines.engine_link import Client
+from support.kernels.interpreted import DEVICE
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

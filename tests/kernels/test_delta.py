@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_steps import Spec
-from delta_steps import (
+
+from support.kernels.attention_steps import Spec
+from support.kernels.delta_steps import (
     SMALL,
     copied,
     drawn_inputs,
@@ -16,7 +17,6 @@ from delta_steps import (
     some,
     step_of,
 )
-
 from tokenpod.kernels.mixers import chunked_delta, reference_delta
 
 FORMS = (reference_delta, chunked_delta)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_engines import Engine, requests_of
 
-from examples import examples
+from support.engines.small_engines import Engine, requests_of
+from support.examples import examples
 from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 pytestmark = pytest.mark.compute

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler_driver import Driver, request
 
+from support.engines.scheduler_driver import Driver, request
 from tokenpod.scheduler.policies.by_name import ADMISSIONS
 from tokenpod.scheduler.sequences.work import SnapshotLimits
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_steps import Spec
-from delta_steps import (
+
+from support.kernels.attention_steps import Spec
+from support.kernels.delta_steps import (
     SMALL,
     copied,
     drawn_inputs,
@@ -18,7 +19,6 @@ from delta_steps import (
     some,
     step_of,
 )
-
 from tokenpod.kernels.attention.triton_attention import prepare_capture
 from tokenpod.kernels.mixers import reference_delta, triton_delta
 from tokenpod.kernels.operations.batch import CHUNKS, RaggedRows

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from support.engines import constrained
 from support.engines.engine_link import Client
 from support.kernels.interpreted import DEVICE
+from tokenpod.core.constraints import Regex
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -28,30 +30,31 @@ pytestmark = pytest.mark.compute
 CPU = torch.device("cpu")
 ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY = 4, 200, 64, 12, 97
 
-CONFIG = QWEN3_5.spec(
-    Fields(
-        {
-            "architectures": ["Qwen3_5ForCausalLM"],
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "max_position_embeddings": POSITIONS,
-            "rms_norm_eps": 1e-6,
-            "torch_dtype": "float32",
-        },
-        "a test's",
-    ),
-    None,
-)
+
+def spec(vocab_size=VOCABULARY, positions=POSITIONS):
+    """Of two layers, one with states and one with keys and values."""
+    fields = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "float32",
+    }
+    return QWEN3_5.spec(Fields(fields, "a test's"), None)
+
+
+CONFIG = spec()
 
 #: Interpreted, products take minutes; they have their own tests.
 OPERATIONS = triton.OPERATIONS
@@ -66,19 +69,19 @@ if DEVICE.type == "cpu":
     )
 
 
-def model(ops, device):
+def model(ops, device, config=CONFIG):
     generator = torch.Generator().manual_seed(4)
     weights = {}
-    for weight in weights_of(CONFIG, QWEN3_5.names_of(CONFIG)[0], "model."):
+    for weight in weights_of(config, QWEN3_5.names_of(config)[0], "model."):
         made = torch.randn(weight.shape, generator=generator) * 0.3
         weights[weight.name] = made.to(device)
-    return Decoder(CONFIG, weights, ops)
+    return Decoder(config, weights, ops)
 
 
-def pool(made, device):
-    layouts = CONFIG.kv_layouts
-    held = made.pool_class(slots=SLOTS, layouts=layouts, dtype=torch.float32, device=device)
-    held.reserve(ROWS + 1)
+def pool(made, device, slots=SLOTS, rows=ROWS):
+    layouts = made.config.kv_layouts
+    held = made.pool_class(slots=slots, layouts=layouts, dtype=torch.float32, device=device)
+    held.reserve(rows + 1)
     return held
 
 
@@ -130,3 +133,26 @@ def test_tokens_are_those_of_a_cpu(expected, captured):
     if captured:
         executor.capture()
     assert said(executor, requests(), overlap=True) == expected
+
+
+def test_late_masks_change_no_token():
+    """A row whose mask is late computes its last token again: its states are one ahead."""
+    made = model(cpu.OPERATIONS, CPU, spec(constrained.VOCABULARY, constrained.POSITIONS))
+    wanted = Regex("[a-z ]{20,60}")
+    said = []
+    for late in (0.0, 0.4):
+        held = pool(made, CPU, slots=600, rows=8)
+        executor = CpuExecutor(made, held, rows=9, vocab_size=constrained.VOCABULARY)
+        client = constrained.Client(
+            [
+                constrained.ask(i, wanted, new=30, prompt=range(5, 8 + i), **constrained.RANDOM)
+                for i in range(5)
+            ]
+        )
+        constrained.serve(
+            made, client, executor=executor, late=late, slots=600, forced=0, sharing=False
+        )
+        assert not client.failures
+        said.append(dict(client.tokens))
+    assert said[0] == said[1]
+    assert sum(map(len, said[0].values())) > 50

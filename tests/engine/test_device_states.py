@@ -145,7 +145,9 @@ def test_late_masks_change_no_token():
         executor = CpuExecutor(made, held, rows=9, vocab_size=constrained.VOCABULARY)
         client = constrained.Client(
             [
-                constrained.ask(i, wanted, new=30, prompt=range(5, 8 + i), **constrained.RANDOM)
+                constrained.ask(
+                    i, wanted, new=30, prompt=range(5, 8 + i), reports={"logprobs": True}
+                )
                 for i in range(5)
             ]
         )
@@ -153,6 +155,9 @@ def test_late_masks_change_no_token():
             made, client, executor=executor, late=late, slots=600, forced=0, sharing=False
         )
         assert not client.failures
-        said.append(dict(client.tokens))
-    assert said[0] == said[1]
-    assert sum(map(len, said[0].values())) > 50
+        said.append(client)
+    prompt, late = said
+    assert prompt.tokens == late.tokens
+    assert sum(map(len, prompt.tokens.values())) > 50
+    for i, logprobs in prompt.logprobs.items():
+        assert late.logprobs[i] == pytest.approx(logprobs, abs=1e-4)

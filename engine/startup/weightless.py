@@ -126,7 +126,9 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
         warm_up(executor, [0] * min(limits.prompt, positions, 64))
         scales = [KVScales(*torch.ones(2, each.heads, device=META)) for each in config.kv_layouts]
         own = scales if dtype == EIGHT_BITS else None
-        executor.use(make_pool(model, limits.tokens, META, dtype, own))
+        pool = make_pool(model, limits.tokens, META, dtype, own)
+        executor.use(pool)
+    pool.reserve(limits.rows)
     step(rows, limits.prompt, drafts, edited=True)
     if model.captures:
         executor.capture()

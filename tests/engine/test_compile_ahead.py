@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from golden import make_golden
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.compile_ahead import CompileAhead, note_of
@@ -39,25 +38,13 @@ def answer_of(script: str, *arguments: str, cache: Path | None = None):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Makes a checkpoint of a kind."""
-
-    def make(kind: str) -> Path:
-        made = tmp_path_factory.mktemp(kind)
-        make_golden(kind, made)
-        return made
-
-    return make
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "quantize"),
     [("llama", ()), ("llama", ("int4",)), ("gemma3", ()), ("mixtral", ())],
 )
-def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quantize, folder):
-    found, asked = answer_of("noted_launches.py", str(folder(kind)), *quantize)
+def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quantize, golden):
+    found, asked = answer_of("noted_launches.py", str(golden(kind).folder), *quantize)
     assert len(asked) > 20
     assert Counter(name for key, name in asked.items() if key not in found) == Counter()
 
@@ -66,8 +53,8 @@ def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quan
 @pytest.mark.parametrize(
     "quantize", [(), pytest.param(("int4",), marks=pytest.mark.slow)], ids=["bf16", "int4"]
 )
-def test_nothing_is_left_to_compile_for_a_start_and_for_steps(quantize, folder, tmp_path):
-    told = answer_of("late_kernels.py", str(folder("llama")), *quantize, cache=tmp_path)
+def test_nothing_is_left_to_compile_for_a_start_and_for_steps(quantize, golden, tmp_path):
+    told = answer_of("late_kernels.py", str(golden("llama").folder), *quantize, cache=tmp_path)
     assert told["ahead"] > 20
     assert told["start"] == []
     assert told["serving"] == []
@@ -94,11 +81,11 @@ def test_a_cpu_has_nothing_compiled_ahead():
 
 
 @pytest.mark.slow
-def test_the_command_fills_the_cache_once(folder, tmp_path):
+def test_the_command_fills_the_cache_once(golden, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-P", "-m", "tokenpod", "compile", "--architecture", "9.0"]
-    command += ["--model-id", str(folder("llama")), "--max-batch-size", "4"]
+    command += ["--model-id", str(golden("llama").folder), "--max-batch-size", "4"]
     first, second = (
         subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

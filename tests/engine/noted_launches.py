@@ -53,6 +53,7 @@ def launched(options: EngineOptions) -> list[Kernel]:
         )
         model = Decoder(layout.spec, weights, OPERATIONS)
         pool = make_pool(model, 8192, CPU)
+        pool.reserve(ROWS + 1)
         executor = device_executor(model, options, pool, POSITIONS, CPU)
         run_worst_steps(executor, ROWS, 1200, POSITIONS)
         executor.capture()

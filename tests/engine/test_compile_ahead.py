@@ -41,7 +41,14 @@ def answer_of(script: str, *arguments: str, cache: Path | None = None):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "quantize"),
-    [("llama", ()), ("llama", ("int4",)), ("gemma3", ()), ("mixtral", ())],
+    [
+        ("llama", ()),
+        ("llama", ("int4",)),
+        ("gemma3", ()),
+        ("mixtral", ()),
+        ("deepseek-v2-lite", ()),
+        ("qwen3-5", ()),
+    ],
 )
 def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quantize, golden):
     found, asked = answer_of("noted_launches.py", str(golden(kind).folder), *quantize)

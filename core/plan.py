@@ -40,17 +40,20 @@ UNSAMPLED = -2
 # What a column has a number for. Columns of the same are equally long.
 _PerRow = Annotated[Ints, "rows"]
 _PerToken = Annotated[Ints, "tokens"]
+_PerTokenInWindow = Annotated[Ints, "tokens, if they have window slots"]
 _PerScoring = Annotated[Ints, "rows, if any is scored"]
 _PerScored = Annotated[Ints, "scored tokens of prompts"]
 _PerFreed = Annotated[Ints, "freed rows"]
 _PerNew = Annotated[Ints, "new rows"]
 _PerPrefix = Annotated[Ints, "slots of cached prefixes"]
+_PerPrefixInWindow = Annotated[Ints, "slots of cached prefixes, if they have window slots"]
 _PerCopy = Annotated[Ints, "copies"]
 _PerAdapted = Annotated[Ints, "rows, if any has an adapter"]
 _PerMasked = Annotated[Ints, "rows, if any is masked"]
 _PerPut = Annotated[Ints, "adapters that are put into slots"]
 _PerSoft = Annotated[Ints, "tokens with an adapter's embedding"]
 _PerReady = Annotated[Ints, "slots filled by an adapter"]
+_PerReadyInWindow = Annotated[Ints, "slots filled by an adapter, if they have window slots"]
 _PerAwaited = Annotated[Ints, "1, if copies are awaited"]
 
 
@@ -86,6 +89,8 @@ class StepPlan:
     t_token: _PerToken
     #: Where keys and values go.
     t_slot: _PerToken
+    #: The same in layers with a window, where these have slots of their own.
+    t_window: _PerTokenInWindow
     #: For how many of a row's tokens the log probability of the one that follows is asked for;
     #: `scored_token` has those that follow, row after row.
     r_scored: _PerScoring
@@ -100,6 +105,8 @@ class StepPlan:
     n_flags: _PerNew
     n_prefix: _PerNew
     prefix_slot: _PerPrefix
+    #: The window slots of these; of tokens that the row does not read again, any, or -1.
+    prefix_window: _PerPrefixInWindow
     #: Keys and values to be copied before anything else, from slot to slot: one of the two is
     #: behind the pool's last one, in the host's memory. First all go out that do, then all come in
     #: that do, which may take longer than the step.
@@ -123,6 +130,7 @@ class StepPlan:
     ready_slot: _PerReady
     ready_adapter: _PerReady
     ready_index: _PerReady
+    ready_window: _PerReadyInWindow
     #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be there
     #: before anything of this step is read or copied (0: it is this step).
     awaited: _PerAwaited

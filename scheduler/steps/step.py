@@ -170,7 +170,7 @@ class StepBuilder:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
         tails = sequences[0].tails
         assert tails is not None
-        slots = tails.extend([sequence.id for sequence in sequences])
+        slots = tails.extend([sequence.id for sequence in sequences], sequences[0].computed)
         for at, sequence in enumerate(sequences):
             self._pieces.append(ChosenToken(sequence, sequence.computed, slots[at : at + 1]))
             sequence.computed += 1
@@ -239,6 +239,10 @@ class StepBuilder:
         if ready:
             names = "ready_slot", "ready_adapter", "ready_index"
             columns |= zip(names, zip(*ready, strict=True), strict=True)
+        if (windows := self._kv.windows) is not None:
+            for name in "t_slot", "prefix_slot", "ready_slot":
+                if name in columns:
+                    columns[name.replace("slot", "window")] = windows.of[np.asarray(columns[name])]
         if (offload := self._kv.offload) is not None:
             columns["copy_from"], columns["copy_to"], columns["awaited"] = offload.take()
         plan = StepPlan.of(number, asks, freed=freed, **columns)

@@ -7,11 +7,17 @@ admission then has nothing to count in these layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Pages of a row that are filled in part: where its prefix parts from others', and at both ends.
 PARTS = 4
 _ENDS = 8
+
+
+def longest(windows: Iterable[int | None]) -> int | None:
+    """The longest of layers' windows; None: no layer has one."""
+    return max((window for window in windows if window is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +44,7 @@ class WindowRoom:
         each = min(read, -(-positions // self.page)) + PARTS + _ENDS
         pages = rows * each - (-prompt // self.page)
         return WindowRoom(self.window, pages * self.page, self.page, self.taken_back)
+
+    def taken(self, slot_bytes: int, fraction: float) -> int:
+        """Bytes that are no longer free for other layers, of which `fraction` may be used too."""
+        return int((self.slots + 1) * slot_bytes / fraction)

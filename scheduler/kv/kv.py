@@ -367,8 +367,8 @@ class KV:
         if self.offload is not None:
             self.offload.check(sequences)
         if self.windows is not None:
-            trails = {each.trail for each in (*sequences, *tails) if each.trail is not None}
-            self.windows.check(trails)
+            trails = [*(each.trail for each in sequences), *(each.trail for each in tails)]
+            self.windows.check(trail for trail in trails if trail is not None)
 
     def _begin_after(self, sequence: Sequence, node: Node, length: int) -> None:
         """Begin behind a prefix that is locked, and that may be read."""

@@ -191,7 +191,7 @@ class Windows:
             return
         left = int(self._columns[1, trail.at])
         used = (trail.current + 1) * self._page - left - n
-        assert 0 <= used, "more is taken back than a trail has"
+        assert used >= 0, "more is taken back than a trail has"
         trail.current = max(-(-used // self._page) - 1, 0)
         filled = used - trail.current * self._page
         page = trail.pages[trail.current]

@@ -31,6 +31,8 @@ def soak(
         windows = WindowRoom(window, 0, page=3, taken_back=5).for_rows(17, 40, 46)
     driver = Driver(
         windows=windows,
+        # What is left behind is then given to others at once.
+        prefix_caching=window is None or bool(seed % 2),
         overlap=chance.random() < 0.5,
         choose=lambda sequence_id, index: -1 if chance.random() < nan else chance.choice((1, 2)),
         slots=chance.randint(36, 70),

@@ -225,9 +225,7 @@ class ReferenceExecutor:
             asked = work.sequence.request
             assert self.adapters[slot] == (0 if asked.virtual_tokens else asked.adapter)
 
-    def _add_row(
-        self, number: int, ask: NewRow, prefix: list[int], in_window: list[int]
-    ) -> None:
+    def _add_row(self, number: int, ask: NewRow, prefix: list[int], in_window: list[int]) -> None:
         rows, request = self.scheduler.limits.max_rows, ask.request
         assert number == rows if request.probe else 0 <= number < rows
         sequence_id, count = request.sequence_ids[ask.stream], request.virtual_tokens

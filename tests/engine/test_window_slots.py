@@ -1,0 +1,160 @@
+"""Layers with a window have few slots of their own, and say what they say with all of them.
+
+Checkpoints are tiny and random. What a page of window slots held is overwritten with NaN when it is
+given to others, so whatever reads it then is found out.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine_link import Client
+from golden import make_golden
+from golden_kinds import VOCABULARY
+
+from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
+from tokenpod.core.windows import WindowRoom, longest
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.models.load import load_model
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+pytestmark = pytest.mark.compute
+
+CPU = torch.device("cpu")
+ROWS, SLOTS, POSITIONS, PREFILL = 5, 900, 240, 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            made[kind] = make_golden(kind, tmp_path_factory.mktemp(kind)).folder
+        return made[kind]
+
+    return make
+
+
+def load(folder, **more):
+    return load_model(folder, dtype=None, device=CPU, progress=lambda done, total: None, **more)
+
+
+def text(length, seed):
+    chance = random.Random(seed)
+    return [chance.randrange(VOCABULARY) for _ in range(length)]
+
+
+def requests():
+    """Long texts, samples of one prompt, a search; prefixes in common, and chats that go on."""
+    common, sampled = text(70, 0), SamplingParams(do_sample=True, seed=3)
+    yield Request([1], [*common, *text(9, 1)], SamplingParams(), StoppingParams(90), logprobs=True)
+    yield Request([2], text(100, 2), sampled, StoppingParams(60), logprobs=True)
+    yield Request([3], [*common, *text(30, 3)], sampled, StoppingParams(12), logprobs=True)
+    yield Request([4, 5, 6], text(45, 4), sampled, StoppingParams(50), logprobs=True)
+    yield Request([7], [*common, *text(5, 5)], SamplingParams(), StoppingParams(40), logprobs=True)
+    yield Request(
+        [8, 9, 10],
+        [*common, *text(20, 6)],
+        SamplingParams(),
+        StoppingParams(60),
+        top_n_tokens=4,
+        beam=BeamParams(3, 1.0, EarlyStop.FALSE, 3),
+    )
+    yield Request([11], [*text(45, 4), 3], sampled, StoppingParams(30), logprobs=True)
+
+
+def pools(model, room):
+    config = model.config
+    return KVPool(
+        layouts=config.kv_layouts,
+        slots=SLOTS + PROBE_TOKENS,
+        dtype=model.dtype,
+        device=CPU,
+        window_slots=room.slots if room else 0,
+        windowed=[window is not None for window in config.kv_windows],
+    )
+
+
+def serve(model, room, *, overlap=False, group=None, **limits):
+    """What each sequence says, how much of each prompt was cached, and the scheduler."""
+    pool = pools(model, room)
+    for tensor in pool.stored:
+        tensor.fill_(float("nan"))  # what nobody wrote must not be read
+    executor = CpuExecutor(model, pool, rows=ROWS + 1, vocab_size=VOCABULARY, group=group)
+    limits = {"prefill_tokens": PREFILL} | limits
+    scheduler = Scheduler(Limits(SLOTS, ROWS, POSITIONS, windows=room, **limits))
+    if room is not None:
+        poison(scheduler.kv.windows, pool, room.page)
+    link = Client()
+    loop = EngineLoop(link, scheduler, executor, overlap=overlap)
+    for request in requests():  # some at once, some when others have ended
+        link.inbox.append(request)
+        link.left |= set(request.reported)
+        for _ in range(40):
+            loop.turn()
+    for _ in range(600):
+        if not link.left:
+            break
+        loop.turn()
+        scheduler.check()
+    while loop._flying is not None:
+        loop.turn()
+    scheduler.check()
+    assert not link.left
+    assert not link.failures
+    return link, scheduler
+
+
+def poison(windows, pool, page):
+    evict = windows._evict
+
+    def evict_and_poison(number):
+        evict(number)
+        for layer, windowed in enumerate(pool.windowed):
+            if windowed:
+                pool.keys[layer][number * page : (number + 1) * page] = torch.nan
+                pool.values[layer][number * page : (number + 1) * page] = torch.nan
+
+    windows._evict = evict_and_poison
+
+
+def room_for(model, page=4):
+    window = longest(model.config.kv_windows)
+    room = WindowRoom(window, 0, page=page, taken_back=4)
+    return room.for_rows(ROWS + 1, POSITIONS, PREFILL + PROBE_TOKENS)
+
+
+def check(link, whole):
+    assert link.tokens == whole.tokens
+    for sequence, logprobs in whole.logprobs.items():
+        assert link.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+FEW = ["gemma3", "gpt-oss"]
+MORE = ["mistral-window", "gemma4", "qwen2-window", "cohere2"]
+
+
+@pytest.mark.parametrize(
+    "kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)]
+)
+def test_they_say_what_they_say_with_all_slots(kind, folder):
+    """Without a cache what was left behind is NaN at once."""
+    model = load(folder(kind))
+    whole, _ = serve(model, None)
+    check(serve(model, room_for(model), overlap=True, prefix_caching=False)[0], whole)
+
+
+def test_prefixes_are_found_as_long_as_their_window_slots_are(folder):
+    model = load(folder("mistral-window"))
+    whole, _ = serve(model, None)
+    link, scheduler = serve(model, room_for(model))
+    check(link, whole)
+    assert 0 < sum(link.cached.values()) <= sum(whole.cached.values())
+    assert scheduler.kv.windows.used < scheduler.kv.total / 2

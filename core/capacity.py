@@ -190,6 +190,8 @@ def capacity(
     if windows is not None:
         slot_bytes -= window_bytes
         reserve["windows"] = windows.taken(window_bytes, options.memory_fraction)
+        if options.device != "cpu":
+            reserve["windows' row table"] = _table_bytes(step_limits(options), positions)
         slots = slots_of(slot_bytes)
     # Without a limit a sequence may be as long as the pool; a step's prompt must fit all the same.
     least = options.max_total_tokens or options.max_batch_prefill_tokens
@@ -280,6 +282,11 @@ def widened(kv_dtype: str, kv_widest: int, positions: int, item_bytes: int) -> i
     return positions * kv_widest * ITEM_BYTES["float32"] // item_bytes
 
 
+def _table_bytes(limits: StepLimits, positions: int) -> int:
+    """Of the slots of all rows' positions, on a GPU."""
+    return (limits.rows + 1) * positions * ITEM_BYTES["float32"]
+
+
 def _reserve(
     model: Footprint, options: EngineOptions, item_bytes: int, ranks: int
 ) -> dict[str, int]:
@@ -312,7 +319,7 @@ def _reserve(
         adapters["adapter embeddings and heads"] = options.max_adapter_heads * own
     if options.device == "cpu":
         return {"processes": _CPU_PROCESSES, "largest step": step, **adapters}
-    copies, tables = {}, 1 + (model.window is not None)
+    copies = {}
     if options.host_kv_bytes:
         copies["copies to the host"] = STAGING_PIECES * STAGING_BYTES
     return {
@@ -324,5 +331,5 @@ def _reserve(
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
         "sampler": limits.rows * model.vocab_size * _SAMPLER_BYTES,
-        "row table": (limits.rows + 1) * positions * ITEM_BYTES["float32"] * tables,
+        "row table": _table_bytes(limits, positions),
     }

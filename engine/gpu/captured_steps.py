@@ -114,7 +114,7 @@ class CapturedSteps:
         flat = flat_counts(self._rows, _MOST_FLAT_TOKENS, self._drafts) if self._drafts else {}
         return max(each.words for each in (most, *with_columns(flat, **columns).values()))
 
-    def capture(self, steps: CapturableSteps, *, windows: bool) -> object:
+    def capture(self, steps: CapturableSteps, *, windows: bool = False) -> object:
         """Capture steps of up to 1,024 tokens; returns the memory that graphs share.
 
         `windows`: whether tokens have window slots.

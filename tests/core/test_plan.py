@@ -96,7 +96,7 @@ def test_a_column_that_is_not_declared_or_of_another_length_is_refused() -> None
     with pytest.raises(TypeError, match="no r_rows"):
         StepPlan.of(1, r_rows=[1])
     rows = {"r_start": [0], "r_tokens": [1], "r_samples": [1], "r_output": [0]}
-    with pytest.raises(ValueError, match=r"of 24 words; its columns take 23"):
+    with pytest.raises(ValueError, match=r"of 27 words; its columns take 26"):
         StepPlan.of(1, r_row=[1], **{**rows, "r_output": [0, 0]})
     with pytest.raises(TypeError, match="same_kind"):
         StepPlan.of(1, r_row=[1.5], **rows)

@@ -151,6 +151,24 @@ def test_they_say_what_they_say_with_all_slots(kind, folder):
     check(serve(model, room_for(model), overlap=True, prefix_caching=False)[0], whole)
 
 
+def test_a_long_text_holds_as_much_as_its_window_not_as_its_length(folder):
+    model = load(folder("gemma3"))
+    room, held = room_for(model), []
+    scheduler = Scheduler(
+        Limits(SLOTS, ROWS, POSITIONS, PREFILL, windows=room, prefix_caching=False)
+    )
+    executor = CpuExecutor(model, pools(model, room), rows=ROWS + 1, vocab_size=VOCABULARY)
+    link = Client([Request([1], text(30, 0), SamplingParams(), StoppingParams(200))])
+    loop = EngineLoop(link, scheduler, executor, overlap=True)
+    while link.left:
+        loop.turn()
+        held.append(scheduler.kv.windows.used)
+    assert len(link.tokens[1]) == 200
+    # A window of 9, 4 that may be taken back, and pages of 4 that are not full.
+    assert max(held[5:]) <= 9 + 4 + 3 * 4
+    assert held[-1] == 0
+
+
 def test_prefixes_are_found_as_long_as_their_window_slots_are(folder):
     model = load(folder("mistral-window"))
     whole, _ = serve(model, None)

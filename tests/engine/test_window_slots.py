@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 import torch
 from engine_link import Client
 from golden import make_golden
 from golden_kinds import VOCABULARY
 
-from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.core.windows import WindowRoom, longest
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.startup.assemble import assemble
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -167,6 +169,32 @@ def test_a_long_text_holds_as_much_as_its_window_not_as_its_length(folder):
     # A window of 9, 4 that may be taken back, and pages of 4 that are not full.
     assert max(held[5:]) <= 9 + 4 + 3 * 4
     assert held[-1] == 0
+
+
+def test_a_start_sets_window_slots_aside_where_that_takes_less_memory(folder):
+    model, positions = load(folder("gemma3")), 200
+    options = EngineOptions(
+        str(folder("gemma3")), "float32", "cpu", 1, 2, 40, max_batch_total_tokens=1500
+    )
+    made = assemble(model, options, positions=positions, device=CPU)
+    room, pool = made.room, made.executor._pool
+    assert room.slots == 1500
+    # Two rows and a liveness probe's, with 16 pages each, and a step's prompts.
+    assert room.windows.slots == pool.window_slots == (3 * 16 + 4) * 16
+    sizes = [len(keys) - 1 for keys in pool.keys]
+    windowed = [window is not None for window in model.config.kv_windows]
+    assert sizes == [pool.window_slots if own else 1500 + PROBE_TOKENS for own in windowed]
+    assert f"{pool.window_slots} slots of layers with a window" not in room.slots_from
+    whole = msgspec.structs.replace(options, host_kv_bytes=1 << 20)
+    assert assemble(model, whole, positions=positions, device=CPU).room.windows is None
+    # What it has warmed up with is nobody's: it serves as it should.
+    scheduler = Scheduler(Limits(1500, 2, positions, 40, windows=room.windows))
+    link, expected = Client(), serve(model, None)[0]
+    link.inbox.append(next(requests()))
+    loop = EngineLoop(link, scheduler, made.executor, overlap=False)
+    while 1 not in link.finished:
+        loop.turn()
+    assert link.tokens[1] == expected.tokens[1]
 
 
 def test_prefixes_are_found_as_long_as_their_window_slots_are(folder):

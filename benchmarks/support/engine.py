@@ -146,7 +146,8 @@ class Engine:
         `serve` has for adapters and masks, the latter by `masks` if those are given.
         """
         self.made.executor.release(range(self.rows + 1))
-        more = {"slots": self.made.slots, **(limits or {})}
+        room = self.made.room
+        more = {"slots": room.slots, "windows": room.windows, **(limits or {})}
         scheduler = Scheduler(
             Limits(
                 max_rows=self.rows,

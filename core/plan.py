@@ -47,6 +47,8 @@ _PerFreed = Annotated[Ints, "freed rows"]
 _PerNew = Annotated[Ints, "new rows"]
 _PerPrefix = Annotated[Ints, "slots of cached prefixes"]
 _PerPrefixInWindow = Annotated[Ints, "slots of cached prefixes, if they have window slots"]
+_PerSaved = Annotated[Ints, "rows' states that are kept"]
+_PerLoaded = Annotated[Ints, "rows that begin with kept states"]
 _PerCopy = Annotated[Ints, "copies"]
 _PerAdapted = Annotated[Ints, "rows, if any has an adapter"]
 _PerMasked = Annotated[Ints, "rows, if any is masked"]
@@ -107,6 +109,12 @@ class StepPlan:
     prefix_slot: _PerPrefix
     #: The window slots of these; of tokens that the row does not read again, any, or -1.
     prefix_window: _PerPrefixInWindow
+    #: Where rows keep states: of which rows they are copied to which snapshots, before rows are
+    #: taken; and which snapshots new rows begin with. Snapshots are numbered behind all rows.
+    saved_row: _PerSaved
+    saved_to: _PerSaved
+    loaded_from: _PerLoaded
+    loaded_row: _PerLoaded
     #: Keys and values to be copied before anything else, from slot to slot: one of the two is
     #: behind the pool's last one, in the host's memory. First all go out that do, then all come in
     #: that do, which may take longer than the step.

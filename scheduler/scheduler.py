@@ -99,6 +99,7 @@ class Scheduler:
             by_uses=limits.prefix_eviction == "lfu",
             offload=offload_of(limits),
             windows=windows,
+            snapshots=limits.snapshots,
         )
         self.adapters = AdapterSlots(
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters

@@ -130,6 +130,8 @@ class Engine:
         self.warm_s = time.perf_counter() - began
         self.rows, self.positions, self.prefill = rows, positions, prefill
         self.vocabulary = model.config.vocab_size
+        #: Whether prefixes are shared.
+        self.shares = model.config.own_state is None
 
     def loop(
         self,
@@ -147,10 +149,11 @@ class Engine:
         """
         self.made.executor.release(range(self.rows + 1))
         room = self.made.room
-        more = {"slots": room.slots, "windows": room.windows, **(limits or {})}
+        more = {"slots": room.slots, "windows": room.windows, "sharing": self.shares}
+        more |= limits or {}
         scheduler = Scheduler(
             Limits(
-                max_rows=self.rows,
+                max_rows=min(self.rows, self.made.room.rows),
                 max_positions=self.positions,
                 prefill_tokens=self.prefill,
                 **more,

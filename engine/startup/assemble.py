@@ -132,6 +132,7 @@ def _on_cpu(
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
     pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype, windows=room.windows)
+    pool.reserve(room.states)
     drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
@@ -264,6 +265,7 @@ def _on_device(
     # The small one goes.
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
+    pool.reserve(room.states)
     if model.captures:
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tokenpod.scheduler.kv.offload import Offload
+from tokenpod.scheduler.kv.states import States
 from tokenpod.scheduler.pool.radix import Node, RadixTree, Slots
 from tokenpod.scheduler.pool.slot_allocator import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.pool.slot_pool import SlotPool
@@ -27,6 +28,7 @@ from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.pool.windows import Windows
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
+from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 #: For so many sequences without room the best place is looked for, also if little is free.
 MOST_ONE_BY_ONE = 8
@@ -44,6 +46,8 @@ class KV:
         by_uses: evict what few requests have used, and not what was used longest ago.
         offload: what the host's memory holds; None: nothing.
         windows: window slots of tokens; None: every layer has all tokens in the pool's slots.
+        snapshots: of rows' states, behind which prompts begin; None: rows keep none, or nothing is
+            cached.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class KV:
         by_uses: bool = False,
         offload: Offload | None = None,
         windows: Windows | None = None,
+        snapshots: SnapshotLimits | None = None,
     ) -> None:
         assert offload is None or windows is None, "the host's memory holds whole tokens"
         self.total = slots
@@ -61,6 +66,7 @@ class KV:
         self.table = Table()
         self._caching = caching
         self.tree = RadixTree(by_uses=by_uses)
+        self.states = States(self.tree, snapshots) if snapshots and caching else None
         self._allocator = SlotAllocator(slots)
         self.offload, self.windows = offload, windows
         #: Takes and frees the slots.
@@ -92,6 +98,8 @@ class KV:
             held = self.windows.reach(self.tree.slots(node))
             if held < length:
                 node, length = self.tree.match(usable[:held], request.salt)
+        if self.states is not None and not sequence.ready_tokens:
+            node, length = self.states.begin(sequence, node, length)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
         if self.offload is not None and sequence.owner is not Owner.PROBE:
@@ -138,6 +146,8 @@ class KV:
         offload = self.offload
         if sequence.node is not None:
             return sequence.computed + (0 if offload is None else offload.to_fetch(sequence))
+        if self.states is not None:
+            return self.states.known(sequence)
         cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
         cached = max(cached, sequence.ready_tokens)
         return cached if offload is None else offload.known(sequence, cached)
@@ -155,6 +165,8 @@ class KV:
         """Undo `begin`."""
         if self.offload is not None:
             self.offload.withdraw(sequence)
+        if self.states is not None:
+            self.states.forget(sequence)
         self._unlock(sequence)
         sequence.shared = sequence.computed = 0
 
@@ -207,6 +219,7 @@ class KV:
         sequence.computed -= n
         if self.windows is not None and sequence.trail is not None:
             self.windows.take_back(sequence.trail, n)
+        sequence.behind = True
         extents = sequence.extents
         while (over := n - extents[-1].used) > 0:
             self._allocator.release(extents.pop())
@@ -297,8 +310,14 @@ class KV:
             awaited: whether siblings wait for its prompt.
         """
         assert sequence.node is not None
-        if not sequence.node.listed:
-            return
+        if sequence.node.listed:
+            self._publish_inputs(sequence, awaited=awaited)
+        if self.states is not None:
+            # Those of a prefix that the tree has by another, too.
+            self.states.publish(sequence)
+
+    def _publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
+        assert sequence.node is not None
         node, known = self.tree.match(sequence.inputs, sequence.request.salt)
         end = sequence.needed
         if self._caching and (known <= sequence.shared or self._renew(sequence, node, known)):
@@ -328,6 +347,8 @@ class KV:
             sequence.tails = None
             self._unlock(sequence)
             return
+        if self.states is not None:
+            self.states.ended(sequence)
         computed = min(sequence.computed, sequence.length)
         if self.windows is not None and sequence.trail is not None:
             self.windows.take_back(sequence.trail, sequence.computed - computed)
@@ -336,6 +357,9 @@ class KV:
             node, known = self.tree.match(tokens, sequence.request.salt)
             if known < computed and covers(sequence.extents, known):
                 self.tree.append(node, tokens[known:], self._hand_over(sequence, known, computed))
+        if self.states is not None:
+            self.states.publish(sequence)
+            self.states.forget(sequence)
         self.pool.release(sequence.extents)
         self._keep(sequence, [])
         self._unlock(sequence)
@@ -369,6 +393,8 @@ class KV:
         if self.windows is not None:
             trails = [*(each.trail for each in sequences), *(each.trail for each in tails)]
             self.windows.check(trail for trail in trails if trail is not None)
+        if self.states is not None:
+            self.states.check(sequences)
 
     def _begin_after(self, sequence: Sequence, node: Node, length: int) -> None:
         """Begin behind a prefix that is locked, and that may be read."""

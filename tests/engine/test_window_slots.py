@@ -11,10 +11,10 @@ import random
 import msgspec
 import pytest
 import torch
-from engine_link import Client
-from golden import make_golden
-from golden_kinds import VOCABULARY
 
+from support.checkpoints.golden import make_golden
+from support.checkpoints.golden_kinds import VOCABULARY
+from support.engines.engine_link import Client
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from harness import serve
-from public_api import generate
 
+from support.clients.public_api import generate
+from support.pods.harness import serve
 from tokenpod.models import demo
 from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
 from tokenpod_client.protos.generate.v1 import generate_pb2_grpc as rpc_v1
@@ -55,8 +55,8 @@ _EXPERTS = {
 #: Over our pool, with a cache of its own, and ours with states: class, settings, whether it pads.
 MODELS = {
     "pool": ("Apertus", {}, False),
-    "padded": ("Qwen3Next", {**_LINEAR, **_EXPERTS}, True),
-    "ours": ("Qwen3_5", _LINEAR, False),
+    "padded": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, True),
+    "ours": ("Qwen3Next", {**_LINEAR, **_EXPERTS}, False),
 }
 
 

@@ -386,6 +386,7 @@ def others() -> None:
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    steps.resolve(one, one, one, one, table, one, one, table)
     steps.accept(torch.zeros((1 + 2 * 3, 2), dtype=torch.int64), one, one, one, one)
     moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
     moved.gather(one, rows)

@@ -30,6 +30,7 @@ from tokenpod.service.rpc.interceptors import (
     metadata_of,
     refusing,
 )
+from tokenpod.service.rpc.listen import PENDING
 from tokenpod.service.rpc.methods import Method, MethodTable
 from tokenpod.service.rpc.services import Services, add_methods
 
@@ -58,6 +59,7 @@ async def serve_relay(
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),
+            *PENDING,
             ("grpc.max_allowed_incoming_connections", most_connections(settings)),
         ],
     )

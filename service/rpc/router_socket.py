@@ -19,7 +19,7 @@ import grpc
 from tokenpod.service.config.rules import SOCKET_SUFFIX
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.health import HealthBoard
-from tokenpod.service.rpc.listen import StartError, bind
+from tokenpod.service.rpc.listen import PENDING, StartError, bind
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.services import Services, add_methods
 
@@ -52,6 +52,7 @@ class RouterSocket:
             options=[
                 ("grpc.max_receive_message_length", settings.max_router_message_bytes),
                 ("grpc.max_send_message_length", -1),
+                *PENDING,
             ],
         )
         add_methods(services, server)

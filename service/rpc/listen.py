@@ -12,7 +12,12 @@ import grpc
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.rpc.interceptors import (
+    AuthInterceptor,
+    ErrorInterceptor,
+    Interceptor,
+    Layers,
+)
 from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.services import Services, add_methods
@@ -81,7 +86,7 @@ def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tupl
 def public_server(
     settings: ServerSettings,
     services: Services,
-    recording: Sequence[grpc.aio.ServerInterceptor],
+    recording: Sequence[Interceptor],
     relay: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, Closing]:
     """A server that does not listen yet, with all but health; and what closes it.
@@ -96,9 +101,10 @@ def public_server(
     exempt = table.open | table.of_adapters
     authorising = [AuthInterceptor(token, exempt)] if token is not None else []
     authorising += authorising_adapters(settings, table)
-    inner = [closing, intake_of(settings, services), *relay]
+    inner = [closing, intake_of(settings, services)]
+    layers = Layers([*recording, ErrorInterceptor(), *authorising, *inner])
     server = grpc.aio.server(
-        interceptors=[*recording, ErrorInterceptor(), *authorising, *inner],
+        interceptors=[layers, *relay],
         options=channel_options(settings, shared_port=settings.resolved_front_ends > 1),
     )
     add_methods(services, server)

@@ -27,6 +27,7 @@ from tokenpod.service.rpc.interceptors import (
     ErrorInterceptor,
     Handler,
     Interceptor,
+    Layers,
     metadata_of,
     refusing,
 )
@@ -54,8 +55,9 @@ async def serve_relay(
     without the secret, and has few connections.
     """
     secret = secrets.token_hex(32)
+    layers = [ErrorInterceptor(), RelayGuard(secret), intake_of(settings, services)]
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), RelayGuard(secret), intake_of(settings, services)],
+        interceptors=[Layers(layers)],
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),

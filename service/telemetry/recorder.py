@@ -13,12 +13,11 @@ import socket
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-import grpc
-
 from tokenpod.core.outputs import Load
 
 if TYPE_CHECKING:
     # Not imported while telemetry is off.
+    from tokenpod.service.rpc.interceptors import Interceptor
     from tokenpod.service.telemetry.readings import PodReadings
     from tokenpod.service.telemetry.tracing import ServerCall
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class Telemetry:
     """Records calls; this class records nothing. Make it with `telemetry_of`."""
 
-    def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
+    def interceptors(self, untraced: Collection[str] = ()) -> list[Interceptor]:
         """The interceptors that record rpcs; outermost, so that they see what the others do.
 
         Args:

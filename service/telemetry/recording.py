@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-import grpc
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader
 from opentelemetry.sdk.resources import Resource
@@ -22,6 +21,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from tokenpod.core.outputs import Load
 from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.rpc.interceptors import Interceptor
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
@@ -68,7 +68,7 @@ class RecordingTelemetry(Telemetry):
         self._instruments = Instruments(self._metrics.get_meter(_SCOPE))
         self._tracer = None if self._spans is None else self._spans.get_tracer(_SCOPE)
 
-    def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
+    def interceptors(self, untraced: Collection[str] = ()) -> list[Interceptor]:
         """One, that makes server spans and times calls."""
         return [TracingInterceptor(self._tracer, self._instruments, untraced)]
 

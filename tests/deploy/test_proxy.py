@@ -19,10 +19,11 @@ import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import ServerProcess, free_port, wait_for
 
 from deploy.helm import Helm, Object, Refused
 from deploy.manifests import container_of, pod_of, settings_of
+from support.pods.harness import ServerProcess, free_port
+from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetModelRequest
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

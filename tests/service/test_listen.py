@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from typing import Any
 
-import floods
 import grpc
 
+from support.clients import floods
 from support.clients.rpcs import Scripted
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.listen import channel_options

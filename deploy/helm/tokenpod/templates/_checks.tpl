@@ -11,6 +11,7 @@
 {{- include "tokenpod.checkFlags" . -}}
 {{- include "tokenpod.checkGateway" . -}}
 {{- include "tokenpod.checkRoutes" . -}}
+{{- include "tokenpod.checkProxy" . -}}
 {{- end }}
 
 {{/* `helm template` asks no cluster; a helm that was built without its release flags then claims v1.20.0. */}}

@@ -82,7 +82,7 @@ class GatewayOptions:
         "Port of the gateway's own metrics, on this machine. 0: any.", min=0, max=65535, default=0
     )
     http_reasoning_parser: str | None = option(
-        "The gateway's parser of reasoning, by its own name, such as qwen3; reasoning is text else.",
+        "The gateway's parser of reasoning, by its name there; reasoning is text else.",
         "NAME",
     )
     gateway_python: str = option(

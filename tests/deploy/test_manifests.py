@@ -129,6 +129,23 @@ WATCHED = {
     },
     "networkPolicy": {"enabled": True},
 }
+ROUTED = {
+    "grpcRoute": {
+        "enabled": True,
+        "parentRefs": [{"name": "public", "namespace": "gateways"}],
+        "hostnames": ["models.example.com"],
+        "annotations": {"a": "b"},
+    },
+    "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+    "telemetry": {"metrics": {"enabled": True, "names": ["vllm"]}},
+}
+ADAPTED = {
+    "adapters": {
+        "existingSecret": "adapters",
+        "volume": {"persistentVolumeClaim": {"claimName": "adapters"}},
+    },
+    "server": {"maxAdapters": 8},
+}
 GROUPS = {"replicaCount": 3, "parallelism": {"mode": "statefulset", "tensor": 4, "pods": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -139,6 +156,10 @@ CASES: dict[str, dict[str, Any]] = {
     "downloaded": DOWNLOADED,
     "fronted": FRONTED,
     "watched": WATCHED,
+    "routed": ROUTED,
+    "adapted": ADAPTED,
+    "routed groups": {**GROUPS, **ROUTED},
+    "adapted groups": {**GROUPS, **ADAPTED},
     "fronted groups": {**GROUPS, **FRONTED},
     "groups": GROUPS,
     "downloaded groups": {**GROUPS, **DOWNLOADED},
@@ -168,6 +189,24 @@ def test_an_invalid_object_would_be_found(helm: Helm) -> None:
     deployment["spec"]["template"]["spec"]["graceSeconds"] = 5
     with pytest.raises(Refused):
         validate(deployment, NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "wrong"),
+    [
+        ("routed", "GRPCRoute", {"backendRefs": []}),
+        ("routed", "InferencePool", {"targetPorts": [{"number": "50051"}]}),
+        ("autoscaled-keda", "ScaledObject", {"triggers": [{"type": "cpu", "metadata": {"a": 1}}]}),
+    ],
+)
+def test_an_invalid_object_of_a_kind_that_others_define_would_be_found(
+    helm: Helm, case: str, kind: str, wrong: dict[str, Any]
+) -> None:
+    given = helm.install(CASES[case]).one(kind)
+    validate(given, NEWEST)
+    given["spec"] |= wrong
+    with pytest.raises(Refused):
+        validate(given, NEWEST)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fixed_text
-import gateway_client
 import pytest
-from certificates import make_authority, make_certificate
-from chat_templates import QWEN
-from harness import TOKENPOD, children_of, free_port, wait_for
+
+from support.outside import gateway_client
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import TOKENPOD, children_of, free_port
+from support.texts import fixed_text
+from support.texts.chat_templates import QWEN
+from support.waiting import wait_for
 
 VENV = Path(os.environ.get("SMG_VENV", "/nowhere"))
 with_gateway = pytest.mark.skipif(

@@ -8,12 +8,12 @@ import random
 from itertools import count
 from typing import Any
 
-import constrained
 import jsonschema
 import numpy as np
 import pytest
 from msgspec import structs
 
+from support.engines import constrained
 from tokenpod.core.constraints import (
     Argument,
     Arguments,

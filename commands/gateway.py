@@ -146,12 +146,14 @@ class _Both:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         pod = stack.enter_context(_child([sys.executable, "-P", "-m", "tokenpod", *self._serve()]))
+        # It waits for its arguments; before this process speaks gRPC, whose threads forks may break.
+        gateway = stack.enter_context(_child([self._options.gateway_python, "-P", "-c", _PROGRAM]))
         if not self._await(self._pod_serves, pod):
             return 0 if self._stopping else pod.wait()
-        gateway = stack.enter_context(_child([self._options.gateway_python, "-P", "-c", _PROGRAM]))
-        assert gateway.stdin is not None
-        gateway.stdin.write(json.dumps(["launch", *self._launch()]).encode() + b"\n")
-        gateway.stdin.close()
+        arguments, told = json.dumps(["launch", *self._launch()]), gateway.stdin
+        assert told is not None
+        with contextlib.suppress(BrokenPipeError), told:
+            told.write(arguments.encode() + b"\n")
         if not self._await(self._gateway_serves, pod, gateway):
             if self._stopping:
                 return 0

@@ -61,7 +61,7 @@ def opened(folder: Path, *flags: str) -> Iterator[Door]:
     door = Door(process, port, log, scheme)
     try:
         wait_for(lambda: "OpenAI's API: " in log.read_text() or process.poll() is not None, 240)
-        assert process.poll() is None, log.read_text()
+        assert process.poll() is None, (process.wait(), log.read_text())
         yield door
     finally:
         if process.poll() is None:

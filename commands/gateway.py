@@ -146,7 +146,7 @@ class _Both:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         pod = stack.enter_context(_child([sys.executable, "-P", "-m", "tokenpod", *self._serve()]))
-        # It waits for its arguments; before this process speaks gRPC, whose threads forks may break.
+        # Before this process speaks gRPC, whose threads a fork may break. It waits for arguments.
         gateway = stack.enter_context(_child([self._options.gateway_python, "-P", "-c", _PROGRAM]))
         if not self._await(self._pod_serves, pod):
             return 0 if self._stopping else pod.wait()

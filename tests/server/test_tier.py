@@ -35,7 +35,7 @@ _SETTINGS = {
     "eos_token_id": 1,
 }
 #: Over our pool, with a cache of its own, and ours with states: the kind, and whether it pads.
-MODELS = {"pool": ("apertus", False), "padded": ("qwen3-next", True), "ours": ("qwen3-5", False)}
+MODELS = {"pool": ("apertus", False), "padded": ("lfm2", True), "ours": ("qwen3-next", False)}
 
 
 @pytest.mark.parametrize(("kind", "pads"), MODELS.values(), ids=MODELS)
@@ -67,7 +67,7 @@ def test_it_streams_what_transformers_generates(
         first, again = generate(stub, request), generate(stub, request)
         assert first.samples[0].token_ids != first.samples[1].token_ids
         assert [x.token_ids for x in first.samples] == [x.token_ids for x in again.samples]
-        whose = "tokenpod" if kind == "qwen3-5" else "transformers"
+        whose = "tokenpod" if kind == "qwen3-next" else "transformers"
         assert whose in server.log.read_text()
         for protocol, service in ((v1, rpc_v1), (v2, rpc_v2), (pb, rpc_v3)):
             router = service.TextGenerationServiceStub(server.channel())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
 from tokenpod.core.step_limits import StepLimits
+from tokenpod.core.windows import WindowRoom
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -59,10 +60,31 @@ def choose_slots(
     Returns:
         The number, or None if `wanted` does not fit. PROBE_TOKENS more fit as well.
     """
-    fits = int(max(free, 0) * fraction) // slot_bytes - PROBE_TOKENS
+    fits = most_useful
+    if slot_bytes:  # else all layers have a window
+        fits = int(max(free, 0) * fraction) // slot_bytes - PROBE_TOKENS
     if wanted is not None:
         return wanted if wanted <= fits else None
     return max(min(fits, most_useful), 1)
+
+
+def window_room(
+    window: int | None, options: EngineOptions, positions: int, whole: int | None
+) -> WindowRoom | None:
+    """Slots of layers with a window apart from those of others, if that takes less memory.
+
+    Args:
+        window: the longest of any layer; None: none has one.
+        options: of the engine. What goes to the host's memory has all layers.
+        positions: longest sequence, in tokens.
+        whole: slots that there would be in all layers; None: those asked for don't fit.
+    """
+    if window is None or options.host_kv_bytes:
+        return None
+    limits = step_limits(options)
+    room = WindowRoom(window, 0).for_rows(limits.rows, positions, limits.prompt)
+    whole = whole or options.max_batch_total_tokens or 0
+    return room if room.slots < whole + PROBE_TOKENS else None
 
 
 def offload_slots(asked: int, ranks: int, slot_bytes: int) -> int:
@@ -94,6 +116,10 @@ class Capacity:
     rows: int
     #: Bytes of a sequence's state beside its slots.
     row_bytes: int = 0
+    #: The slots of layers with a window, where these are apart, and bytes of each; they are part
+    #: of the reserve.
+    windows: WindowRoom | None = None
+    window_bytes: int = 0
 
     @property
     def reserved(self) -> int:
@@ -152,13 +178,24 @@ def capacity(
             spare = spare_draft_slots(options.speculate, options.max_batch_size + 1)
         reserve["draft model"] = draft.weight_bytes(1, item_bytes) + spare * own_slot
         slot_bytes += own_slot
-    slots = choose_slots(
-        slot_bytes=slot_bytes,
-        wanted=options.max_batch_total_tokens,
-        most_useful=max(rows, 1) * positions,
-        fraction=options.memory_fraction,
-        free=memory - weights - sum(reserve.values()),
-    )
+
+    def slots_of(slot_bytes: int) -> int | None:
+        return choose_slots(
+            slot_bytes=slot_bytes,
+            wanted=options.max_batch_total_tokens,
+            most_useful=max(rows, 1) * positions,
+            fraction=options.memory_fraction,
+            free=memory - weights - sum(reserve.values()),
+        )
+
+    slots, window_bytes = slots_of(slot_bytes), model.window_bytes(ranks, kv_dtype)
+    windows = window_room(model.window, options, positions, slots)
+    if windows is not None:
+        slot_bytes -= window_bytes
+        reserve["windows"] = windows.taken(window_bytes, options.memory_fraction)
+        if options.device != "cpu":
+            reserve["windows' row table"] = _table_bytes(step_limits(options), positions)
+        slots = slots_of(slot_bytes)
     # Without a limit a sequence may be as long as the pool; a step's prompt must fit all the same.
     least = options.max_total_tokens or options.max_batch_prefill_tokens
     return Capacity(
@@ -171,6 +208,8 @@ def capacity(
         min(least, positions),
         rows,
         own.row_bytes if own else 0,
+        windows,
+        window_bytes if windows else 0,
     )
 
 
@@ -246,6 +285,11 @@ def widened(kv_dtype: str, kv_widest: int, positions: int, item_bytes: int) -> i
     return positions * kv_widest * ITEM_BYTES["float32"] // item_bytes
 
 
+def _table_bytes(limits: StepLimits, positions: int) -> int:
+    """Of the slots of all rows' positions, on a GPU."""
+    return (limits.rows + 1) * positions * ITEM_BYTES["float32"]
+
+
 def _reserve(
     model: Footprint, options: EngineOptions, item_bytes: int, ranks: int
 ) -> dict[str, int]:
@@ -290,5 +334,5 @@ def _reserve(
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
         "sampler": limits.rows * model.vocab_size * _SAMPLER_BYTES,
-        "row table": (limits.rows + 1) * positions * ITEM_BYTES["float32"],
+        "row table": _table_bytes(limits, positions),
     }

@@ -45,6 +45,9 @@ class Portion(msgspec.Struct, frozen=True):
     kv_scales: int = 0
     #: Of the numbers, those in the layer that has most.
     kv_widest: int = 0
+    #: Those of both in layers with a window.
+    window_numbers: int = 0
+    window_scales: int = 0
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
@@ -81,6 +84,8 @@ class Footprint(msgspec.Struct, frozen=True):
     repeated: int = 0
     #: Of a model that keeps sequences' states by itself: what they take, by the bytes of a number.
     states: dict[int, OwnState] = {}
+    #: The longest of any layer; None: none has one.
+    window: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -106,9 +111,17 @@ class Footprint(msgspec.Struct, frozen=True):
         numbers = portion.kv_numbers * ITEM_BYTES[kv_dtype]
         if own is not None:
             return own.slot_bytes + numbers
-        if kv_dtype != "int8":
-            return numbers
-        return numbers + portion.kv_scales * ITEM_BYTES["float32"]
+        return numbers + _scale_bytes(portion.kv_scales, kv_dtype)
+
+    def window_bytes(self, ranks: int, kv_dtype: str) -> int:
+        """Of these, the bytes in layers with a window."""
+        portion = self.portions[ranks]
+        numbers = portion.window_numbers * ITEM_BYTES[kv_dtype]
+        return numbers + _scale_bytes(portion.window_scales, kv_dtype)
+
+
+def _scale_bytes(scales: int, kv_dtype: str) -> int:
+    return scales * ITEM_BYTES["float32"] if kv_dtype == "int8" else 0
 
 
 def dtype_of(model: Footprint, options: EngineOptions) -> str:

@@ -40,11 +40,13 @@ UNSAMPLED = -2
 # What a column has a number for. Columns of the same are equally long.
 _PerRow = Annotated[Ints, "rows"]
 _PerToken = Annotated[Ints, "tokens"]
+_PerTokenInWindow = Annotated[Ints, "tokens, if they have window slots"]
 _PerScoring = Annotated[Ints, "rows, if any is scored"]
 _PerScored = Annotated[Ints, "scored tokens of prompts"]
 _PerFreed = Annotated[Ints, "freed rows"]
 _PerNew = Annotated[Ints, "new rows"]
 _PerPrefix = Annotated[Ints, "slots of cached prefixes"]
+_PerPrefixInWindow = Annotated[Ints, "slots of cached prefixes, if they have window slots"]
 _PerSaved = Annotated[Ints, "rows' states that are kept"]
 _PerLoaded = Annotated[Ints, "rows that begin with kept states"]
 _PerCopy = Annotated[Ints, "copies"]
@@ -53,6 +55,7 @@ _PerMasked = Annotated[Ints, "rows, if any is masked"]
 _PerPut = Annotated[Ints, "adapters that are put into slots"]
 _PerSoft = Annotated[Ints, "tokens with an adapter's embedding"]
 _PerReady = Annotated[Ints, "slots filled by an adapter"]
+_PerReadyInWindow = Annotated[Ints, "slots filled by an adapter, if they have window slots"]
 _PerAwaited = Annotated[Ints, "1, if copies are awaited"]
 
 
@@ -88,6 +91,8 @@ class StepPlan:
     t_token: _PerToken
     #: Where keys and values go.
     t_slot: _PerToken
+    #: The same in layers with a window, where these have slots of their own.
+    t_window: _PerTokenInWindow
     #: For how many of a row's tokens the log probability of the one that follows is asked for;
     #: `scored_token` has those that follow, row after row.
     r_scored: _PerScoring
@@ -102,6 +107,8 @@ class StepPlan:
     n_flags: _PerNew
     n_prefix: _PerNew
     prefix_slot: _PerPrefix
+    #: The window slots of these; of tokens that the row does not read again, any, or -1.
+    prefix_window: _PerPrefixInWindow
     #: Where rows keep states: of which rows they are copied to which snapshots, before rows are
     #: taken; and which snapshots new rows begin with. Snapshots are numbered behind all rows.
     saved_row: _PerSaved
@@ -131,6 +138,7 @@ class StepPlan:
     ready_slot: _PerReady
     ready_adapter: _PerReady
     ready_index: _PerReady
+    ready_window: _PerReadyInWindow
     #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be there
     #: before anything of this step is read or copied (0: it is this step).
     awaited: _PerAwaited

@@ -224,6 +224,7 @@ def load(
         adapter_heads=options.max_adapter_heads,
         whole_adapters=frozenset(adapter.number for adapter in adapters if adapter.whole),
         offload_slots=assembled.offload_slots,
+        windows=room.windows,
         offload_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
         # And a state goes no step back.

@@ -217,6 +217,7 @@ class AttentionLayer:
         products = parts.products
         self._ops, self._key = products.ops, spec.plan_key
         self._cache, self._rotation = parts.cache, parts.rotation
+        self._windowed = spec.window is not None
         #: Numbers of a token's gates.
         self._gates = spec.heads * spec.head_dim if spec.output_gate else 0
         self._reads_another = spec.reads_layer is not None
@@ -245,7 +246,8 @@ class AttentionLayer:
             none = y.new_empty((len(keys), 0, keys.shape[2]))
             q = ops.store_key_value(y, angles, heads.norm, none, none, batch.t_slot)
         else:
-            q = ops.store_key_value(y, angles, heads.norm, keys, values, batch.t_slot, scales)
+            t_slot = step.windows.t_slot if self._windowed else batch.t_slot
+            q = ops.store_key_value(y, angles, heads.norm, keys, values, t_slot, scales)
         q = heads.after(q, batch.t_position)
         found = ops.attention(q, keys, values, step.plans[self._key], self._options, scales)
         return found if gate is None else found * gate.sigmoid()

@@ -54,6 +54,11 @@ class ModelFacts(Protocol):
         ...
 
     @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """How far back each of these is read; None: it must have all of a sequence's tokens."""
+        ...
+
+    @property
     def head_counts(self) -> tuple[int, ...]:
         """Query heads of each layer."""
         ...

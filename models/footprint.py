@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from tokenpod.core.model_size import Footprint, Portion
+from tokenpod.core.windows import longest
 from tokenpod.models.adapters.targets import (
     copied_numbers,
     scale_numbers,
@@ -191,6 +192,7 @@ def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
         quantize=layout.reader.name if layout.reader else "none",
         repeated=portions[1].numbers - layout.parameters,
         states={size: state for size, state in states.items() if state is not None},
+        window=longest(spec.kv_windows) if not spec.state_layouts else None,
     )
 
 
@@ -202,11 +204,15 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
         except ModelError:
             continue
         fixed = slot_numbers(layout.weights, shard, 0)
+        caches = zip(local.kv_layouts, local.kv_windows, strict=True)
+        in_windows = [kv for kv, window in caches if window is not None]
         portion = Portion(
             shard.numbers(layout.weights),
             sum(kv.numbers for kv in local.kv_layouts),
             sum(kv.scales for kv in local.kv_layouts),
             max(kv.numbers for kv in local.kv_layouts),
+            sum(kv.numbers for kv in in_windows),
+            sum(kv.scales for kv in in_windows),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
             adapter_outputs=scale_numbers(layout.weights, shard),
             copied_numbers=copied_numbers(layout.weights, shard),

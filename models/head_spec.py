@@ -40,3 +40,8 @@ class HeadSpec:
         """What the layer keeps of an entry, and, in the place of a layer's keys, its feature."""
         width = self.decoder.hidden_size
         return (*self.decoder.kv_layouts, KVLayout(1, width, 1, shared=True))
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """All of it is kept: it is little."""
+        return (None,) * len(self.kv_layouts)

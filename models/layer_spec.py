@@ -12,10 +12,9 @@ import torch
 from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.errors import ModelError
-from tokenpod.models.expert_names import ExpertNames
 from tokenpod.models.layer_tensors import LayerTensors, Rows, plain_weight
 from tokenpod.models.mixer import Mixer
-from tokenpod.models.names import Fused
+from tokenpod.models.names import ExpertNames, Fused
 from tokenpod.models.norms import Norm
 from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Axis, Division, Source, Stack, Weight

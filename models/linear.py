@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.operations.adapter_ops import Added, BaseLinear, DenseWeight
+from tokenpod.kernels.operations.adapter_ops import (
+    AdaptedAdd,
+    AdaptedLinear,
+    Added,
+    BaseLinear,
+    DenseWeight,
+)
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.compose import (
     adapted_linear_of,
@@ -19,8 +25,9 @@ from tokenpod.kernels.operations.compose import (
     laid_out,
     linear_of,
 )
+from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.ops import AddLinear, Operations
-from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.operations.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
 from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
 
 #: Weights by our names, as they were loaded.
@@ -88,7 +95,7 @@ class Products:
             plain = self._plain(weight, bias)
         if fused is None:
             assert plain is not None
-            fused = _norm_linear(ops, plain, norm, activation)
+            fused = NormedBase(plain, norm, ops.rms_norm, activation, ops.act_mul)
         return self._adapted(name, fused, plain, _dense(weight, bias), norm, activation)
 
     def sum_linear(self, name: str) -> Product:
@@ -98,15 +105,7 @@ class Products:
         own, late = (bias, None) if group is None else (None, bias)
         plain = self._plain(weight, own)
         product = self._adapted(name, plain, plain, _dense(weight, own))
-        if group is None:
-            return product
-
-        def summed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-            y = product(x, step)
-            group.sum(y)
-            return y if late is None else y.add_(late)
-
-        return summed_product
+        return product if group is None else SummedProduct(product, group, late)
 
     def add_linear(self, name: str) -> AddProduct:
         """The product `name` whose inputs ranks divide, added to the stream."""
@@ -117,12 +116,7 @@ class Products:
         if fused is not None:
             self._take(name)
             return self._adapted_add(name, fused, weight, bias)
-        product = self.sum_linear(name)
-
-        def add(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
-            stream += product(x, step)
-
-        return add
+        return AddedProduct(self.sum_linear(name))
 
     def _fuses(self, weight: LinearWeight) -> bool:
         """Whether a product may be one operation with what is beside it.
@@ -154,43 +148,28 @@ class Products:
         """
         delta, ops = self.delta, self.ops
         if delta is no_delta:
-            return lambda x, step: product(x)
+            return BaseProduct(product)
         assert plain is not None, name
         self.meet(name, plain)
         if ops.adapted is not None:
             adapted = ops.adapted.linear(plain, dense, norm, activation)
         else:
             adapted = adapted_linear_of(plain, ops.rms_norm, ops.act_mul, norm, activation)
-
-        def product_of_step(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-            added = delta(name, step)
-            return product(x) if added is None else adapted(x, added)
-
-        return product_of_step
+        return AdaptedProduct(name, product, adapted, delta)
 
     def _adapted_add(
         self, name: str, fused: AddLinear, weight: LinearWeight, bias: torch.Tensor | None
     ) -> AddProduct:
         delta, ops = self.delta, self.ops
         if delta is no_delta:
-            return lambda x, stream, step: fused(x, stream)
+            return BaseAdd(fused)
         assert ops.adapted is not None, "the product would be there twice"
         # Ranks add a bias behind the sum: what scales a rank's part must not scale it.
         own, late = (bias, None) if ops.group is None else (None, bias)
         plain = self._plain(weight, own)
         self.meet(name, plain)
         adapted = ops.adapted.add_linear(plain, _dense(weight, own))
-
-        def add_product(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
-            added = delta(name, step)
-            if added is None:
-                fused(x, stream)
-                return
-            adapted(x, stream, added)
-            if late is not None:
-                stream += late
-
-        return add_product
+        return AdaptedAddProduct(name, fused, adapted, delta, late)
 
     def _plain(self, weight: LinearWeight, bias: torch.Tensor | None) -> BaseLinear:
         """One launch per part."""
@@ -198,9 +177,8 @@ class Products:
             return linear_of(self.ops, weight.parts[0], bias)
         lengths = [part.shape[0] for part in weight.parts]
         biases = [None] * len(lengths) if bias is None else list(torch.split(bias, lengths))
-        products = [linear_of(self.ops, *part) for part in zip(weight.parts, biases, strict=True)]
-
-        return lambda x: torch.cat([product(x) for product in products], dim=-1)
+        parts = zip(weight.parts, biases, strict=True)
+        return PartsBase(tuple(linear_of(self.ops, *part) for part in parts))
 
     def _peek(self, name: str) -> LinearWeight:
         weight = self.weights[name]
@@ -244,11 +222,118 @@ def _dense(weight: LinearWeight, bias: torch.Tensor | None) -> DenseWeight | Non
     return None if weight.dense is None else DenseWeight(weight.dense, bias)
 
 
-def _norm_linear(
-    ops: Operations, plain: BaseLinear, norm: RowNorm, activation: Activation | None
-) -> BaseLinear:
-    def normed_product(x: torch.Tensor) -> torch.Tensor:
-        y = plain(ops.rms_norm(x, norm.weight, norm.epsilon))
-        return y if activation is None else ops.act_mul(y, activation)
+# -- what products are made of: x [T, in] -> [T, out], or added to the stream [T, out] --------
 
-    return normed_product
+
+@dataclass(frozen=True, slots=True)
+class PartsBase:
+    """A product whose outputs are those of several weights, one behind the other."""
+
+    parts: tuple[BaseLinear, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """One launch per part."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedBase:
+    """Norm, product, and gate if there is one, one after the other."""
+
+    base: BaseLinear
+    norm: RowNorm
+    rms_norm: RmsNorm
+    activation: Activation | None
+    act_mul: ActMul
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Gated: half as many outputs."""
+        y = self.base(self.rms_norm(x, self.norm.weight, self.norm.epsilon))
+        return y if self.activation is None else self.act_mul(y, self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseProduct:
+    """A product that no adapter changes."""
+
+    base: BaseLinear
+
+    def __call__(self, x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        """Whatever the step."""
+        return self.base(x)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedProduct:
+    """A product that adapters change in steps in which rows have any."""
+
+    name: str
+    base: BaseLinear
+    adapted: AdaptedLinear
+    delta: Delta
+
+    def __call__(self, x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        """By what the step's adapters make of the weight's name."""
+        added = self.delta(self.name, step)
+        return self.base(x) if added is None else self.adapted(x, added)
+
+
+@dataclass(frozen=True, slots=True)
+class SummedProduct:
+    """A product whose inputs ranks divide, summed over them; the bias is added behind the sum."""
+
+    product: Product
+    group: Group
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        """The same on all ranks, which call it together."""
+        y = self.product(x, step)
+        self.group.sum(y)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedProduct:
+    """A product, then the sum with the stream."""
+
+    product: Product
+
+    def __call__(self, x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
+        """In place."""
+        stream += self.product(x, step)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseAdd:
+    """A product that ends in the stream, and that no adapter changes."""
+
+    base: AddLinear
+
+    def __call__(self, x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
+        """In place, whatever the step."""
+        self.base(x, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedAddProduct:
+    """A product that ends in the stream, and that adapters change in steps with any.
+
+    The adapted one has no bias where ranks sum; it is added behind.
+    """
+
+    name: str
+    base: AddLinear
+    adapted: AdaptedAdd
+    delta: Delta
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
+        """In place."""
+        added = self.delta(self.name, step)
+        if added is None:
+            self.base(x, stream)
+            return
+        self.adapted(x, stream, added)
+        if self.bias is not None:
+            stream += self.bias

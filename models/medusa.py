@@ -94,6 +94,11 @@ class MedusaSpec:
         """Nothing is kept of a token."""
         return ()
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Nothing is kept."""
+        return ()
+
     def first(self, heads: int) -> list[Weight]:
         """The weights of the first heads. Raises ModelError if there are fewer."""
         if heads > self.heads:

@@ -108,6 +108,11 @@ class ModelSpec:
         found = (self.layers[i].mixer.cache.kv for i in self.storing)
         return tuple(layout for layout in found if layout is not None)
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """How far back each of these is read; None: all that there is."""
+        return tuple(self.layers[i].mixer.cache.window for i in self.storing)
+
     @cached_property
     def state_layouts(self) -> tuple[StateLayout, ...]:
         """What the pool has for a row, state by state."""

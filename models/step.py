@@ -23,5 +23,7 @@ class Step:
     plans: Mapping[Hashable, Any]
     #: By the number of the rotation.
     rotations: list[Rotation]
+    #: The batch as layers with a window have it.
+    windows: ForwardBatch
     #: [T, layers, width]: what each layer reads of its own embeddings; None: there are none.
     per_layer: torch.Tensor | None = None

@@ -54,12 +54,17 @@ class StepPlans:
     ) -> Step:
         """What all layers share of this batch, and their own embeddings if there are any."""
         ops = self._ops
-        plans = {key: mixer.plan(ops, batch) for key, mixer in self._planners.items()}
+        # Where the pool has no slots for windows, it is that of a draft model beside one that has.
+        windows = batch.in_windows if pool.window_slots else batch
+        plans = {
+            key: mixer.plan(ops, batch if mixer.cache.window is None else windows)
+            for key, mixer in self._planners.items()
+        }
         rotations = [
             ops.rotate(batch.t_position, frequencies, scale, self._dtype)
             for frequencies, scale in self._rotations
         ]
-        return Step(batch, pool, plans, rotations, per_layer)
+        return Step(batch, pool, plans, rotations, windows, per_layer)
 
     def tiles(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""

@@ -41,6 +41,7 @@ from tokenpod.scheduler.policies.batching import Batching, Mixed
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.pool.blocks import BlockLog
 from tokenpod.scheduler.pool.given import VectorIds
+from tokenpod.scheduler.pool.windows import Windows
 from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
 from tokenpod.scheduler.sequences.beam_search import Top
 from tokenpod.scheduler.sequences.events import Events
@@ -89,11 +90,15 @@ class Scheduler:
         forced_costs: Costs | None = None,
     ) -> None:
         self.limits = limits
+        slots, windows = limits.slots + PROBE_TOKENS, None
+        if limits.windows is not None:
+            windows = Windows(slots, limits.windows, caching=limits.caching)
         self.kv = KV(
-            limits.slots + PROBE_TOKENS,
+            slots,
             caching=limits.caching,
             by_uses=limits.prefix_eviction == "lfu",
             offload=offload_of(limits),
+            windows=windows,
             snapshots=limits.snapshots,
         )
         self.adapters = AdapterSlots(
@@ -285,6 +290,8 @@ class Scheduler:
         self._end_late(now)
         self._end_constrained()
         self._admit()
+        if self.kv.windows is not None:
+            self.kv.windows.settle()
         builder = StepBuilder(self.kv, now, self._step_limits, self._rows.free)
         offload = self.kv.offload
         if offload is not None:

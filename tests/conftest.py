@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -81,10 +82,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("fills_gpu") is None)  # stable
 
 
+@functools.cache
+def place_of(path: Path) -> str:
+    """Where a file lies below tests/."""
+    return path.relative_to(FOLDER).as_posix()
+
+
 def mark_tiers(items: list[pytest.Item]) -> None:
     """`unit` is what has no other tier; besides what says so, `pod` is what uses a server."""
     for item in items:
-        place = item.path.relative_to(FOLDER).as_posix()
+        place = place_of(item.path)
         fixtures = frozenset(getattr(item, "fixturenames", ()))
         if place.startswith(POD_FOLDERS) or fixtures & POD_FIXTURES:
             item.add_marker("pod")
@@ -160,7 +167,7 @@ def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
     """
     waiting, computing, others = dict[Path, float](), dict[Path, float](), dict[Path, float]()
     for item in items:
-        folder = item.path.relative_to(FOLDER).parts[0]
+        folder = place_of(item.path).partition("/")[0]
         kind = waiting if folder == "server" else computing if folder in COMPUTING else others
         kind[item.path] = 2.0 if folder in SHORT else 1.0
     for kind in (waiting, computing):

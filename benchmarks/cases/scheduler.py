@@ -19,6 +19,7 @@ from benchmarks.support.report import Report
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.core.windows import WindowRoom
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.executor import StepResult
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
@@ -102,6 +103,7 @@ PARTS = ("steps", "turns", "full")
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 64, 256, 512])
+    parser.add_argument("--window", type=int, help="turns with window slots, of such layers")
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
@@ -110,6 +112,8 @@ def run(asked: argparse.Namespace, report: Report) -> None:
     gc.freeze()
     for part in asked.parts:
         globals()[f"measure_{part}"](asked.rows, report)
+    if asked.window:
+        measure_turns(asked.rows, report, asked.window)
 
 
 def measure_steps(sizes: list[int], report: Report) -> None:
@@ -147,11 +151,13 @@ class AnswersAtOnce:
         """Nothing is kept."""
 
 
-def measure_turns(sizes: list[int], report: Report) -> None:
+def measure_turns(sizes: list[int], report: Report, window: int | None = None) -> None:
     """Whole turns of the engine's loop: receive, plan, launch, settle, publish."""
     for rows in sizes:
-        client = Client()
-        limits = Limits(rows * 1000, rows, 4096, prefill_tokens=max(rows * PROMPT, 64))
+        client, windows, prompt = Client(), None, max(rows * PROMPT, 64)
+        if window is not None:
+            windows = WindowRoom(window, 0).for_rows(rows + 1, 4096, prompt + PROMPT)
+        limits = Limits(rows * 1000, rows, 4096, prefill_tokens=prompt, windows=windows)
         loop = EngineLoop(client, Scheduler(limits), AnswersAtOnce(), overlap=True)  # type: ignore[arg-type]
         bench = Bench(loop, client, 128_000)
         for _ in range(rows):
@@ -163,7 +169,8 @@ def measure_turns(sizes: list[int], report: Report) -> None:
             began = time.thread_time()
             loop.turn()
             times.append(1e6 * (time.thread_time() - began))
-        report.row("turns", rows=rows, least_us=min(times), median_us=sorted(times)[STEPS // 2])
+        name = "turns" if window is None else f"turns, window of {window}"
+        report.row(name, rows=rows, least_us=min(times), median_us=sorted(times)[STEPS // 2])
 
 
 def measure_full(sizes: list[int], report: Report) -> None:

@@ -148,7 +148,9 @@ class Engine:
         `serve` has for adapters and masks, the latter by `masks` if those are given.
         """
         self.made.executor.release(range(self.rows + 1))
-        more = {"slots": self.made.slots, "sharing": self.shares, **(limits or {})}
+        room = self.made.room
+        more = {"slots": room.slots, "windows": room.windows, "sharing": self.shares}
+        more |= limits or {}
         scheduler = Scheduler(
             Limits(
                 max_rows=min(self.rows, self.made.room.rows),

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.core.plan import Ints as PlanInts
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.cpu.cpu_sampler import CpuSampler, cpu_sampler
 from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
@@ -28,7 +29,13 @@ from tokenpod.engine.steps.rounds import (
 from tokenpod.engine.steps.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.cache.offload_pool import OffloadPool
-from tokenpod.kernels.operations.batch import ForwardBatch, append_run, append_slots, cut_runs
+from tokenpod.kernels.operations.batch import (
+    ForwardBatch,
+    Run,
+    append_run,
+    append_slots,
+    cut_runs,
+)
 from tokenpod.kernels.operations.group import Group
 
 _CPU = torch.device("cpu")
@@ -91,16 +98,14 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         for at in (self._known[plan.r_row] != plan.r_start).nonzero()[0].tolist():
             row, start = rows[at], int(plan.r_start[at])
             there = cut_runs(self._runs[row], start)
+            if self._windowed:
+                there &= cut_runs(self._window_runs[row], start)
             assert there, f"row {row} goes on at {start}, but has {self._known[row]} positions"
         self._known[plan.r_row] = plan.r_start + plan.r_tokens
-        if plan.tokens == plan.rows:
-            for row, slot in zip(rows, plan.t_slot.tolist(), strict=True):
-                append_run(self._runs[row], slot, slot + 1)
-            return
-        start = 0
-        for row, tokens in zip(rows, plan.r_tokens.tolist(), strict=True):
-            append_slots(self._runs[row], plan.t_slot[start : start + tokens])
-            start += tokens
+        _append(self._runs, rows, plan, plan.t_slot)
+        if self._windowed:
+            windows = self._in_windows(plan.t_window, plan.t_slot)
+            _append(self._window_runs, rows, plan, windows)
 
     def _propose(
         self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Drafter
@@ -175,7 +180,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
         del mailbox
-        counts = Counts.of(plan)
+        counts = Counts.of(plan, windows=self._windowed)
         if not self._words.fit(counts):
             self._take_words(counts.words)
         host = self._cpu_words.of(counts)
@@ -187,6 +192,18 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         known = tokens.numpy()
         known[:] = self._resolved(known, integers.t_row.numpy())
         return tokens
+
+
+def _append(runs: list[list[Run]], rows: list[int], plan: StepPlan, t_slot: PlanInts) -> None:
+    """Note where the tokens of these rows go."""
+    if plan.tokens == plan.rows:
+        for row, slot in zip(rows, t_slot.tolist(), strict=True):
+            append_run(runs[row], slot, slot + 1)
+        return
+    start = 0
+    for row, tokens in zip(rows, plan.r_tokens.tolist(), strict=True):
+        append_slots(runs[row], t_slot[start : start + tokens])
+        start += tokens
 
 
 class _CpuDrawing(Drawing):

@@ -17,7 +17,7 @@ from tokenpod.engine.gpu.graphs import (
     mixed_counts,
     mixed_rows,
     single_rows,
-    with_adapters,
+    with_columns,
 )
 from tokenpod.engine.steps.integers import Counts, Integers
 from tokenpod.kernels.operations.batch import RaggedRows
@@ -81,6 +81,7 @@ class CapturedSteps:
         adapted: whether steps in which rows have adapters are captured too.
         behind: whether a draft model follows steps with drafts in a graph of its own, behind which
             nobody waits.
+        windowed: whether tokens may have window slots.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class CapturedSteps:
         drafts: int,
         adapted: bool,
         behind: bool,
+        windowed: bool,
     ) -> None:
+        self._windowed = windowed
         self._rows, self._max_tokens, self._tiles = rows, max_tokens, tiles
         self._drafts, self._adapted, self._behind = drafts, adapted, behind
         #: By whether some row has an adapter.
@@ -106,18 +109,23 @@ class CapturedSteps:
     def words(self) -> int:
         """int64 words that hold the integers of any step, captured or not."""
         tiles = self._tiles(min(self._max_tokens, _MOST_CAPTURED_TOKENS))
-        most = Counts(self._max_tokens, self._rows, self._rows, tiles, self._drafts, adapters=True)
+        columns = {"adapters": True, "windows": self._windowed}
+        most = Counts(self._max_tokens, self._rows, self._rows, tiles, self._drafts, **columns)
         flat = flat_counts(self._rows, _MOST_FLAT_TOKENS, self._drafts) if self._drafts else {}
-        return max(each.words for each in (most, *with_adapters(flat, adapters=True).values()))
+        return max(each.words for each in (most, *with_columns(flat, **columns).values()))
 
-    def capture(self, steps: CapturableSteps) -> object:
-        """Capture steps of up to 1,024 tokens; returns the memory that graphs share."""
+    def capture(self, steps: CapturableSteps, *, windows: bool = False) -> object:
+        """Capture steps of up to 1,024 tokens; returns the memory that graphs share.
+
+        `windows`: whether tokens have window slots.
+        """
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
         for adapted in (False, True)[: 1 + self._adapted]:
-            mixed = with_adapters(mixed_counts(self._rows, most, self._tiles), adapted)
-            decode = with_adapters(decode_counts(self._rows), adapted)
+            columns = {"adapters": adapted, "windows": windows}
+            mixed = with_columns(mixed_counts(self._rows, most, self._tiles), **columns)
+            decode = with_columns(decode_counts(self._rows), **columns)
             # Each draft is a token of the step.
             drafted = {
                 size: replace(counts, drafts=min(self._drafts, size))
@@ -125,7 +133,7 @@ class CapturedSteps:
                 if _MOST_FLAT_TOKENS < size <= _MOST_DRAFTED_TOKENS
             }
             flat = flat_counts(self._rows, min(most, _MOST_FLAT_TOKENS), self._drafts)
-            flat = with_adapters(flat, adapted)
+            flat = with_columns(flat, **columns)
             with torch.inference_mode():
                 first = _graphs(steps, mixed, memory, mixed_rows, masked=True)
                 memory = first.memory

@@ -61,6 +61,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             their own, since others would make their logits too.
         adapted: whether steps in which rows have adapters are captured too.
         offload: holds keys and values for later; None: nothing is held.
+        windowed: whether a pool may have window slots.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
         offload: OffloadPool | None = None,
+        windowed: bool = False,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
         copies: DeviceCopies | None = None
@@ -90,6 +92,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
+            window_table=torch.zeros_like(table) if windowed else None,
             copies=copies,
             adapters=adapters,
             draft=draft,
@@ -120,6 +123,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             adapted=adapted,
             # A head can only follow a step; where the host waits, it does so behind its results.
             behind=draft is not None and draft.behind,
+            windowed=windowed,
         )
         words = self._captured.words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -131,6 +135,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         """Keep keys and values there from now on. No step is under way, no row is taken."""
         assert not self._captured, "captured steps know the pool that they were captured with"
         self._pool = pool
+        if not pool.window_slots:
+            self._window_table = None
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
         if self._proposals is not None:
@@ -140,7 +146,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
-        memory = self._captured.capture(self)
+        memory = self._captured.capture(self, windows=self._windowed)
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
@@ -234,7 +240,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._fill(host, plan)
         if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
             return None
-        pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
+        pad(host, plan, **self._padding)
         if drawn_late(plan):
             # The first draw, which is captured with the step, draws for nobody.
             host.sample_row[: plan.sampling] = self._rows
@@ -278,10 +284,16 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         """Launch the draws of rows under masks."""
         self._masked_draws.launch(counts, integers, logits)
 
+    @property
+    def _padding(self) -> dict[str, int]:
+        """What padding is, for `pad`."""
+        pool = self._pool
+        return {"padding_row": self._rows, "sink": pool.sink, "window_sink": pool.window_sink}
+
     def padding(self, counts: Counts) -> torch.Tensor:
         """[words] int64: the integers of a step of padding alone."""
         host = np.zeros(counts.words, np.int64)
-        pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
+        pad(views(host, counts), None, **self._padding)
         return torch.from_numpy(host).to(self._device)
 
     def _of_draft(self, batch: ForwardBatch, integers: Integers) -> ForwardBatch:
@@ -305,7 +317,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         )
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
-        counts = Counts.of(plan)
+        counts = Counts.of(plan, windows=self._windowed)
         host, words = mailbox.integers.of(counts), counts.words
         self._fill(host, plan)
         self._words[:words].copy_(mailbox.words[:words], non_blocking=True)
@@ -321,8 +333,13 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         prompts = plan.t_token[ends - plan.r_tokens] != LAST
         for at in np.flatnonzero(prompts).tolist():
             runs = self._runs[plan.r_row[at]]
+            tokens = slice(ends[at] - plan.r_tokens[at], ends[at])
             if cut_runs(runs, int(plan.r_start[at])):
-                append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
+                append_slots(runs, plan.t_slot[tokens])
+            runs = self._window_runs[plan.r_row[at]]
+            if self._windowed and cut_runs(runs, int(plan.r_start[at])):
+                windows = self._in_windows(plan.t_window, plan.t_slot)
+                append_slots(runs, windows[tokens])
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""
@@ -333,6 +350,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.t_slot,
             self._row_table,
             self._last_token,
+            *((integers.t_window, self._window_table) if self._windowed else ()),
         )
 
     def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:

@@ -165,9 +165,10 @@ def mixed_counts(rows: int, tokens: int, numbers_of: Callable[[int], int]) -> di
     }
 
 
-def with_adapters(ladder: dict[int, Counts], adapters: bool) -> dict[int, Counts]:
-    """The same with a column of adapters, or without."""
-    return {size: replace(counts, adapters=adapters) for size, counts in ladder.items()}
+def with_columns(ladder: dict[int, Counts], *, adapters: bool, windows: bool) -> dict[int, Counts]:
+    """The same with these columns, or without."""
+    columns = {"adapters": adapters, "windows": windows}
+    return {size: replace(counts, **columns) for size, counts in ladder.items()}
 
 
 def single_rows(counts: Counts) -> RaggedRows:

@@ -20,6 +20,7 @@ from tokenpod.core.capacity import (
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
+from tokenpod.core.windows import WindowRoom
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import DraftModel, draft_of
 from tokenpod.engine.startup.kv_scales import (
@@ -135,7 +136,7 @@ def _on_cpu(
     if free.limited:
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
-    pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype)
+    pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype, windows=room.windows)
     pool.reserve(room.states)
     drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
     if free.limited:
@@ -240,7 +241,8 @@ def _on_device(
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
-    pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
+    # The small one goes.
+    pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
     pool.reserve(room.states)
     if model.captures:
@@ -317,6 +319,7 @@ def device_executor(
         drafts=limits.drafts,
         draft=draft,
         offload=offload,
+        windowed=offload is None and any(model.config.kv_windows),
     )
 
 
@@ -375,8 +378,12 @@ def make_pool(
     device: torch.device,
     dtype: torch.dtype | None = None,
     scales: Sequence[KVScales] | None = None,
+    windows: WindowRoom | None = None,
 ) -> KVPool:
-    """A pool for `model`'s keys and values: in its dtype, or in `dtype`; `scales` as a pool has."""
+    """A pool for `model`'s keys and values: in its dtype, or in `dtype`; `scales` as a pool has.
+
+    `windows`: the slots of layers with a window, where these are apart.
+    """
     config = model.config
     return model.pool_class(
         slots=slots,
@@ -384,4 +391,6 @@ def make_pool(
         dtype=dtype or model.dtype,
         device=device,
         scales=scales,
+        window_slots=windows.slots if windows else 0,
+        windowed=[window is not None for window in config.kv_windows],
     )

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.core.capacity import choose_slots
+from tokenpod.core.capacity import choose_slots, window_room
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
+from tokenpod.core.windows import WindowRoom, longest
 from tokenpod.engine.drafts.draft import DraftModel
 from tokenpod.engine.startup.memory import FreeMemory, size
-from tokenpod.kernels.cache.kv_pool import KVPool
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.facts import LoadedModel
 from tokenpod.scheduler.sequences.work import SnapshotLimits
@@ -27,6 +28,8 @@ class Room:
     rows: int
     #: What `slots` was computed from, for the operator.
     slots_from: str
+    #: The slots of layers with a window; None: these have all others' slots.
+    windows: WindowRoom | None = None
     #: Snapshots of rows' states.
     snapshots: int = 0
 
@@ -55,17 +58,23 @@ def room_for(
     `draft`: has keys and values at the same slots.
     """
     own, rows, snapshots = model.config.own_state, options.max_batch_size, 0
+    windows: WindowRoom | None = None
+    slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
     if own is None:
-        slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
         if draft is not None:
             layouts = draft.config.kv_layouts
             slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
+        windows = _windows(model, options, positions, free, slot_bytes, group)
     else:
         rows, snapshots = _rows(own, options, free, group)
-        slot_bytes = own.slot_bytes
-        slot_bytes += KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
+        slot_bytes += own.slot_bytes
         taken = own.taken(rows, options.memory_fraction, snapshots)
         free = free.less(taken, f"states of {rows} rows and {snapshots} snapshots take")
+    if windows is not None:
+        of_windows = KVPool.bytes_per_slot(layouts=_in_windows(model), dtype=dtype)
+        slot_bytes -= of_windows
+        taken = windows.taken(of_windows, options.memory_fraction)
+        free = free.less(taken, f"{windows.slots} slots of layers with a window take")
     slots, slots_from = _slots(options, (rows, positions), free, slot_bytes, group)
     if own is not None:
         slots_from += f"; {rows} sequences at once, with {size(own.row_bytes)} of state each"
@@ -73,7 +82,38 @@ def room_for(
             slots_from += f", and {snapshots} snapshots of states for cached prefixes"
         elif options.prefix_caching:
             slots_from += "; no prefixes are cached, since there are no snapshots of states"
-    return Room(slots, rows, slots_from, snapshots)
+    return Room(slots, rows, slots_from, windows, snapshots)
+
+
+def _windows(
+    model: LoadedModel,
+    options: EngineOptions,
+    positions: int,
+    free: FreeMemory,
+    slot_bytes: int,
+    group: Group | None,
+) -> WindowRoom | None:
+    """The slots of layers with a window, if they are to be apart: on all ranks or on none."""
+    whole = choose_slots(
+        slot_bytes=slot_bytes,
+        wanted=options.max_batch_total_tokens,
+        most_useful=options.max_batch_size * positions,
+        fraction=options.memory_fraction,
+        free=free.bytes,
+    )
+    window = longest(model.config.kv_windows)
+    windows = window_room(window, options, positions, whole)
+    if window is None or group is None:
+        return windows
+    # Memory that is left differs a little from rank to rank.
+    return windows if group.least(int(windows is not None)) else None
+
+
+def _in_windows(model: LoadedModel) -> list[KVLayout]:
+    """What layers with a window have for a token."""
+    config = model.config
+    layers = zip(config.kv_layouts, config.kv_windows, strict=True)
+    return [layout for layout, window in layers if window is not None]
 
 
 def _rows(

@@ -36,6 +36,8 @@ class Counts:
     drafts: int = 0
     #: Whether there is a column of adapters.
     adapters: bool = False
+    #: Whether tokens have window slots.
+    windows: bool = False
     #: Whether each token is a row, see `flatten`.
     flat: bool = False
 
@@ -48,15 +50,16 @@ class Counts:
     def fields(self) -> list[tuple[int, int]]:
         """Bits of a number and how many, in the order of `Integers`."""
         wide = [self.tokens] * 4 + [self.samples + self.drafts, self.samples, self.samples]
-        wide.append(self.tokens if self.adapters else 0)
+        wide += [self.tokens * self.adapters, self.tokens * self.windows]
         narrow = [self.rows, self.rows, self.rows + 1, self.tiles]
         return [*((64, length) for length in wide), *((32, length) for length in narrow)]
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Counts:
+    def of(cls, plan: StepPlan, *, windows: bool) -> Counts:
         """Of a step that nothing is added to."""
         adapters = len(plan.r_adapter) > 0
-        return cls(plan.tokens, plan.rows, plan.sampling, 0, plan.drafts, adapters=adapters)
+        own = plan.tokens, plan.rows, plan.sampling, 0, plan.drafts
+        return cls(*own, adapters=adapters, windows=windows)
 
     @classmethod
     def decode(cls, rows: int) -> Counts:
@@ -79,8 +82,9 @@ class Integers:
     #: [n] int64 each: which row and output number a row's first sample belongs to.
     sample_row: Array
     sample_position: Array
-    #: [T] int64, or empty.
+    #: [T] int64 each, or empty.
     t_adapter: Array
+    t_window: Array
     #: [B], [B], [B + 1] int32.
     b_row: Array
     b_context: Array
@@ -177,7 +181,9 @@ def given_tokens(plan: StepPlan) -> Ints:
     return np.flatnonzero(plan.t_token <= GIVEN)
 
 
-def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -> None:
+def pad(
+    into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int, window_sink: int = 0
+) -> None:
     """Fill what a plan leaves of a longer, captured step: tokens and rows that change nothing.
 
     Rows with several tokens are known to the device by their tiles only.
@@ -187,6 +193,7 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
         plan: what it filled them with; None: nothing.
         padding_row: a row that belongs to nobody.
         sink: the slot that padding writes to.
+        window_sink: the same of window slots, where tokens have any.
     """
     tokens, samples, drafts, singles = 0, 0, 0, 0
     room_for_drafts = len(into.logit_index) > len(into.sample_row)
@@ -206,6 +213,7 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
     into.sample_row[samples:] = padding_row
     into.sample_position[samples:] = 0
     into.t_adapter[tokens:] = 0
+    into.t_window[tokens:] = window_sink
     into.b_row[singles:] = padding_row
     into.b_context[singles:] = 0
     into.b_start[singles:] = singles

@@ -42,6 +42,7 @@ from tokenpod.kernels.operations.batch import (
     PagedRows,
     RaggedRows,
     Run,
+    WindowRows,
     append_slots,
 )
 
@@ -61,8 +62,18 @@ class PlannedAdapters(Protocol):
         """[n, width] on the host: embeddings of virtual tokens, in the model's dtype."""
         ...
 
-    def fill(self, pool: KVPool, slots: Ints, numbers: Ints, indices: Ints) -> None:
-        """Write the keys and values of virtual tokens to slots [n]."""
+    def fill(
+        self,
+        pool: KVPool,
+        slots: Ints,
+        numbers: Ints,
+        indices: Ints,
+        window_slots: Ints | None = None,
+    ) -> None:
+        """Write the keys and values of virtual tokens to slots [n].
+
+        `window_slots`: [n]; None: there are none.
+        """
         ...
 
 
@@ -80,6 +91,7 @@ class StepExecutor(ABC, Generic[S]):
         device: where the model is.
         row_table: [rows + 1, max_positions] int32 slots, the last row padding's; or of no size
             where runs are read.
+        window_table: the same of window slots, where there may be any; None: there are none.
         copies: makes the copies that plans ask for; None: they ask for none.
         adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
@@ -94,6 +106,7 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
+        window_table: torch.Tensor | None = None,
         copies: OffloadCopies | None = None,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
@@ -106,11 +119,13 @@ class StepExecutor(ABC, Generic[S]):
         self._sampler = sampler
         self._rows = rows
         self._device = device
-        self._row_table = row_table
+        self._row_table, self._window_table = row_table, window_table
         #: What each row sampled last. The last row is padding's.
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         #: Where rows' keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
+        #: The same of window slots; those of positions that are not read again may be anybody's.
+        self._window_runs: list[list[Run]] = [[] for _ in range(rows)]
         #: Of rows whose prompt is scored: what is asked of its tokens. Followers report nothing.
         self._wanted: dict[int, Wanted] = {}
         #: Drafts for the step that is being launched, see `_propose`.
@@ -154,7 +169,7 @@ class StepExecutor(ABC, Generic[S]):
         self._pool.release_rows(rows)
         for row in rows:
             self._sampler.clear_row(row)
-            self._runs[row] = []
+            self._runs[row], self._window_runs[row] = [], []
 
     # -- what devices do differently -----------------------------------------------------------
 
@@ -195,6 +210,20 @@ class StepExecutor(ABC, Generic[S]):
         """The values on the device, in the order of its queue."""
         return torch.as_tensor(values)
 
+    # -- window slots --------------------------------------------------------------------------
+
+    @property
+    def _windowed(self) -> bool:
+        """Whether layers with a window have slots of their own."""
+        return self._pool.window_slots > 0
+
+    def _in_windows(self, named: Ints, slots: Ints) -> Ints:
+        """[n] the window slots of slots [n]: those that a plan names.
+
+        Plans that are written by hand name none, and nobody minds what they compute.
+        """
+        return np.maximum(named, 0) if len(named) else slots % self._pool.window_slots
+
     # -- a step --------------------------------------------------------------------------------
 
     def _place_adapters(self, plan: StepPlan) -> None:
@@ -205,7 +234,9 @@ class StepExecutor(ABC, Generic[S]):
         for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
             self._adapters.put(int(slot), int(adapter))
         if len(plan.ready_slot):
-            self._adapters.fill(self._pool, plan.ready_slot, plan.ready_adapter, plan.ready_index)
+            ready = plan.ready_slot, plan.ready_adapter, plan.ready_index
+            windows = plan.ready_window if self._windowed else None
+            self._adapters.fill(self._pool, *ready, windows)
 
     def _take_rows(self, plan: StepPlan) -> None:
         self._sampler.take_rows(plan)
@@ -215,9 +246,14 @@ class StepExecutor(ABC, Generic[S]):
         for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
             if new.request.prompt_logprobs:
                 self._wanted[row] = Wanted.of(new.request)
-        for row, prefix in _new_rows(plan):
+        for row, prefix in _new_rows(plan, plan.prefix_slot):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
+        if self._windowed:
+            windows = self._in_windows(plan.prefix_window, plan.prefix_slot)
+            for row, prefix in _new_rows(plan, windows):
+                self._window_runs[row] = []
+                append_slots(self._window_runs[row], prefix)
         if len(plan.prefix_slot) and self._row_table.numel():
             self._enter_prefixes(plan)
 
@@ -226,11 +262,15 @@ class StepExecutor(ABC, Generic[S]):
         n, lengths = len(plan.prefix_slot), plan.n_prefix
         rows = plan.n_row.astype(np.int64) * self._row_table.shape[1]
         begins = lengths.cumsum() - lengths
-        numbers = np.empty((2, n), np.int64)
+        numbers = np.empty((2 + self._windowed, n), np.int64)
         numbers[0] = np.repeat(rows - begins, lengths) + np.arange(n)
         numbers[1] = plan.prefix_slot
-        at, slots = self._upload(numbers)
-        self._row_table.view(-1).index_copy_(0, at, slots.to(self._row_table.dtype))
+        if self._windowed:
+            numbers[2] = self._in_windows(plan.prefix_window, plan.prefix_slot)
+        at, *slots = self._upload(numbers)
+        for table, own in zip((self._row_table, self._window_table), slots, strict=False):
+            assert table is not None
+            table.view(-1).index_copy_(0, at, own.to(table.dtype))
 
     def _forward(
         self, plan: StepPlan, mailbox: Mailbox
@@ -261,6 +301,8 @@ class StepExecutor(ABC, Generic[S]):
 
     def _fill(self, host: Integers, plan: StepPlan) -> None:
         fill(host, plan)
+        if len(host.t_window):
+            host.t_window[: plan.tokens] = self._in_windows(plan.t_window, plan.t_slot)
         if len(plan.r_masked):
             # The first round draws for nobody in their place.
             samples = np.flatnonzero(plan.r_samples)
@@ -274,6 +316,7 @@ class StepExecutor(ABC, Generic[S]):
             b_runs=[self._runs[row] for row in rows],
             b_row=rows,
             single_rows=plan.singles,
+            b_window_runs=[self._window_runs[row] for row in rows] if self._windowed else None,
         )
 
     def _batch(
@@ -292,7 +335,12 @@ class StepExecutor(ABC, Generic[S]):
             logit_index=integers.logit_index,
             paged=self._paged(integers),
             t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
+            windows=self._window_rows(integers, rows) if len(integers.t_window) else None,
         )
+
+    def _window_rows(self, integers: Integers, rows: RaggedRows) -> WindowRows:
+        table = self._row_table if self._window_table is None else self._window_table
+        return WindowRows(integers.t_window, rows.b_window_runs or rows.b_runs, table)
 
     def _given(self, plan: StepPlan) -> GivenEmbeddings:
         index = given_tokens(plan)
@@ -331,11 +379,11 @@ class StepExecutor(ABC, Generic[S]):
         return flight
 
 
-def _new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
-    """Each row that a sequence takes, and the slots of its cached prefix."""
+def _new_rows(plan: StepPlan, slots: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each row that a sequence takes, and those of its cached prefix, of slots of all."""
     ends = plan.n_prefix.cumsum().tolist()
     for row, n, end in zip(plan.n_row.tolist(), plan.n_prefix.tolist(), ends, strict=True):
-        yield row, plan.prefix_slot[end - n : end]
+        yield row, slots[end - n : end]
 
 
 def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:

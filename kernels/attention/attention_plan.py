@@ -64,7 +64,7 @@ def _cut_row(
     position = prefix + done
     counts = np.minimum(queries, end - token - done)
     first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
-    base, is_contiguous = _bases(batch.b_runs[row], first, position + counts)
+    base, is_contiguous = _bases(batch.runs_of(window)[row], first, position + counts)
     source = np.where(is_contiguous, base, batch.b_row[row])
     keys = position + counts - first
     return np.stack([token + done, counts, position, source, keys, is_contiguous], axis=1)

@@ -43,7 +43,8 @@ def alike(heads: int, head_dim: int) -> KVLayout:
 class KVPool:
     """Keys and values of every layer: per layer `[slots + 1, heads, key_dim or value_dim]`.
 
-    Slots are handed out by the scheduler; the last one is the sink that padding writes to.
+    Slots are handed out by the scheduler; the last one is the sink that padding writes to. Layers
+    with a window may have fewer, of their own.
     Separate tensors a layer: one mutated tensor for all layers costs compilers several times more.
 
     Args:
@@ -52,6 +53,8 @@ class KVPool:
         dtype: of the numbers; float8_e4m3fn with `scales` only. Of int8 each slot has scales.
         device: where it lies.
         scales: each layer's, [heads]: what numbers of type float8_e4m3fn are multiples of.
+        window_slots: of layers with a window; 0: these have the slots of all others.
+        windowed: of each layer, whether it has such slots.
     """
 
     def __init__(
@@ -62,8 +65,12 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         scales: Sequence[KVScales] | None = None,
+        window_slots: int = 0,
+        windowed: Sequence[bool] = (),
     ) -> None:
-        self.slots = slots
+        self.slots, self.window_slots = slots, window_slots
+        #: Of each layer, whether its slots are window slots.
+        self.windowed = windowed if window_slots else [False] * len(layouts)
         #: A layer's each, [heads] or, of int8, [slots + 1, heads]; None: stored as they are.
         self.scales: list[KVScales | None] = [None] * len(layouts)
         if scales is not None:
@@ -72,25 +79,28 @@ class KVPool:
         self.values: list[torch.Tensor] = []
         #: All that is stored: of each layer keys, and values unless they are part of these.
         self.stored: list[torch.Tensor] = []
-        for layout in layouts:
-            keys = _zeros((slots + 1, layout.heads, layout.key_dim), dtype, device)
+        rows = [(window_slots if own else slots) + 1 for own in self.windowed]
+        for layout, n in zip(layouts, rows, strict=True):
+            keys = _zeros((n, layout.heads, layout.key_dim), dtype, device)
             self.stored.append(keys)
             values = keys[..., : layout.value_dim]
             if not layout.shared:
-                values = _zeros((slots + 1, layout.heads, layout.value_dim), dtype, device)
+                values = _zeros((n, layout.heads, layout.value_dim), dtype, device)
                 self.stored.append(values)
             self.keys.append(keys)
             self.values.append(values)
         if dtype == torch.int8:
-            self.scales = [self._slot_scales(layout, device) for layout in layouts]
+            self.scales = [
+                self._slot_scales((n, layout.heads), device)
+                for layout, n in zip(layouts, rows, strict=True)
+            ]
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
         for tensor in self.stored:
             tensor.zero_()
 
-    def _slot_scales(self, layout: KVLayout, device: torch.device) -> KVScales:
-        shape = (self.slots + 1, layout.heads)
+    def _slot_scales(self, shape: tuple[int, int], device: torch.device) -> KVScales:
         scales = KVScales(*(_zeros(shape, torch.float32, device) for _ in range(2)))
         self.stored += scales
         return scales
@@ -110,17 +120,22 @@ class KVPool:
     def release_rows(self, rows: Sequence[int]) -> None:
         """Rows are free again; their slots are the scheduler's."""
 
-    def write(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+    def write(
+        self, slots: torch.Tensor, numbers: torch.Tensor, window_slots: torch.Tensor | None = None
+    ) -> None:
         """Write ready keys and values to slots.
 
         Args:
             slots: [n], on any device.
             numbers: [layers, 2, n, heads, head_dim] keys and values, as attention would have them,
                 on the host; for layouts that store both.
+            window_slots: [n], of layers that have their own.
         """
         device = self.keys[0].device
-        at, there = slots.long().to(device), numbers.to(device, non_blocking=True)
+        everywhere, there = slots.long().to(device), numbers.to(device, non_blocking=True)
+        in_windows = everywhere if window_slots is None else window_slots.long().to(device)
         for layer, scales in enumerate(self.scales):
+            at = in_windows if self.windowed[layer] else everywhere
             pair = (self.keys[layer], self.values[layer])
             for index, (tensor, own) in enumerate(zip(pair, there[layer], strict=True)):
                 store(own, tensor, at, scales and scales[index])
@@ -137,6 +152,11 @@ class KVPool:
     def sink(self) -> int:
         """The slot that padding writes to."""
         return self.slots
+
+    @property
+    def window_sink(self) -> int:
+        """The same of window slots."""
+        return self.window_slots
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,8 @@ def resolve(
     t_slot: torch.Tensor,
     row_table: torch.Tensor,
     last_token: torch.Tensor,
+    t_window: torch.Tensor | None = None,
+    window_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T] int64 tokens, and each token's slot entered in the row table.
 
@@ -25,6 +27,8 @@ def resolve(
         t_row, t_position, t_slot: [T] int64.
         row_table: [rows, positions] int32.
         last_token: [rows] int64.
+        t_window, window_table: the same as `t_slot` and `row_table`, of window slots if there are
+            any.
     """
     tokens = torch.empty_like(t_token)
     _resolve[(triton.cdiv(len(t_token), BLOCK),)](
@@ -36,6 +40,8 @@ def resolve(
         row_table.stride(0),
         last_token,
         tokens,
+        t_window,
+        window_table,
         len(t_token),
         BLOCK=BLOCK,
         num_warps=4,
@@ -97,6 +103,8 @@ def _resolve(
     table_stride,
     last_token,
     tokens,
+    t_window,
+    window_table,
     count,
     BLOCK: tl.constexpr,
 ):
@@ -106,6 +114,9 @@ def _resolve(
     position = tl.load(t_position + t, mask=is_token, other=0)
     slot = tl.load(t_slot + t, mask=is_token, other=0)
     tl.store(row_table + row * table_stride + position, slot.to(tl.int32), mask=is_token)
+    if window_table is not None:
+        own = tl.load(t_window + t, mask=is_token, other=0).to(tl.int32)
+        tl.store(window_table + row * table_stride + position, own, mask=is_token)
     token = tl.load(t_token + t, mask=is_token, other=0)
     last = tl.load(last_token + row, mask=is_token & (token < 0), other=0)
     tl.store(tokens + t, tl.where(token < 0, last, token), mask=is_token)

@@ -50,11 +50,30 @@ class RaggedRows:
     b_runs: list[list[Run]]
     b_row: list[int]
     single_rows: int
+    #: `b_runs` of layers with a window, where these have slots of their own.
+    b_window_runs: list[list[Run]] | None = None
+
+    def runs_of(self, window: int | None) -> list[list[Run]]:
+        """Those of layers with this window."""
+        own = None if window is None else self.b_window_runs
+        return self.b_runs if own is None else own
 
     @property
     def rows(self) -> int:
         """B."""
         return len(self.b_context)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRows:
+    """Where layers with a window have keys and values; see `ForwardBatch`.
+
+    Of positions that no token of the step sees any more, slots may be anybody's.
+    """
+
+    t_slot: torch.Tensor
+    b_runs: list[list[Run]]
+    row_table: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +122,8 @@ class ForwardBatch:
     given: GivenEmbeddings | None = None
     #: [T] int64: each token's adapter, from 1; 0: none. None: no token has one.
     t_adapter: torch.Tensor | None = None
+    #: None: layers with a window have the slots of all others.
+    windows: WindowRows | None = None
     #: What `Operations.plan_adapters` made of that; None: no product is adapted.
     adapters: AdapterPlan = None
 
@@ -111,6 +132,16 @@ class ForwardBatch:
         if self.t_adapter is None:
             return self
         return replace(self, t_adapter=self.t_adapter.index_select(0, t_index), adapters=None)
+
+    @property
+    def in_windows(self) -> ForwardBatch:
+        """The step as layers with a window have it."""
+        own = self.windows
+        if own is None:
+            return self
+        return replace(
+            self, t_slot=own.t_slot, b_runs=own.b_runs, row_table=own.row_table, windows=None
+        )
 
     @property
     def tokens(self) -> int:

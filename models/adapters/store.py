@@ -234,11 +234,23 @@ class AdapterStore:
             made[at] = self._virtual(number).numbers[torch.from_numpy(indices[at]).long()]
         return made
 
-    def fill(self, pool: KVPool, slots: Ints, numbers: Ints, indices: Ints) -> None:
-        """Write the keys and values of virtual tokens to slots [n], in the order of the queue."""
+    def fill(
+        self,
+        pool: KVPool,
+        slots: Ints,
+        numbers: Ints,
+        indices: Ints,
+        window_slots: Ints | None = None,
+    ) -> None:
+        """Write the keys and values of virtual tokens to slots [n], in the order of the queue.
+
+        `window_slots`: [n]; None: there are none.
+        """
         for number, at in _places(numbers):
             which = torch.from_numpy(indices[at]).long()
-            pool.write(torch.from_numpy(slots[at]), self._virtual(number).numbers[:, :, which])
+            own = None if window_slots is None else torch.from_numpy(window_slots[at])
+            ready = self._virtual(number).numbers[:, :, which]
+            pool.write(torch.from_numpy(slots[at]), ready, own)
 
     def _virtual(self, number: int) -> Virtual:
         adapter = self._read[number]

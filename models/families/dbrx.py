@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.expert_ops import Routing
-from tokenpod.models.expert_names import ExpertNames, ExpertTensor
 from tokenpod.models.families.experts import MOST_EXPERTS, MOST_FEATURES
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, sizes_of
 from tokenpod.models.fields import Fields
 from tokenpod.models.layer_spec import Experts, LayerSpec, Norms
-from tokenpod.models.names import Fused, Names
+from tokenpod.models.names import ExpertNames, ExpertTensor, Fused, Names
 from tokenpod.models.norms import Norm
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import ModelSpec

@@ -8,10 +8,9 @@ from typing import Any
 
 from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.models.errors import ModelError
-from tokenpod.models.expert_names import ExpertNames, experts_apart
 from tokenpod.models.fields import Fields
 from tokenpod.models.layer_spec import Experts, Mlp
-from tokenpod.models.names import Names
+from tokenpod.models.names import ExpertNames, Names, experts_apart
 from tokenpod.models.spec import ModelSpec
 
 #: More than any model has; a config that is not trusted can't ask for millions of tensors.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
-from tokenpod.models.expert_names import ExpertNames, ExpertTensor, Half
 from tokenpod.models.families.experts import experts_of, softmax_routing, with_experts
 from tokenpod.models.families.family import (
     Family,
@@ -14,7 +13,7 @@ from tokenpod.models.families.family import (
     with_attention,
 )
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
+from tokenpod.models.names import ExpertNames, ExpertTensor, Half, Names
 from tokenpod.models.spec import ModelSpec
 
 

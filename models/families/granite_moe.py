@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.models.expert_names import ExpertNames, ExpertTensor, Half
 from tokenpod.models.families.experts import (
     MOST_FEATURES,
     experts_of,
@@ -16,7 +15,7 @@ from tokenpod.models.families.experts import (
 from tokenpod.models.families.family import Family
 from tokenpod.models.families.granite import granite_spec
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import Fused, Names
+from tokenpod.models.names import ExpertNames, ExpertTensor, Fused, Half, Names
 from tokenpod.models.spec import ModelSpec
 
 _EXPERTS = ExpertNames(

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.models.errors import ModelError
-from tokenpod.models.expert_names import experts_apart
 from tokenpod.models.families.experts import experts_of, stacked, with_experts
 from tokenpod.models.families.family import Family, gated_decoder, with_attention
 from tokenpod.models.fields import Fields
 from tokenpod.models.head_steps import NormOver
-from tokenpod.models.names import Names
+from tokenpod.models.names import Names, experts_apart
 from tokenpod.models.spec import ModelSpec
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tokenpod.models.expert_names import experts_apart
 from tokenpod.models.families.experts import (
     experts_of,
     softmax_routing,
@@ -11,7 +10,7 @@ from tokenpod.models.families.experts import (
 )
 from tokenpod.models.families.family import Family, gated_decoder, some_window
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
+from tokenpod.models.names import Names, experts_apart
 from tokenpod.models.spec import ModelSpec
 
 

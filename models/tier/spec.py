@@ -33,6 +33,11 @@ class TierSpec:
     expansion: Expansion | None = None
 
     @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Its layers keep all tokens: masks of transformers' layers are read as they are."""
+        return (None,) * len(self.kv_layouts)
+
+    @property
     def sliding_window(self) -> int | None:
         """The furthest that any layer looks back; None if one sees everything."""
         reach = [window for window in self.windows if window is not None]

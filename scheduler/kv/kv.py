@@ -9,6 +9,8 @@ computes goes to private slots. Once the needed tokens have been computed, the t
 slots, where siblings and later requests find them; when it ends or is preempted, its outputs follow
 (but for beams). What is evicted or preempted may be copied to the host's memory, and come back to
 other slots (`host_kv`).
+
+Of layers with a window, tokens have slots besides, for as long as they are read (`windows`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import numpy as np
 
 from tokenpod.scheduler.kv.offload import Offload
 from tokenpod.scheduler.kv.states import States
-from tokenpod.scheduler.pool.radix import RadixTree, Slots
+from tokenpod.scheduler.pool.radix import Node, RadixTree, Slots
 from tokenpod.scheduler.pool.slot_allocator import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.pool.slot_pool import SlotPool
 from tokenpod.scheduler.pool.tails import Tails
+from tokenpod.scheduler.pool.windows import Windows
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
 from tokenpod.scheduler.sequences.work import SnapshotLimits
@@ -42,6 +45,7 @@ class KV:
             request share its prompt.
         by_uses: evict what few requests have used, and not what was used longest ago.
         offload: what the host's memory holds; None: nothing.
+        windows: window slots of tokens; None: every layer has all tokens in the pool's slots.
         snapshots: of rows' states, behind which prompts begin; None: rows keep none, or nothing is
             cached.
     """
@@ -53,8 +57,10 @@ class KV:
         caching: bool = True,
         by_uses: bool = False,
         offload: Offload | None = None,
+        windows: Windows | None = None,
         snapshots: SnapshotLimits | None = None,
     ) -> None:
+        assert offload is None or windows is None, "the host's memory holds whole tokens"
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
         self.table = Table()
@@ -62,7 +68,7 @@ class KV:
         self.tree = RadixTree(by_uses=by_uses)
         self.states = States(self.tree, snapshots) if snapshots and caching else None
         self._allocator = SlotAllocator(slots)
-        self.offload = offload
+        self.offload, self.windows = offload, windows
         #: Takes and frees the slots.
         self.pool = SlotPool(self._allocator, self.tree)
         if offload is not None:
@@ -88,10 +94,14 @@ class KV:
         if not self._caching or (request.prompt_logprobs and sequence.scored):
             usable = usable[: sequence.ready_tokens]
         node, length = self.tree.match(usable, request.salt)
+        if self.windows is not None and length:
+            held = self.windows.reach(self.tree.slots(node))
+            if held < length:
+                node, length = self.tree.match(usable[:held], request.salt)
         if self.states is not None and not sequence.ready_tokens:
             node, length = self.states.begin(sequence, node, length)
         self.tree.lock(node)
-        sequence.begin_after(node, length)
+        self._begin_after(sequence, node, length)
         if self.offload is not None and sequence.owner is not Owner.PROBE:
             # Virtual tokens that are ready are in the pool by the time it runs.
             self.offload.begin(sequence, max(length, sequence.ready_tokens))
@@ -117,6 +127,15 @@ class KV:
         self.tree.unlock(found)
         self.tree.unlock(node)
         sequence.begin_after(end, virtual)
+        if self.windows is not None and sequence.trail is not None:
+            slots = self.tree.slots(end)
+            held = self.windows.reach(slots[:known])
+            known = held if held == known else 0  # they are filled anew, with the same numbers
+            self.windows.end(sequence.trail)
+            trail = sequence.trail = self.windows.begin(slots[:known])
+            self.table.trail[sequence.place] = trail.at
+            slots = slots[known:]
+            self.windows.extend(trail, slots, known)
         if self.offload is not None and not sequence.began_at:
             sequence.cached += self.offload.to_fetch(sequence)
         self.pool.unfilled.update(slots.tolist())
@@ -140,7 +159,7 @@ class KV:
             self.begin(sibling)
             return
         self.tree.lock(first.node)
-        sibling.begin_after(first.node, first.shared)
+        self._begin_after(sibling, first.node, first.shared)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`."""
@@ -184,6 +203,12 @@ class KV:
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""
+        slots = self._grow(sequence, n)
+        if self.windows is not None and sequence.trail is not None:
+            self.windows.extend(sequence.trail, slots, sequence.computed)
+        return slots
+
+    def _grow(self, sequence: Sequence, n: int) -> Slots:
         position, extents = sequence.computed, sequence.extents
         slots = self.pool.grow(extents, position, n, max(sequence.bound - position - n, 0))
         self.table.tail[sequence.place] = extents[-1].at
@@ -192,6 +217,8 @@ class KV:
     def take_back(self, sequence: Sequence, n: int) -> None:
         """Uncompute the last `n` positions, which are private: the next ones take their slots."""
         sequence.computed -= n
+        if self.windows is not None and sequence.trail is not None:
+            self.windows.take_back(sequence.trail, n)
         sequence.behind = True
         extents = sequence.extents
         while (over := n - extents[-1].used) > 0:
@@ -209,8 +236,16 @@ class KV:
         n = first.private
         slots = slots_of(first.extents, first.shared, n) if n else _NO_SLOTS
         bound = n + (len(others) + 1) * (first.bound - first.computed)
-        tails = Tails(self.pool, first.extents, taken=first.shared + n, bound=first.shared + bound)
+        tails = Tails(
+            self.pool,
+            first.extents,
+            taken=first.shared + n,
+            bound=first.shared + bound,
+            windows=self.windows,
+            trail=first.trail,
+        )
         self._keep(first, [])
+        first.trail = None
         tails.begin([each.id for each in (first, *others)], slots)
         first.tails = tails
         for other in others:
@@ -224,6 +259,15 @@ class KV:
 
         `places`: [n] int64, theirs in the table.
         """
+        slots = self._grow_each(sequences, places)
+        if self.windows is not None:
+            for at in self.windows.extend_each(self.table.trail[places], slots).tolist():
+                trail = sequences[at].trail
+                assert trail is not None
+                self.windows.extend(trail, slots[at : at + 1], sequences[at].computed)
+        return slots
+
+    def _grow_each(self, sequences: list[Sequence], places: Ints) -> Slots:
         tails = self.table.tail[places]
         roomy = self._allocator.rooms[tails] > 0
         if np.count_nonzero(roomy) == len(roomy):
@@ -237,7 +281,7 @@ class KV:
             positions = self.table.computed[there]
             extents = self.pool.grow_apart(positions, self.table.bound[there] - positions - 1)
         if not extents:
-            slots[others] = [self.extend(sequence, 1)[0] for sequence in which]
+            slots[others] = [self._grow(sequence, 1)[0] for sequence in which]
             return slots
         for sequence, extent in zip(which, extents, strict=True):
             sequence.extents.append(extent)
@@ -276,9 +320,10 @@ class KV:
         assert sequence.node is not None
         node, known = self.tree.match(sequence.inputs, sequence.request.salt)
         end = sequence.needed
-        if known <= sequence.shared and self._caching:
-            slots = self._hand_over(sequence, known, end)
-            node = self.tree.append(node, sequence.inputs[known:], slots)
+        if self._caching and (known <= sequence.shared or self._renew(sequence, node, known)):
+            if known < end:
+                slots = self._hand_over(sequence, known, end)
+                node = self.tree.append(node, sequence.inputs[known:], slots)
         elif awaited and end - 1 > sequence.shared:
             end -= 1
             slots = self._hand_over(sequence, sequence.shared, end)
@@ -305,6 +350,8 @@ class KV:
         if self.states is not None:
             self.states.ended(sequence)
         computed = min(sequence.computed, sequence.length)
+        if self.windows is not None and sequence.trail is not None:
+            self.windows.take_back(sequence.trail, sequence.computed - computed)
         if self._caching and sequence.keep and computed > sequence.shared:
             tokens = sequence.all_tokens(computed)
             node, known = self.tree.match(tokens, sequence.request.salt)
@@ -343,11 +390,44 @@ class KV:
         assert sum(parts) == self.total, (*parts, self.total)
         if self.offload is not None:
             self.offload.check(sequences)
+        if self.windows is not None:
+            trails = [*(each.trail for each in sequences), *(each.trail for each in tails)]
+            self.windows.check(trail for trail in trails if trail is not None)
         if self.states is not None:
             self.states.check(sequences)
 
+    def _begin_after(self, sequence: Sequence, node: Node, length: int) -> None:
+        """Begin behind a prefix that is locked, and that may be read."""
+        sequence.begin_after(node, length)
+        if self.windows is not None:
+            trail = sequence.trail = self.windows.begin(self.tree.slots(node))
+            self.table.trail[sequence.place] = trail.at
+
+    def _renew(self, sequence: Sequence, node: Node, known: int) -> bool:
+        """Put a sequence's slots in place of those that the tree has of the same tokens.
+
+        The sequence could not begin behind these, because their window slots are gone.
+
+        Args:
+            sequence: its needed positions have been computed.
+            node: where the known ones of them end.
+            known: how many they are.
+
+        Returns False where that is not so, or others use the old ones.
+        """
+        if self.windows is None:
+            return False
+        stale = self.tree.unlocked(node, known - sequence.shared)
+        if stale:
+            slots = self._hand_over(sequence, sequence.shared, known)
+            self.pool.free(self.tree.exchange(stale, slots))
+        return bool(stale)
+
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None
+        if self.windows is not None and sequence.trail is not None:
+            self.windows.end(sequence.trail)
+            sequence.trail = None
         self.pool.free(self.tree.unlock(sequence.node))
         sequence.node = None
 
@@ -360,6 +440,8 @@ class KV:
         spill, self.tree.spill = self.tree.spill, None
         self.evict(self.tree.tokens)
         self.tree.spill = spill
+        if self.windows is not None:
+            self.windows.flush()
         if self.offload is not None:
             self.offload.tier.clear()
 

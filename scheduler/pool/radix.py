@@ -234,6 +234,25 @@ class RadixTree:
         runs = [each.slots for each in path(node)]
         return np.concatenate(runs[::-1]) if runs else _NO_SLOTS
 
+    def unlocked(self, node: Node, n: int) -> list[Node]:
+        """The nodes that hold the last `n` tokens of a path, in order; none if any is locked."""
+        found: list[Node] = []
+        for each in path(node):
+            if n <= 0 or each.locks:
+                break
+            found.append(each)
+            n -= len(each.tokens)
+        return [] if n > 0 else found[::-1]
+
+    def exchange(self, nodes: list[Node], slots: Slots) -> Slots:
+        """Give the tokens of these nodes, in order, other slots; the old ones."""
+        old, at = np.concatenate([node.slots for node in nodes]), 0
+        for node in nodes:
+            node.slots = slots[at : at + len(node.slots)].copy()
+            at += len(node.slots)
+        assert at == len(slots)
+        return old
+
     def evict(self, n: int) -> list[Slots]:
         """Remove at least `n` tokens, or all that no sequence uses; their slots."""
         freed: list[Slots] = []

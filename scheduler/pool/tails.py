@@ -16,6 +16,7 @@ import numpy as np
 from tokenpod.scheduler.pool.radix import Slots
 from tokenpod.scheduler.pool.slot_allocator import Extent
 from tokenpod.scheduler.pool.slot_pool import SlotPool
+from tokenpod.scheduler.pool.windows import Trail, Windows
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -29,10 +30,21 @@ class Tails:
         taken: position at which the next slot is taken; the extents count all slots as positions of
             one sequence.
         bound: `taken` will become that at most.
+        windows: gives window slots, of `trail`; None: there are none.
     """
 
-    def __init__(self, pool: SlotPool, extents: list[Extent], *, taken: int, bound: int) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        pool: SlotPool,
+        extents: list[Extent],
+        *,
+        taken: int,
+        bound: int,
+        windows: Windows | None = None,
+        trail: Trail | None = None,
+    ) -> None:
+        self._pool, self._windows = pool, windows
+        self.trail = trail
         self.extents = extents
         self.taken = taken
         self.bound = bound
@@ -51,7 +63,7 @@ class Tails:
         slots = self._slots[sequence_id]
         return slots[:-1] if self._stepping else slots
 
-    def extend(self, sequence_ids: Listing[int]) -> Slots:
+    def extend(self, sequence_ids: Listing[int], position: int) -> Slots:
         """[n] a slot for the next position of each of these, int64. Raises OutOfSlots."""
         n = len(sequence_ids)
         missing = n - len(self.spare)
@@ -63,6 +75,8 @@ class Tails:
         taken, self.spare = self.spare[:n], self.spare[n:]
         for sequence_id, slot in zip(sequence_ids, taken, strict=True):
             self._slots[sequence_id] = np.append(self._slots[sequence_id], slot)
+        if self._windows is not None and self.trail is not None:
+            self._windows.extend(self.trail, taken, position, beams=True)
         self._stepping = True
         return taken
 
@@ -80,6 +94,8 @@ class Tails:
         self._free([self._slots.pop(sequence_id, _NO_SLOTS)])
         if not self._slots:
             self._pool.release(self.extents)
+            if self._windows is not None and self.trail is not None:
+                self._windows.end(self.trail)
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is in some tail, or else spare."""

@@ -14,6 +14,7 @@ from tokenpod.scheduler.pool.radix import Node, Tokens
 from tokenpod.scheduler.pool.slot_allocator import Extent
 from tokenpod.scheduler.pool.snapshots import Snapshot
 from tokenpod.scheduler.pool.tails import Tails
+from tokenpod.scheduler.pool.windows import Trail
 from tokenpod.scheduler.sequences.beam_search import BeamSearch, Top
 from tokenpod.scheduler.sequences.table import Table
 from tokenpod.scheduler.sequences.work import Settled
@@ -181,6 +182,8 @@ class Sequence:
         self.node: Node | None = None
         #: Private slots, by position.
         self.extents: list[Extent] = []
+        #: Its window slots; None: it has none, or those of its search are with `tails`.
+        self.trail: Trail | None = None
         #: What of it lies in the host's memory, where anything does; see `Offload`.
         self.offloaded: Offloaded | None = None
         #: Of a beam: what it has in place of `extents`, together with the others of its search.

@@ -51,6 +51,8 @@ class Table:
     row: Ints
     #: The extent that grows, in the slot allocator's columns; 0: none.
     tail: Ints
+    #: Its window slots, in the columns of `Windows`; 0: none.
+    trail: Ints
     #: 1: its tokens wait for masks, so it may miss steps.
     masked: Ints
     #: 1: its next mask is late; it has no part in steps until that is there.

@@ -8,6 +8,7 @@ from tokenpod.core.capacity import BLOCK, MOST_DRAFTS
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.outputs import Advanced, Drafted, Failure, FinishCode, Started
 from tokenpod.core.step_limits import StepLimits
+from tokenpod.core.windows import WindowRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Limits:
     offload_least: int = 1
     #: Tokens that are kept together there.
     offload_block: int = BLOCK
+    #: The slots of layers with a window; None: all layers keep all tokens of a sequence.
+    windows: WindowRoom | None = None
     #: Tokens that their masks force, of one row in a step besides its next one, at most.
     forced: int = 0
     #: Drafts of a step, forced tokens among them, at most.

@@ -175,7 +175,7 @@ class StepBuilder:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
         tails = sequences[0].tails
         assert tails is not None
-        slots = tails.extend([sequence.id for sequence in sequences])
+        slots = tails.extend([sequence.id for sequence in sequences], sequences[0].computed)
         for at, sequence in enumerate(sequences):
             self._pieces.append(ChosenToken(sequence, sequence.computed, slots[at : at + 1]))
             sequence.computed += 1
@@ -243,6 +243,10 @@ class StepBuilder:
             columns["put_slot"], columns["put_adapter"] = zip(*puts, strict=True)
         if ready:
             columns |= zip(_READY, zip(*ready, strict=True), strict=True)
+        if (windows := self._kv.windows) is not None:
+            for name in "t_slot", "prefix_slot", "ready_slot":
+                if name in columns:
+                    columns[name.replace("slot", "window")] = windows.of[np.asarray(columns[name])]
         if (states := self._kv.states) is not None:
             for names, copies in zip(_STATE_COPIES, states.take(fresh), strict=True):
                 if copies:

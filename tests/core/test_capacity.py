@@ -1,5 +1,6 @@
 """What fits into a device's memory."""
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -69,6 +70,64 @@ def test_slots_that_were_asked_for_fit_or_do_not(wanted: int, slots: int | None)
 def test_the_forecast_for_an_8b_model_on_an_h200_is_what_was_measured():
     # docs/sizing.md: bf16, 512 rows, memory-fraction 0.9.
     assert h200().slots == pytest.approx(897_272, rel=0.005)
+
+
+#: Of the shape of gpt-oss-20b: a window of 128 tokens in every other layer.
+WINDOWED = Footprint(
+    architecture="GptOssForCausalLM",
+    dtype="bfloat16",
+    from_tensors=True,
+    hidden_size=2880,
+    intermediate_size=4 * 2880,
+    vocab_size=201_088,
+    max_positions=131_072,
+    portions={1: Portion(20_900_000_000, 24 * 1024, window_numbers=12 * 1024)},
+    window=128,
+)
+
+
+def test_layers_with_a_window_have_slots_for_all_rows_and_leave_others_the_rest():
+    """Predicted of an H200 and 512 rows."""
+    whole = msgspec.structs.replace(WINDOWED, window=None)
+    asked = {"memory": int(139.8 * GIB), "ranks": 1}
+    before, after = capacity(whole, options(), **asked), capacity(WINDOWED, options(), **asked)
+    assert before.windows is None
+    assert after.windows is not None
+    assert after.windows.slots == (513 * (8 + 3 + 12) + 257) * 16
+    assert (before.slot_bytes, after.slot_bytes) == (24 * 2048, 12 * 2048)
+    assert after.window_bytes == 12 * 2048
+    assert before.slots is not None
+    assert after.slots is not None
+    assert after.slots / before.slots > 1.85
+    # Nothing is lost: together they take what the pool took.
+    taken = after.slots * after.slot_bytes + after.windows.slots * after.window_bytes
+    assert taken == pytest.approx(before.slots * before.slot_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host_kv_bytes": GIB},  # holds whole tokens
+        {"max_batch_total_tokens": 100_000},  # fewer than the rows' windows
+        {"max_batch_size": 8192},
+    ],
+)
+def test_layers_with_a_window_have_all_slots_where_that_takes_less_memory(changes):
+    asked = {"memory": int(139.8 * GIB), "ranks": 1}
+    found = capacity(WINDOWED, options(**changes), **asked)
+    assert found.windows is None
+    assert found.slot_bytes == 24 * 2048
+
+
+def test_where_all_layers_have_a_window_rows_alone_bound_what_runs():
+    portions = {1: Portion(7_240_000_000, 32 * 2048, window_numbers=32 * 2048)}
+    mistral = msgspec.structs.replace(
+        WINDOWED, portions=portions, window=4096, max_positions=32_768
+    )
+    found = capacity(mistral, options(max_batch_size=128), memory=int(139.8 * GIB), ranks=1)
+    assert found.slot_bytes == 0
+    assert found.slots == 128 * 32_768
+    assert found.fits
 
 
 def test_a_slot_takes_what_the_pool_says():

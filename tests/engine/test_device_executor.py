@@ -17,6 +17,7 @@ from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.core.windows import WindowRoom
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
@@ -88,7 +89,11 @@ def model(ops, device, poison=None):
     return Decoder(CONFIG, weights, ops)
 
 
-def pool(device, scales=None):
+#: The upper layer has a window.
+WINDOWS = WindowRoom(9, 0, page=4, taken_back=6).for_rows(ROWS + 1, POSITIONS, 16 + PREFILL)
+
+
+def pool(device, scales=None, windows=None):
     dtype = torch.float32 if scales is None else torch.float8_e4m3fn
     return KVPool(
         layouts=[alike(2, 16)] * 2,
@@ -96,10 +101,12 @@ def pool(device, scales=None):
         dtype=dtype,
         device=device,
         scales=scales and [KVScales(*(x.to(device) for x in layer)) for layer in scales],
+        window_slots=windows.slots if windows else 0,
+        windowed=[False, True],
     )
 
 
-def engine(executor, overlap, drafting=None, offload_slots=0):
+def engine(executor, overlap, drafting=None, offload_slots=0, windows=None):
     limits = Limits(
         slots=SLOTS - PROBE_TOKENS,
         max_rows=ROWS,
@@ -107,6 +114,7 @@ def engine(executor, overlap, drafting=None, offload_slots=0):
         prefill_tokens=PREFILL,
         offload_slots=offload_slots,
         offload_block=4,
+        windows=windows,
     )
     swap = PREEMPTIONS["swap"](1)
     link, scheduler = Client(), Scheduler(limits, drafting=drafting, preemption=swap)
@@ -119,7 +127,14 @@ def on_cpu():
 
 
 def on_device(
-    overlap, captured=True, poison=None, scales=None, ops=OPERATIONS, guesses=None, offload_slots=0
+    overlap,
+    captured=True,
+    poison=None,
+    scales=None,
+    ops=OPERATIONS,
+    guesses=None,
+    offload_slots=0,
+    windows=None,
 ):
     offload = (
         OffloadPool(offload_slots, 512, pinned=DEVICE.type == "cuda") if offload_slots else None
@@ -127,7 +142,7 @@ def on_device(
     drafts = 3 * ROWS if guesses else 0
     executor = DeviceExecutor(
         model(ops, DEVICE, poison),
-        pool(DEVICE, scales),
+        pool(DEVICE, scales, windows),
         DeviceSampler(
             rows=ROWS,
             vocab_size=VOCABULARY,
@@ -141,10 +156,11 @@ def on_device(
         device=DEVICE,
         drafts=drafts,
         offload=offload,
+        windowed=windows is not None,
     )
     if captured:
         executor.capture()
-    return engine(executor, overlap, guesses, offload_slots)
+    return engine(executor, overlap, guesses, offload_slots, windows)
 
 
 def on_guessing_device():
@@ -199,15 +215,17 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("overlap", "captured"),
+    ("overlap", "captured", "windows"),
     [
-        pytest.param(False, True, marks=pytest.mark.gpu, id="settled at once"),
-        pytest.param(True, False, marks=pytest.mark.gpu, id="kernel by kernel"),
-        pytest.param(True, True, id="overlapped, captured"),
+        pytest.param(False, True, None, marks=pytest.mark.gpu, id="settled at once"),
+        pytest.param(True, False, None, marks=pytest.mark.gpu, id="kernel by kernel"),
+        pytest.param(True, True, None, id="overlapped, captured"),
+        pytest.param(True, True, WINDOWS, id="window slots, captured"),
+        pytest.param(False, False, WINDOWS, marks=pytest.mark.slow, id="window slots"),
     ],
 )
-def test_the_device_samples_what_the_host_samples(overlap, captured, expected):
-    got = run(*on_device(overlap, captured))
+def test_the_device_samples_what_the_host_samples(overlap, captured, windows, expected):
+    got = run(*on_device(overlap, captured, windows=windows))
     assert dict(got.tokens) == dict(expected.tokens)
     assert dict(got.tops) == dict(expected.tops)
     for sequence, logprobs in expected.logprobs.items():
@@ -428,7 +446,7 @@ def test_padding_samples_what_is_sampled_already():
 
 def test_fields_are_aligned_whatever_their_lengths():
     for tokens in (1, 2, 3, 17):
-        counts = Counts(tokens, 3, 2, tiles=5, drafts=1, adapters=True)
+        counts = Counts(tokens, 3, 2, tiles=5, drafts=1, adapters=True, windows=True)
         words = torch.zeros(counts.words, dtype=torch.int64)
         fields = views(words, counts)
         offsets = [getattr(fields, name).data_ptr() - words.data_ptr() for name in fields.__slots__]

@@ -77,7 +77,7 @@ def rank_cases() -> Iterator[Any]:
     for name in SCENES:
         yield pytest.param("cpu", name)
     for name in DEVICE_RANKS_SCENES:
-        yield pytest.param("device", name, marks=pytest.mark.slow)
+        yield pytest.param("device", name, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
 @pytest.fixture(scope="module")

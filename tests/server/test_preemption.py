@@ -12,7 +12,7 @@ from support.pods.harness import serve
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-STOPPING = {"max_new_tokens": 90, "ignore_eos": True}
+STOPPING = {"max_new_tokens": 60, "ignore_eos": True}
 
 
 def asked(number: int, stops: list[str]) -> Any:
@@ -43,12 +43,12 @@ def test_preempted_streams_say_the_same_and_end_at_the_same_stops(more: tuple[st
     flags = ("--admission", "optimistic", "--max-batch-total-tokens", "220", *more)
     with serve(*flags, "--max-total-tokens", "200") as server:
         api = GenerationServiceStub(server.channel())
-        plain = [told(api, number, [])[0] for number in range(10)]
-        # From the middle of one token to that of another, two thirds into the text.
-        stops = [
-            [text[2 * len(text) // 3 :][:7]] if at < 4 else [] for at, text in enumerate(plain)
-        ]
-        calm = [told(api, number, stops[number]) for number in range(10)]
+        calm = [told(api, number, []) for number in range(10)]
+        stops: list[list[str]] = [[]] * 10
+        for number, (text, _) in enumerate(calm[:4]):
+            # From the middle of one token to that of another, two thirds into the text.
+            stops[number] = [text[2 * len(text) // 3 :][:7]]
+            calm[number] = told(api, number, stops[number])
         load, asks = service.GetLoadRequest(), service.GetModelRequest()
         assert api.GetLoad(load).preemption_count == 0
         with ThreadPoolExecutor(10) as pool:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
+from support.checkpoints.demo import DEMO
+from support.checkpoints.golden import SharedGoldens
 from support.clients.public_api import generate
 from support.pods.harness import serve
-from tokenpod.models import demo
 from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
 from tokenpod_client.protos.generate.v1 import generate_pb2_grpc as rpc_v1
 from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
@@ -27,54 +28,27 @@ NEW_TOKENS = 12
 TEXT = "def add(first, second):"
 
 
-_SIZES = {
+_SETTINGS = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_LINEAR = {
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 40,
-}
-#: Over our pool, with a cache of its own, and ours with states: class, settings, whether it pads.
-MODELS = {
-    "pool": ("Apertus", {}, False),
-    "padded": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, True),
-    "ours": ("Qwen3Next", {**_LINEAR, **_EXPERTS}, False),
-}
+#: Over our pool, with a cache of its own, and ours with states: the kind, and whether it pads.
+MODELS = {"pool": ("apertus", False), "padded": ("lfm2", True), "ours": ("qwen3-next", False)}
 
 
-@pytest.mark.parametrize(("name", "settings", "pads"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("kind", "pads"), MODELS.values(), ids=MODELS)
 def test_it_streams_what_transformers_generates(
-    tmp_path: Path, name: str, settings: dict[str, Any], pads: bool
+    tmp_path: Path, golden: SharedGoldens, kind: str, pads: bool
 ) -> None:
     """Alone, as two samples of one prompt, and by a router's steps."""
-    model_class = getattr(transformers, f"{name}ForCausalLM")
-    torch.manual_seed(3)
-    model = model_class(model_class.config_class(**_SIZES, **settings)).eval()
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.15)
-    model.save_pretrained(tmp_path)
+    checkpoint = golden(kind, **_SETTINGS)
+    shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(demo.__file__).parent / name, tmp_path)
+        shutil.copy(DEMO / name, tmp_path)
     prompt = [5, 17, 301, 44, 9, 120, 77, 12, 8, 33]
-    truth = model.generate(
+    truth = checkpoint.model.generate(
         torch.tensor([prompt]),
         max_new_tokens=NEW_TOKENS,
         min_new_tokens=NEW_TOKENS,
@@ -93,7 +67,7 @@ def test_it_streams_what_transformers_generates(
         first, again = generate(stub, request), generate(stub, request)
         assert first.samples[0].token_ids != first.samples[1].token_ids
         assert [x.token_ids for x in first.samples] == [x.token_ids for x in again.samples]
-        whose = "tokenpod" if model_class is transformers.Qwen3_5ForCausalLM else "transformers"
+        whose = "tokenpod" if kind == "qwen3-next" else "transformers"
         assert whose in server.log.read_text()
         for protocol, service in ((v1, rpc_v1), (v2, rpc_v2), (pb, rpc_v3)):
             router = service.TextGenerationServiceStub(server.channel())

@@ -20,6 +20,7 @@ from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.core.windows import WindowRoom
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.policies.reserve import Reserve
 from tokenpod.scheduler.pool.given import VIRTUAL
@@ -130,6 +131,8 @@ class Row:
     #: Fingerprints of the prefixes of `tokens`, and the slots, by position.
     marks: list[int]
     slots: list[int]
+    #: Window slots, by position, where there are any; of those left behind, whatever was said.
+    windows: list[int]
     #: Positions from here on were written by this row, and no good token has followed yet.
     unproven_from: int
     #: Of an adapter whose keys and values are ready: what it puts before the prompt.
@@ -144,6 +147,8 @@ class ReferenceExecutor:
         #: (sequence id, index of the output) -> token, -1: NaN.
         self.choose = choose
         self.memory: dict[int, int] = {}
+        #: The same of layers with a window, by window slot.
+        self.window_memory: dict[int, int] = {}
         self.rows: dict[int, Row] = {}
         #: What has been sampled, by sequence id: a row may be another one after a preemption.
         self.outputs: defaultdict[int, list[int]] = defaultdict(list)
@@ -171,15 +176,17 @@ class ReferenceExecutor:
         ):
             assert self.users[slot] == 0, "a slot is filled that a row attends to"
             self.memory[slot] = hash((adapter, int(index)))
+        ready = zip(plan.ready_window.tolist(), plan.ready_slot.tolist(), strict=False)
+        self.window_memory.update((own, self.memory[slot]) for own, slot in ready)
         for row, snapshot in zip(plan.saved_row.tolist(), plan.saved_to.tolist(), strict=True):
             assert snapshot > self.scheduler.limits.max_rows >= row
             self.states[snapshot] = self.states[row]
-        prefix = iter(plan.prefix_slot.tolist())
+        prefix, in_window = iter(plan.prefix_slot.tolist()), iter(plan.prefix_window.tolist())
         for number, ask, cached in zip(
             plan.n_row.tolist(), plan.asks, plan.n_prefix.tolist(), strict=True
         ):
-            self._add_row(number, ask, [*islice(prefix, cached)])
-        assert not [*prefix]
+            self._add_row(number, ask, [*islice(prefix, cached)], [*islice(in_window, cached)])
+        assert not [*prefix, *in_window]
         for snapshot, row in zip(plan.loaded_from.tolist(), plan.loaded_row.tolist(), strict=True):
             assert row in plan.n_row.tolist()
             self.states[row] = self.states[snapshot]
@@ -190,6 +197,8 @@ class ReferenceExecutor:
         shared = {int(s) for node in self.scheduler.kv.tree.nodes() for s in node.slots}
         for work in works:
             self._write(work, shared)
+        if (room := self.scheduler.limits.windows) is not None:
+            self._write_windows(plan, works, room)
         return [token for work in works for token in self._sample_each(work, shared)]
 
     def _copy(self, plan: StepPlan) -> None:
@@ -226,7 +235,7 @@ class ReferenceExecutor:
             asked = work.sequence.request
             assert self.adapters[slot] == (0 if asked.virtual_tokens else asked.adapter)
 
-    def _add_row(self, number: int, ask: NewRow, prefix: list[int]) -> None:
+    def _add_row(self, number: int, ask: NewRow, prefix: list[int], in_window: list[int]) -> None:
         rows, request = self.scheduler.limits.max_rows, ask.request
         assert number == rows if request.probe else 0 <= number < rows
         sequence_id, count = request.sequence_ids[ask.stream], request.virtual_tokens
@@ -239,7 +248,8 @@ class ReferenceExecutor:
         assert len(prefix) >= len(ready)
         assert len(prefix) < len(tokens)
         assert list(ask.outputs) == self.outputs[sequence_id], "not the outputs that it had"
-        row = Row(sequence_id, tokens, request.positions, len(tokens), [], [], 0, ready)
+        row = Row(sequence_id, tokens, request.positions, len(tokens), [], [], [], 0, ready)
+        row.windows = in_window
         row.marks.append(zlib.crc32(request.salt.encode()))
         row.slots, row.unproven_from = prefix, len(prefix)
         self._mark(row)
@@ -301,6 +311,25 @@ class ReferenceExecutor:
             assert self.states[work.row] in [(at, marks[at]) for at in through], "another's state"
             self.states[work.row] = end, marks[end]
 
+    def _write_windows(self, plan: StepPlan, works: list[Work], room: WindowRoom) -> None:
+        """All keys and values of a step are written before any is read."""
+        assert len(plan.t_window) == plan.tokens, "a token without a window slot"
+        assert len(set(plan.t_window.tolist())) == plan.tokens, "two tokens have a window slot"
+        own = iter(plan.t_window.tolist())
+        for work in works:
+            row = self.rows[work.row]
+            written = row.slots[work.start :]
+            row.windows[work.start :] = [*islice(own, work.n_tokens)]
+            for place, slot in zip(row.windows[work.start :], written, strict=True):
+                assert 0 <= place < room.slots
+                self.window_memory[place] = self.memory[slot]
+        for work in works:
+            row = self.rows[work.row]
+            first = max(work.start - room.window + 1, 0)
+            found = [self.window_memory[place] for place in row.windows[first:]]
+            marks = [self.memory[slot] for slot in row.slots[first:]]
+            assert found == marks, "window slots hold another prefix"
+
     def _sample_each(self, work: Work, shared: set[int]) -> list[int]:
         """Behind a wrong draft nothing is drawn, and what it wrote is overwritten."""
         tokens = [self._sample(work, shared)] if work.samples else []
@@ -324,6 +353,8 @@ class ReferenceExecutor:
             for position in range(row.unproven_from, len(row.tokens)):
                 if row.slots[position] not in shared:
                     self.memory[row.slots[position]] = row.marks[position + 1] = -row.sequence_id
+                    if row.windows:
+                        self.window_memory[row.windows[position]] = -row.sequence_id
             end = len(row.slots)
             self.states[work.row] = end, row.marks[min(end, len(row.marks) - 1)]
         else:

@@ -19,9 +19,9 @@ from tokenpod.service.pod.placement import engine_options
 from tokenpod_client.cli.options import option, parameters
 
 HELP = (
-    "Compile the kernels that serving a model launches into Triton's cache (TRITON_CACHE_DIR), for"
-    " GPUs that need not be there. Of the model, names and shapes of its tensors are read. Flags"
-    " that serve has mean the same: give those that serve will have."
+    "Compile a model's kernels, without a GPU, into Triton's cache (TRITON_CACHE_DIR): those that"
+    " serving it launches. Of the model, names and shapes of its tensors are read. Flags that serve"
+    " has mean the same: give those that serve will have."
 )
 
 #: Compiles for one architecture, which is added; the options go to it. It imports torch.

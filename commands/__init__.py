@@ -1,4 +1,4 @@
-"""The commands serve, size, simulate, models, download, convert, quantize. Imports no torch."""
+"""The commands of the server's package: serve, gateway, size and others. Imports no torch."""
 
 from tokenpod_client.cli.entries import Entry
 
@@ -7,6 +7,7 @@ COMMANDS = {
     name: Entry(summary, f"tokenpod.commands.{where}")
     for name, summary, where in (
         ("serve", "Start a server; without a model on the embedded one.", "serve:serve"),
+        ("gateway", "Start a server with OpenAI's HTTP API before it.", "gateway:gateway"),
         ("size", "Estimate whether a model fits a device.", "size_flags:size"),
         ("simulate", "Show what a scheduler would do with a trace.", "simulate:simulate"),
         ("models", "List which architectures are served.", "models:models"),

@@ -52,7 +52,7 @@ def _run(**given: Any) -> int:
     """Load the settings and serve; the exit status."""
     flags = {name: value for name, value in given.items() if value is not None}
     try:
-        settings = load_settings(**_named(flags))
+        settings = load_settings(**named_flags(flags))
         _check_model(settings)
     except SettingsError as error:
         for line in str(error).splitlines():
@@ -67,7 +67,7 @@ def _run(**given: Any) -> int:
     return run(settings)
 
 
-def _named(flags: dict[str, Any]) -> dict[str, Any]:
+def named_flags(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags, with the model's name among them. Raises SettingsError for two models."""
     model, rest = flags.get("model"), {n: v for n, v in flags.items() if n != "model"}
     if model is None:

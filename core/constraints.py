@@ -6,6 +6,8 @@ Tagged                                regions of these kinds, with free text aro
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -18,6 +20,8 @@ class JsonSchema(_Part, frozen=True, array_like=True, tag=True):
 
     #: JSON text of an object.
     schema: str
+    #: The only whitespace is a space behind a colon or a comma, or none.
+    compact: bool = False
 
 
 class Regex(_Part, frozen=True, array_like=True, tag=True):
@@ -38,11 +42,22 @@ class Choice(_Part, frozen=True, array_like=True, tag=True):
     texts: tuple[str, ...]
 
 
-class Arguments(_Part, frozen=True, array_like=True, tag=True):
-    """Named arguments as Python writes them, `x=1, y="a"`, in this order; values are JSON."""
+class Argument(_Part, frozen=True, array_like=True, tag=True):
+    """A named value: `begin`, the value, `end`."""
 
-    #: Name, schema as JSON text, and whether it must be there.
-    each: tuple[tuple[str, str, bool], ...]
+    begin: str
+    #: None: any text up to `end`.
+    inside: JsonSchema | Choice | None
+    end: str
+    #: Whether it must be there.
+    needed: bool
+
+
+class Arguments(_Part, frozen=True, array_like=True, tag=True):
+    """Named values in this order: Python's `x=1, y="a"`, or one between tags of its name each."""
+
+    each: tuple[Argument, ...]
+    separator: str = ""
 
 
 class Tag(_Part, frozen=True, array_like=True, tag=True):
@@ -85,6 +100,35 @@ class Reasoned(_Part, frozen=True, array_like=True, tag=True):
 
 
 Constraint = JsonSchema | Regex | Grammar | Choice | Tagged | Reasoned
+
+
+def compacted(constraint: Constraint) -> Constraint:
+    """The same, with all JSON in it compact."""
+    match constraint:
+        case JsonSchema():
+            return msgspec.structs.replace(constraint, compact=True)
+        case Reasoned():
+            answer = compacted(constraint.answer)
+            assert not isinstance(answer, Grammar | Reasoned), "compacting changes no kind"
+            return msgspec.structs.replace(constraint, answer=answer)
+        case Tagged():
+            tags = tuple(
+                msgspec.structs.replace(t, inside=_compact(t.inside)) for t in constraint.tags
+            )
+            return msgspec.structs.replace(constraint, tags=tags)
+    return constraint
+
+
+def _compact(inside: Any) -> Any:
+    match inside:
+        case JsonSchema():
+            return compacted(inside)
+        case Arguments():
+            each = tuple(
+                msgspec.structs.replace(one, inside=_compact(one.inside)) for one in inside.each
+            )
+            return msgspec.structs.replace(inside, each=each)
+    return inside
 
 
 class ConstraintLimits(msgspec.Struct, frozen=True, array_like=True):

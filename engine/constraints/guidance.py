@@ -13,7 +13,15 @@ from typing import Any
 import llguidance
 import msgspec
 
-from tokenpod.core.constraints import Constraint, Grammar, JsonSchema, Reasoned, Tagged
+from tokenpod.core.constraints import (
+    Argument,
+    Arguments,
+    Constraint,
+    Grammar,
+    JsonSchema,
+    Reasoned,
+    Tagged,
+)
 from tokenpod.engine.constraints.guidance_batch import Batches
 from tokenpod.engine.constraints.guidance_matcher import GuidanceMatcher, told
 from tokenpod.engine.constraints.lark import grammar_of, lark_of
@@ -140,9 +148,22 @@ def _loosened(constraint: Constraint) -> Constraint:
             return constraint
 
 
+def _with_any(argument: Argument) -> Argument:
+    if not isinstance(argument.inside, JsonSchema):
+        return argument
+    return msgspec.structs.replace(
+        argument, inside=msgspec.structs.replace(argument.inside, schema="{}")
+    )
+
+
 def _with_objects(tagged: Tagged) -> Tagged:
     tags = []
     for tag in tagged.tags:
-        inside = _ANY_OBJECT if isinstance(tag.inside, JsonSchema) else tag.inside
+        inside = tag.inside
+        if isinstance(inside, JsonSchema):
+            inside = msgspec.structs.replace(inside, schema=_ANY_OBJECT.schema)
+        elif isinstance(inside, Arguments):
+            each = tuple(_with_any(one) for one in inside.each)
+            inside = msgspec.structs.replace(inside, each=each)
         tags.append(msgspec.structs.replace(tag, inside=inside))
     return msgspec.structs.replace(tagged, tags=tuple(tags))

@@ -15,6 +15,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tokenpod.core.constraints import (
+    Argument,
     Arguments,
     Choice,
     Constraint,
@@ -30,6 +31,9 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 #: Between tokens of JSON: nothing, spaces, or a line's end and its indentation. Bounded, since a
 #: model may else write whitespace for ever.
 WHITESPACE = r"\n? {0,32}"
+_BOUNDED = {"whitespace_pattern": WHITESPACE}
+#: With none of it but a space behind a comma or a colon.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _TEXT = r"/(.|\n)*/"
 _EMPTY = '""'
 #: Behind reasoning.
@@ -63,7 +67,7 @@ def _inline(constraint: JsonSchema | Regex | Choice) -> str:
     match constraint:
         case JsonSchema():
             schema = json.loads(constraint.schema)
-            options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+            options = {"x-guidance": _COMPACT if constraint.compact else _BOUNDED}
             return f"%json {json.dumps(schema | options)}"
         case Regex():
             return f"/{llguidance.regex_to_lark(constraint.pattern, '')}/"
@@ -171,16 +175,27 @@ class _Rules:
     def _arguments(self, arguments: Arguments, at: int) -> str:
         """Rules from the last argument to the first; what comes may be the first that is there."""
         first = following = ""
-        for i, (name, schema, needed) in reversed([*enumerate(arguments.each)]):
-            one = f"{_quoted(f'{name}=')} ({_inline(JsonSchema(schema))})"
+        separator = self._literal(arguments.separator)
+        for i, argument in reversed([*enumerate(arguments.each)]):
+            one = self._rule(f"arg_{at}_{i}", self._argument(argument, f"value_{at}_{i}"))
             now_first = f"{one} {following}"
-            now_following = f'", " {one}'
-            if not needed:
+            now_following = f"{separator} {one}"
+            if not argument.needed:
                 now_first += f" | {first or _EMPTY}"
                 now_following = f"({now_following})?"
             following = self._rule(f"more_{at}_{i}", f"{now_following} {following}")
             first = self._rule(f"args_{at}_{i}", now_first)
         return first
+
+    def _argument(self, argument: Argument, name: str) -> str:
+        """Its parts; `name`: of a rule for its value."""
+        begin = self._literal(argument.begin)
+        if argument.inside is not None:
+            return f"{begin} ({_inline(argument.inside)}) {self._literal(argument.end)}"
+        if argument.end in self._special:
+            return f"{begin} TEXT {self._literal(argument.end)}"
+        # The first `end` ends it.
+        return f"{begin} {self._rule(name, f'TEXT {_quoted(argument.end)}', '[lazy]')}"
 
     def _literal(self, text: str) -> str:
         """A text in which names of special tokens stand for these."""

@@ -31,8 +31,10 @@ class StepTile:
     warps: int
 
 
-#: By rows times value heads, ascending: found by `benchmarks/run.py mixers`.
-STEP_TILES = ((128, StepTile(32, 4)), (float("inf"), StepTile(32, 4)))
+#: By rows times value heads, ascending. Few pairs do with one launch less, since a program that has
+#: a head as a whole norms it, too; of many as much must be under way as can be. These are chosen,
+#: not measured (benchmarks/NOTES.md): `benchmarks/run.py mixers --search` tries others.
+STEP_TILES = ((128, StepTile(128, 8)), (float("inf"), StepTile(32, 4)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class PromptTile:
     stages: int
 
 
-#: Found by `benchmarks/run.py mixers`.
+#: Prompts of 8,192 tokens ran at 72 % of the limit with it; others were not tried.
 PROMPT_TILE = PromptTile(CHUNK, 4, 32, 4, 2)
 
 #: Channels of a chunk that one program convolves.

@@ -15,6 +15,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from tokenpod.core.outputs import Failure, FailureCode
 
@@ -27,7 +28,12 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 #: base64, and gRPC's clients refuse more than 8 KiB of metadata: they would see another code.
 _MOST_BYTES = 800
 
+#: Answers that are kept, since a flood of refusals says the same things again and again.
+_KEPT_ANSWERS = 1024
+
 Metadata = Sequence[tuple[str, str]]
+#: What a call ends with, besides its code and text.
+Trailing = tuple[tuple[str, str | bytes], ...]
 
 
 def _packed(detail: Message) -> AnyMessage:
@@ -35,13 +41,11 @@ def _packed(detail: Message) -> AnyMessage:
     return AnyMessage(type_url=url, value=detail.SerializeToString())
 
 
-# A flood of refusals says the same things again and again.
 @functools.lru_cache
 def _info(reason: str) -> AnyMessage:
     return _packed(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
 
 
-@functools.lru_cache
 def _delay(nanoseconds: int) -> AnyMessage:
     delay = Duration()
     delay.FromNanoseconds(nanoseconds)
@@ -96,6 +100,11 @@ class ServiceError(Exception):
         """`google.rpc.Status`, what travels in `grpc-status-details-bin`."""
         number: int = self.code.value[0]
         return status_pb2.Status(code=number, message=self.message, details=self.details())
+
+    def answer(self) -> Trailing:
+        """The trailing metadata of a call that ends with it: `status` and what clients obey."""
+        status = rpc_status.to_status(self.status())
+        return (*status.trailing_metadata, *self.trailing_metadata())
 
 
 class FieldError(ServiceError):
@@ -152,6 +161,15 @@ class ResourceExhausted(ServiceError):
         quota = error_details_pb2.QuotaFailure()
         quota.violations.add(subject=self.limit, description=self.message)
         return [_packed(quota), *super().details()]
+
+    def answer(self) -> Trailing:
+        """As of every error, made once for all calls that are refused alike."""
+        return _refusal(self.message, self.limit, self.retry_after)
+
+
+@functools.lru_cache(_KEPT_ANSWERS)
+def _refusal(message: str, limit: str, retry_after: float | None) -> Trailing:
+    return ServiceError.answer(ResourceExhausted(message, limit=limit, retry_after=retry_after))
 
 
 class Unavailable(ServiceError):

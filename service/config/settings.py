@@ -75,14 +75,29 @@ class Settings(BaseSettings):
     files must have these digests, whatever this says."""
     chat_template: str | None = _model(derived="the model's default", min_length=1)
     """Chat template: the name of another one of the model's, such as tool_use, or a file."""
-    tool_parser: Literal["auto", "none", "hermes", "mistral", "pythonic", "llama3_json"] = _model(
-        "auto"
-    )
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "mistral",
+        "pythonic",
+        "llama3_json",
+        "qwen3_coder",
+        "glm",
+        "minimax",
+        "deepseek",
+        "deepseek_dsml",
+        "kimi",
+        "gemma4",
+        "harmony",
+    ] = _model("auto")
     """How the model writes calls of tools, which tokenpod.v1 tells from its text. auto: as its chat
     template shows."""
-    reasoning_parser: Literal["auto", "none", "think", "mistral"] = _model("auto")
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "gemma4", "harmony"] = _model(
+        "auto"
+    )
     """How the model marks what it thinks before it answers, likewise. think: `<think>`; mistral:
-    `[THINK]`."""
+    `[THINK]`; gemma4: `<|channel>thought`; harmony: the channel analysis."""
     generation_config: Literal["model", "none"] = _model("model")
     """What requests of tokenpod.v1 get that leave open how tokens are chosen: what the model's
     generation_config.json says, or the likeliest token. Other protocols have rules of their own."""
@@ -214,6 +229,9 @@ class Settings(BaseSettings):
     max_constraint_bytes: int = _limit(256 * 1024, ge=1, le=16 * 1024**2)
     """Bytes of a constraint: a JSON schema, a regular expression, a grammar, a choice or tags; and
     of the schemas of a chat's tools together."""
+    compact_json: bool = _limit(True)
+    """Let constrained JSON, of a schema or of a tool's arguments, have no whitespace but a space
+    behind a comma or a colon. Without it a model may indent, and waste tokens on spaces."""
     constraint_compile_timeout: float = _limit(5.0, gt=0, le=600)
     """Seconds in which a constraint must be compiled and have its first mask; else its request is
     refused."""

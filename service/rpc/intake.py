@@ -190,7 +190,11 @@ class Intake(Interceptor):
         seconds = self._arrival + longest / ARRIVAL_BYTES_PER_SECOND
 
         async def parse(requests: Any, context: Context) -> Any:
-            memory = gate(method, context.time_remaining())
+            remaining = context.time_remaining()
+            if remaining == 0:
+                # It waited too long in gRPC's queue: an answer would reach nobody.
+                raise asyncio.CancelledError
+            memory = gate(method, remaining)
             request = await _request(parser, context, seconds, late, memory)
             return await inner(request, context)
 

@@ -13,12 +13,11 @@ import hashlib
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_status import rpc_status
 
 from tokenpod.service.calls.errors import Internal, ServiceError, Unauthenticated
 from tokenpod.service.rpc.token_file import TokenFile
@@ -50,6 +49,23 @@ class Interceptor(grpc.aio.ServerInterceptor, ABC):
     @abstractmethod
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """The handler of this call, or another one in its place."""
+
+
+class Layers(Interceptor):
+    """Several interceptors as one: grpc has a coroutine for each of its own, on every call.
+
+    Args:
+        layers: the outermost first.
+    """
+
+    def __init__(self, layers: Sequence[Interceptor]) -> None:
+        self._inwards = tuple(reversed(layers))
+
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The handler within all layers."""
+        for layer in self._inwards:
+            handler = layer.wrap(handler, details)
+        return handler
 
 
 class ErrorInterceptor(Interceptor):
@@ -237,10 +253,8 @@ async def _answer(error: Exception, context: Context, method: str) -> None:
 
 
 async def _abort(context: Context, error: ServiceError) -> None:
-    status = rpc_status.to_status(error.status())
-    metadata = (*(status.trailing_metadata or ()), *error.trailing_metadata())
     try:
-        await context.abort(status.code, status.details, metadata)
+        await context.abort(error.code, error.message, error.answer())
     except grpc.aio.AbortError as aborted:
         # For telemetry, which is outside of this.
         aborted.reason = error.label  # type: ignore[attr-defined]

@@ -12,7 +12,12 @@ import grpc
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.rpc.interceptors import (
+    AuthInterceptor,
+    ErrorInterceptor,
+    Interceptor,
+    Layers,
+)
 from tokenpod.service.rpc.methods import Access, MethodTable
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.services import Services, add_methods
@@ -27,11 +32,21 @@ CONNECTION_TIMES = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 )
-#: Calls that have arrived and that Python has not taken yet. Beyond the first number gRPC resets
-#: calls at random, beyond the second all: CANCELLED without details, which clients do not try
-#: again. What one connection can have there is bounded by its streams, so a connection that opens
-#: and resets streams as fast as it can takes none of the others' room.
-MOST_PENDING, MOST_PENDING_AT_ALL = 20_000, 40_000
+#: Calls that have arrived and that Python has not taken yet. Beyond this number gRPC resets all:
+#: CANCELLED without details, which clients do not try again. A call that its client gives up (its
+#: deadline passes, or it is reset) frees its stream at once, but waits here until Python takes it,
+#: and holds some 14 kB. So a connection may have as many such calls as it has streams: beyond them
+#: gRPC refuses its calls (REFUSED_STREAM: not begun, safe to try again), and it takes none of the
+#: others' room, however fast it opens and resets streams.
+_MOST_PENDING = 65_536
+#: A day: longer than any call waits there. Beyond it gRPC would reset a call, too.
+_PENDING_SECONDS = 86_400
+#: That queue's options, of every server whose callers must not meet CANCELLED.
+PENDING = (
+    ("grpc.server.max_pending_requests", _MOST_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
+    ("grpc.server_max_unrequested_time_in_server", _PENDING_SECONDS),
+)
 _LEAST_STREAMS = 256
 
 
@@ -53,10 +68,10 @@ def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tupl
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", most_streams(settings)),
-        # It refuses calls of a client that keeps to its streams, for want of a moment to clear up.
-        ("grpc.http.overload_protection", 0),
-        ("grpc.server.max_pending_requests", MOST_PENDING),
-        ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_AT_ALL),
+        # A client that keeps to its streams may use all of them again before Python has cleared up.
+        ("grpc.http.overload_protection", 1),
+        ("grpc.http2.max_deallocating_streams", most_streams(settings)),
+        *PENDING,
         ("grpc.max_allowed_incoming_connections", settings.connections_per_front_end),
         *CONNECTION_TIMES,
         ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
@@ -71,7 +86,7 @@ def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tupl
 def public_server(
     settings: ServerSettings,
     services: Services,
-    recording: Sequence[grpc.aio.ServerInterceptor],
+    recording: Sequence[Interceptor],
     relay: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, Closing]:
     """A server that does not listen yet, with all but health; and what closes it.
@@ -86,9 +101,10 @@ def public_server(
     exempt = table.open | table.named(Access.ADAPTERS) | table.named(Access.ADMIN)
     authorising = [AuthInterceptor(token, exempt)] if token is not None else []
     authorising += authorising_operators(settings, table)
-    inner = [closing, intake_of(settings, services), *relay]
+    inner = [closing, intake_of(settings, services)]
+    layers = Layers([*recording, ErrorInterceptor(), *authorising, *inner])
     server = grpc.aio.server(
-        interceptors=[*recording, ErrorInterceptor(), *authorising, *inner],
+        interceptors=[layers, *relay],
         options=channel_options(settings, shared_port=settings.resolved_front_ends > 1),
     )
     add_methods(services, server)

@@ -27,9 +27,11 @@ from tokenpod.service.rpc.interceptors import (
     ErrorInterceptor,
     Handler,
     Interceptor,
+    Layers,
     metadata_of,
     refusing,
 )
+from tokenpod.service.rpc.listen import PENDING
 from tokenpod.service.rpc.methods import Method, MethodTable
 from tokenpod.service.rpc.services import Services, add_methods
 
@@ -53,11 +55,13 @@ async def serve_relay(
     without the secret, and has few connections.
     """
     secret = secrets.token_hex(32)
+    layers = [ErrorInterceptor(), RelayGuard(secret), intake_of(settings, services)]
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), RelayGuard(secret), intake_of(settings, services)],
+        interceptors=[Layers(layers)],
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),
+            *PENDING,
             ("grpc.max_allowed_incoming_connections", most_connections(settings)),
         ],
     )

@@ -19,7 +19,8 @@ import grpc
 from tokenpod.service.config.rules import SOCKET_SUFFIX
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.health import HealthBoard
-from tokenpod.service.rpc.listen import StartError, bind
+from tokenpod.service.rpc.interceptors import Interceptor, Layers
+from tokenpod.service.rpc.listen import PENDING, StartError, bind
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.services import Services, add_methods
 
@@ -44,14 +45,15 @@ class RouterSocket:
         path: str,
         services: Services,
         board: HealthBoard,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        layers: Sequence[Interceptor],
     ) -> RouterSocket:
         """Listen, out of sight. Raises StartError."""
         server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[Layers(layers)],
             options=[
                 ("grpc.max_receive_message_length", settings.max_router_message_bytes),
                 ("grpc.max_send_message_length", -1),
+                *PENDING,
             ],
         )
         add_methods(services, server)

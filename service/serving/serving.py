@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from tokenpod.core.constraints import Constraint, Grammar, Reasoned
+from tokenpod.core.constraints import Constraint, Grammar, Reasoned, Tag, Tagged, compacted
 from tokenpod.core.messages import Ready
 from tokenpod.core.requests import Request
 from tokenpod.service.calls.call import AskedConstraint, GenerateCall
@@ -55,7 +55,9 @@ class Serving:
         chat = call.prompt
         if call.output.raw_text or not isinstance(chat, ChatPrompt):
             return _NOT_TOLD
-        return self.formats if chat.tools else replace(self.formats, calls=None)
+        calls = self.formats.calls
+        looked_for = calls is not None and (chat.tools or calls.framed)
+        return self.formats if looked_for else replace(self.formats, calls=None)
 
     def samples_of(self, call: GenerateCall, request: Request, prompt_end: str) -> list[Sample]:
         """The samples of a call, fresh: how each becomes text, where it stops, what is told apart.
@@ -89,9 +91,13 @@ class Serving:
         shown = frozenset[str]()
         if formats != _NOT_TOLD and isinstance(chat, ChatPrompt):
             shown = formats.shown
-            tools = frozenset(tool.name for tool in chat.tools)
+            schemas = {tool.name: tool.schema for tool in chat.tools}
             parser = TurnParser(
-                formats, prompt_end=prompt_end, tools=tools, several=chat.several_calls
+                formats,
+                prompt_end=prompt_end,
+                tools=schemas.keys(),
+                several=chat.several_calls,
+                schemas=schemas,
             )
         detokenizer = self.tokenizer.detokenizer(
             request.prompt,
@@ -109,7 +115,11 @@ class Serving:
         if asked is None:
             return None
         self._check_bytes(asked.field)
-        return await constraint_of(asked)
+        return self._compacted(await constraint_of(asked))
+
+    def _compacted(self, constraint: Constraint) -> Constraint:
+        """With as much whitespace in JSON as the operator lets it have."""
+        return compacted(constraint) if self.settings.compact_json else constraint
 
     async def conforming(self, call: GenerateCall, prompt: Tokenised) -> Constraint | None:
         """What the answer to a call must conform to: its constraint, or calls of its tools.
@@ -119,12 +129,17 @@ class Serving:
 
         Raises InvalidArgument or Unimplemented.
         """
-        answer = await self.constraint_of(call.constraint) or prompt.calls
+        answer = await self.constraint_of(call.constraint)
+        if answer is None and prompt.calls is not None:
+            answer = self._compacted(prompt.calls)
         reasoning = self.formats.reasoning
         if not isinstance(call.prompt, ChatPrompt) or answer is None or reasoning is None:
             return answer
         if isinstance(answer, Grammar | Reasoned):
             return answer
+        if reasoning.answers and not isinstance(answer, Tagged):
+            tags = tuple(Tag(begin, answer, "") for begin in reasoning.answers)
+            answer = Tagged(tags, most=1)
         is_open = reasoning.is_open(prompt.rendered_end)
         return Reasoned(reasoning.begin, reasoning.end, is_open, answer)
 
@@ -145,6 +160,9 @@ class Serving:
                 problem = "can't be combined with a call of a tool that must be made"
                 raise InvalidArgument("sampling.beam", problem)
         elif call.output.raw_text or call.beam is not None or not self.tokenizer.tells_bytes:
+            return None
+        elif calls.framed:
+            # Text between special tokens is none that a constraint with free text allows.
             return None
         return calls
 

@@ -13,8 +13,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import grpc
-
 from tokenpod.core.outputs import Load
 from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.telemetry.server_calls import (
@@ -26,6 +24,7 @@ from tokenpod.service.telemetry.server_calls import (
 
 if TYPE_CHECKING:
     # Not imported while telemetry is off.
+    from tokenpod.service.rpc.interceptors import Interceptor
     from tokenpod.service.telemetry.readings import PodReadings
 
 
@@ -39,7 +38,7 @@ class Telemetry:
     def __init__(self, observers: Sequence[CallObserver] = ()) -> None:
         self._observers = observers
 
-    def interceptors(self, table: MethodTable) -> list[grpc.aio.ServerInterceptor]:
+    def interceptors(self, table: MethodTable) -> list[Interceptor]:
         """The interceptors that record rpcs; outermost, so that they see what the others do.
 
         Args:

@@ -114,6 +114,23 @@ def test_those_who_chat_may_not_replace_the_pods_by_others(helm: Helm) -> None:
     assert uid["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
 
 
+def test_its_clients_show_a_key_and_come_over_tls(helm: Helm) -> None:
+    plain = gateway_of(helm.install(ON))
+    assert not any(arg.startswith(("--tenant", "--tls")) for arg in plain["args"])
+    gateway = {"auth": {"existingSecret": "keys"}, "tls": {"existingSecret": "certificate"}}
+    rendered = helm.install({"gateway": {"enabled": True, **gateway}})
+    container = gateway_of(rendered)
+    assert "--tenant-api-key=clients:$(CLIENT_KEY)" in container["args"]
+    (key,) = (each for each in container["env"] if each["name"] == "CLIENT_KEY")
+    assert key["valueFrom"] == {"secretKeyRef": {"name": "keys", "key": "key"}}
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "tls")
+    for name in ("crt", "key"):
+        path = f"{mount['mountPath']}/tls.{name}"
+        assert any(a.startswith("--tls-") and a.endswith(f"={path}") for a in container["args"])
+    volumes = pod_of(rendered.one("Deployment", NAME))["spec"]["volumes"]
+    assert {"name": "tls", "secret": {"secretName": "certificate"}} in volumes
+
+
 def test_its_service_leads_to_it_alone(helm: Helm) -> None:
     rendered = helm.install(ON)
     service = rendered.one("Service", NAME)["spec"]

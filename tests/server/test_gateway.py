@@ -175,7 +175,7 @@ def test_a_client_that_leaves_ends_its_call(gateway: Gateway) -> None:
     def generated() -> list[int]:
         """How many tokens each call had when it ended."""
         logs = "".join(pod.log.read_text() for pod in gateway.pods)
-        return [int(found) for found in re.findall(r"generated_tokens=(\d+)", logs)]
+        return [int(found) for found in re.findall(r"output_tokens=(\d+)", logs)]
 
     before = len(generated())
     with contextlib.closing(gateway.connection()) as connection:

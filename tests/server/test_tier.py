@@ -46,17 +46,11 @@ _LINEAR = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 40,
-}
 #: Over our pool, with a cache of its own, and ours with states: class, settings, whether it pads.
 MODELS = {
     "pool": ("Apertus", {}, False),
     "padded": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, True),
-    "ours": ("Qwen3Next", {**_LINEAR, **_EXPERTS}, False),
+    "ours": ("Qwen3_5", _LINEAR, False),
 }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
+from support.clients import floods
 from support.clients.rpcs import Running, Scripted, serving
 from support.waiting import until
 from tokenpod.service.admission.admission import Admission
@@ -52,6 +54,26 @@ async def test_a_call_and_a_stream_are_served_as_without_it() -> None:
         assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
         events = [event async for event in running.stub.Generate(pb.GenerateRequest(text="x"))]
         assert [event.WhichOneof("event") for event in events] == ["started", "tokens"]
+
+
+async def test_a_call_whose_deadline_passed_in_the_queue_is_not_looked_at() -> None:
+    asked: list[float | None] = []
+
+    def gate(method: str, seconds: float | None) -> MemoryBudget | None:
+        asked.append(seconds)
+        return None
+
+    async with behind(gate) as running:
+        expiring = floods.call_headers(INFO) + floods.header("grpc-timeout", "50m")
+        with floods.opened(int(running.address.rpartition(":")[2])) as connection:
+            await asyncio.sleep(0.1)
+            connection.sendall(floods.frame(floods.HEADERS, floods.END_HEADERS, 1, expiring))
+            # Python is busy.
+            time.sleep(0.5)  # noqa: ASYNC251
+            assert (await running.stub.Info(pb.InfoRequest(), timeout=60)).dtype == "float32"
+    (remaining,) = asked
+    assert remaining is not None
+    assert remaining > 30
 
 
 @pytest.mark.parametrize("path", [INFO, GENERATE])

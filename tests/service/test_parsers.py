@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - the models' tokens have such characters
 """What a model writes in a chat, told apart: every family's form, whatever the pieces are."""
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ from tokenpod.service.text.parsers.turn import (
 )
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
-THINK, MISTRAL_THINK = REASONING_FORMATS
+THINK, MISTRAL_THINK, *_ = REASONING_FORMATS
 TOOLS = ("f", "get_weather")
+#: Of arguments without quotes: what a schema says of them.
+SCHEMAS = {
+    "f": '{"properties": {"x": {"type": "integer"}, "code": {"type": "string"}}}',
+    "get_weather": '{"properties": {"city": {"type": "string"}, "days": {"type": "array"}}}',
+}
 
 
 def turn(
@@ -40,6 +46,7 @@ def turn(
         tools=TOOLS,
         several=several,
         new_id=ids.__next__,
+        schemas=SCHEMAS,
     )
 
 
@@ -67,6 +74,7 @@ def read(name: str, text: str, **options: bool) -> tuple[str, str, list[tuple[st
 
 
 ONE = ("f", '{"x": 1}')
+CITY = 'Köln "}]'
 TWO = ("get_weather", '{"city": "Köln \\"}]", "days": [1, {"a": null}]}')
 
 WRITTEN: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
@@ -171,6 +179,145 @@ WRITTEN: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "a number beyond floats": ("pythonic", "[f(x=1e999)]", "[f(x=1e999)]", []),
     "many digits": ("pythonic", f"[f(x={'9' * 200})]", "", [("f", f'{{"x": {"9" * 200}}}')]),
     "too deep": ("pythonic", "[f(x=" + "[" * 99, "[f(x=" + "[" * 99, []),
+    "Qwen3-Coder": (
+        "qwen3_coder",
+        "I'll look.\n\n<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n"
+        f"</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\n{CITY}\n</parameter>\n"
+        '<parameter=days>\n[1, {"a": null}]\n</parameter>\n</function>\n</tool_call>',
+        "I'll look.",
+        [ONE, TWO],
+    ),
+    "a text of several lines that looks like a number": (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=code>\n12\n  if a < b:\n\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+        [("f", '{"code": "12\\n  if a < b:\\n"}')],
+    ),
+    "no arguments between tags": (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        "",
+        [("f", "{}")],
+    ),
+    "a value that is cut off": (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=code>\nprint(",
+        "",
+        [("f", '{"x": 1')],
+    ),
+    "arguments of no schema": (
+        "qwen3_coder",
+        "<tool_call><function=g><parameter=a>1.5</parameter><parameter=b>1 2</parameter>"
+        "<parameter=c>NaN</parameter><parameter=d>1e999</parameter></function></tool_call>",
+        "",
+        [("g", '{"a": 1.5, "b": "1 2", "c": "NaN", "d": "1e999"}')],
+    ),
+    "GLM": (
+        "glm",
+        "Hm.\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+        f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n"
+        '<arg_key>days</arg_key>\n<arg_value>[1, {"a": null}]</arg_value>\n</tool_call>',
+        "Hm.",
+        [ONE, TWO],
+    ),
+    "GLM without lines": (
+        "glm",
+        "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"
+        "<tool_call>f</tool_call>",
+        "",
+        [ONE, ("f", "{}")],
+    ),
+    "MiniMax": (
+        "minimax",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>\n'
+        f'<invoke name="get_weather">\n<parameter name="city">{CITY}</parameter>\n'
+        '<parameter name="days">[1, {"a": null}]</parameter>\n</invoke>\n</minimax:tool_call>',
+        "",
+        [ONE, TWO],
+    ),
+    "DeepSeek V3": (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        f"{ONE[1]}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        f"```json\n{TWO[1]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [ONE, TWO],
+    ),
+    "DeepSeek V3.1": (
+        "deepseek",
+        f"Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{ONE[1]}<｜tool▁call▁end｜>"
+        f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{TWO[1]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Yes.",
+        [ONE, TWO],
+    ),
+    "DeepSeek V3.2": (
+        "deepseek_dsml",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="get_weather">\n'
+        f'<｜DSML｜parameter name="city" string="true">{CITY}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[1, {"a": null}]</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "",
+        [ONE, TWO],
+    ),
+    "a text by its attribute": (
+        "deepseek_dsml",
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">1'
+        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>",
+        "",
+        [("f", '{"x": "1"}')],
+    ),
+    "Kimi": (
+        "kimi",
+        "Let me.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        f"<|tool_call_argument_begin|>{ONE[1]}<|tool_call_end|><|tool_call_begin|>"
+        f"functions.get_weather:1<|tool_call_argument_begin|>{TWO[1]}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "Let me.",
+        [ONE, TWO],
+    ),
+    "Gemma 4": (
+        "gemma4",
+        '<|tool_call>call:f{x:1}<tool_call|><|tool_call>call:get_weather{city:<|"|>Köln "}]<|"|>,'
+        "days:[1,{a:null}]}<tool_call|>",
+        "",
+        [ONE, TWO],
+    ),
+    "Gemma 4 with JSON in it": (
+        "gemma4",
+        '<|tool_call>call:f{x:1,"y":["a",true,-2.5],z:{}}<tool_call|>',
+        "",
+        [("f", '{"x": 1, "y": ["a", true, -2.5], "z": {}}')],
+    ),
+    "Gemma 4 of no brace": ("gemma4", "<|tool_call>call f", "<|tool_call>call f", []),
+    "gpt-oss": (
+        "harmony",
+        "<|channel|>commentary<|message|>Let me.<|end|><|start|>assistant<|channel|>commentary"
+        f" to=functions.f <|constrain|>json<|message|>{ONE[1]}<|call|><|start|>assistant"
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{TWO[1]}<|call|>",
+        "Let me.",
+        [ONE, TWO],
+    ),
+    "text behind calls between tags": (
+        "minimax",
+        '<minimax:tool_call><invoke name="f"></invoke><b>',
+        "<b>",
+        [("f", "{}")],
+    ),
+    "text behind calls of a section": (
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{}<b>",
+        "<b>",
+        [("f", "{}")],
+    ),
+    "gpt-oss answers": (
+        "harmony",
+        "<|start|>assistant<|channel|>final<|message|>No <\n1.<|return|>",
+        "No <\n1.",
+        [],
+    ),
 }
 
 
@@ -183,6 +330,34 @@ def test_a_familys_calls_are_read(case: str) -> None:
     alone = told(turn(name), list(thought))
     assert alone == told(turn(name), [thought])
     assert alone[0] == Part(Kind.REASONING, "Hm.")
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_cut_anywhere_makes_no_difference(case: str) -> None:
+    name, written, _, _ = WRITTEN[case]
+    whole = told(turn(name), [written])
+    for at in range(len(written)):
+        assert told(turn(name), [written[:at], written[at:]]) == whole
+
+
+HARMONY, GEMMA = REASONING_FORMATS[2:]
+THOUGHT = (
+    "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>analysis<|message|>And <|"
+    "so.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+)
+
+
+def test_harmony_is_told_apart_without_tools_too() -> None:
+    for pieces in ([THOUGHT], list(THOUGHT)):
+        parts = told(TurnParser(Formats(FORMATS["harmony"], HARMONY)), pieces)
+        assert parts == [Part(Kind.REASONING, "So.And <|so."), Part(Kind.TEXT, "Yes.")]
+
+
+def test_gemma_thinks_in_a_channel() -> None:
+    parts = told(
+        TurnParser(Formats(FORMATS["gemma4"], GEMMA)), ["<|channel>thought\nSo.\n<channel|>Yes."]
+    )
+    assert parts == [Part(Kind.REASONING, "So."), Part(Kind.TEXT, "Yes.")]
 
 
 def test_without_tools_calls_are_text() -> None:
@@ -243,6 +418,17 @@ SCRAPS = [
     ),
     *('"f"', "f(", "x=", "f", "1", ", ", '"', "'", "\\", "\n", " ", " " * 40, ":", "é", "\0"),
     *("[f(x='a', y=[1])]", "True", "text", '"\\ud800"', "get_weather(city=''"),
+    *("<function=f>", "<parameter=x>", "</parameter>", "</function>", "<arg_key>x</arg_key>"),
+    *("<arg_value>", "</arg_value>", '<invoke name="f">', '<parameter name="x">', "</invoke>"),
+    *(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        "<｜DSML｜tool_calls>",
+        "<｜tool▁calls▁begin｜>",
+    ),
+    *("<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call>call:f{", '<|"|>', "<tool_call|>"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "<|channel|>", "final"),
+    *("<|message|>", "<|end|>", "<|start|>", "analysis", "to=functions.f", "<|call|>"),
     *("[f(x=", ")]", "1e999", "-1e999", "NaN", "Infinity", "\\U98765432", "\\U0010", "\\x", "1_0"),
 ]
 TEXTS = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=3), max_size=24).map("".join)
@@ -298,7 +484,8 @@ def test_pieces_make_no_difference_and_no_text_fails(
     for part in whole:
         (part.text + part.name).encode()
     assert all(part.name for part in calls if part.call_id)
-    if not calls and not any(mark in text for mark in reasoning.marks) and not opened:
+    framed = FORMATS[name].framed
+    if not calls and not framed and not opened and not any(m in text for m in reasoning.marks):
         assert "".join(part.text for part in whole) == text, "what is no call is text"
 
 
@@ -334,7 +521,14 @@ TEMPLATES = {
     ("llama3_json", None): '<|start_header_id|> {"name": name, "parameters": values}',
     ("pythonic", None): "<|header_start|> [func_name1(params_name1=params_value1)]",
     (None, None): "{{ messages }}",
-    (None, "think"): "<think> <tool_call><function=name><parameter=x>",
+    ("qwen3_coder", "think"): "<think> <tool_call><function=name><parameter=x>",
+    ("glm", "think"): "<think> <tool_call>{{ name }}<arg_key>{{ k }}</arg_key>",
+    ("minimax", "think"): "<minimax:tool_call><invoke name= <think>",
+    ("deepseek", "think"): "<｜tool▁calls▁begin｜> </think>",
+    ("deepseek_dsml", "think"): "<｜DSML｜function_calls> </think>",
+    ("kimi", None): "<|tool_calls_section_begin|>",
+    ("gemma4", "gemma4"): "<|tool_call>call: <|channel>thought",
+    ("harmony", "harmony"): "<|start|>assistant<|channel|>analysis<|message|>",
 }
 
 

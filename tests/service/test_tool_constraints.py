@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - the models' tokens have such characters
 """What a model may write of calls, per family: the family's own parser reads it back, as JSON."""
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import pytest
 from msgspec import structs
 
 from support.engines import constrained
-from tokenpod.core.constraints import Constraint, Reasoned, Tagged
+from tokenpod.core.constraints import (
+    Argument,
+    Arguments,
+    Constraint,
+    JsonSchema,
+    Reasoned,
+    Tag,
+    Tagged,
+    compacted,
+)
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool
 from tokenpod.service.calls.parts import Part
@@ -43,6 +53,23 @@ FORMATS = {each.name: each for each in CALL_FORMATS}
 FAMILIES = [
     *(("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("mistral", "[TOOL_CALLS][ARGS]")),
     *(("llama3_json", "<|python_tag|>"), ("pythonic", "<|python_start|>")),
+]
+#: Tools for families that write texts without quotes: of any text random choices would see no end.
+BARE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Köln", "12", "x y"]},
+        "days": {"type": "integer"},
+        "place": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["city", "place"],
+    "additionalProperties": False,
+}
+BARE_TOOLS = [Tool("bare", "", json.dumps(BARE_SCHEMA)), Tool("none")]
+BARE_FAMILIES = [
+    *(("qwen3_coder", "<function="), ("glm", "<arg_key>"), ("minimax", "<minimax:tool_call>")),
+    *(("deepseek", ""), ("deepseek", "```json"), ("deepseek_dsml", "<｜DSML｜tool_calls>")),
+    *(("kimi", ""), ("gemma4", ""), ("harmony", "")),
 ]
 #: Special tokens, beyond the demo model's vocabulary.
 SPECIAL = [b"[TOOL_CALLS]", b"[ARGS]", b"<|python_tag|>", b"<|python_start|>", b"<|python_end|>"]
@@ -75,7 +102,13 @@ def written(library: Guidance, constraint: Constraint, seed: int, lead: bytes = 
 
 def parts_of(name: str, text: str) -> list[Part]:
     numbers = count()
-    parser = CallParser(FORMATS[name], [t.name for t in TOOLS], lambda: f"call{next(numbers)}")
+    tools = [*TOOLS, *BARE_TOOLS]
+    parser = CallParser(
+        FORMATS[name],
+        [t.name for t in tools],
+        lambda: f"call{next(numbers)}",
+        {t.name: t.schema for t in tools},
+    )
     return [*parser.push(text), *parser.finish()]
 
 
@@ -108,6 +141,74 @@ def test_calls_that_must_be_made_are_calls_with_valid_arguments(
             assert tool in ("weather", "now")
             jsonschema.validate(arguments, SCHEMA if tool == "weather" else {"maxProperties": 0})
     assert several
+
+
+@pytest.mark.parametrize(("name", "template"), BARE_FAMILIES)
+def test_calls_with_bare_texts_are_valid_too(library: Guidance, name: str, template: str) -> None:
+    asked = ChatPrompt([ChatMessage("user", "x")], tools=BARE_TOOLS, must_call=True)
+    constraint = compacted(calls_constraint(asked, FORMATS[name], template))
+    found = set()
+    for seed in range(12):
+        parts = parts_of(name, written(library, constraint, seed))
+        calls = calls_in(parts)
+        assert calls
+        assert not "".join(p.text for p in parts if p.kind.name == "TEXT").strip()
+        for tool, arguments in calls:
+            found.add(tool)
+            schema = BARE_SCHEMA if tool == "bare" else {"maxProperties": 0}
+            jsonschema.validate(arguments, schema)
+    assert found == {"bare", "none"}
+    only = structs.replace(asked, only="none")
+    constraint = calls_constraint(only, FORMATS[name], template)
+    assert calls_in(parts_of(name, written(library, constraint, 3))) == [("none", {})]
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('{"a":[1,2],"b":"x  y"}', True),
+        ('{"a": [1, 2], "b": "x"}', True),
+        ('{"a": [1,  2]}', False),
+        ('{ "a": []}', False),
+        ('{"a": []\n}', False),
+    ],
+)
+def test_compact_json_has_a_space_behind_a_comma_or_a_colon_and_no_other(
+    library: Guidance, text: str, allowed: bool
+) -> None:
+    kinds = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "string"}}
+    schema = JsonSchema(json.dumps({"type": "object", "properties": kinds}))
+    for constraint, wanted in ((compacted(schema), allowed), (schema, True)):
+        matcher = library.compile(constraint)
+        taken = 0
+        for byte in text.encode():
+            words = np.zeros(-(-len(TOKENS) // 32), np.int32)
+            matcher.fill(words)
+            token = TOKENS.index(bytes([byte]))
+            if not words[token // 32] >> (token % 32) & 1:
+                break
+            matcher.take(token)
+            taken += 1
+        assert (taken == len(text.encode())) == wanted
+    within = Tag("x", Arguments((Argument("y", schema, "z", needed=True),)), "w")
+    (tag,) = compacted(Reasoned("<a>", "</a>", False, Tagged((within,)))).answer.tags  # type: ignore[union-attr]
+    assert tag.inside.each[0].inside == compacted(schema)
+
+
+def test_a_bare_text_is_any_up_to_its_tag(library: Guidance) -> None:
+    schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+    tool = Tool("bare", "", json.dumps(schema))
+    asked = ChatPrompt([], tools=[tool], must_call=True, only="bare")
+    text = (
+        "<tool_call>\n<function=bare>\n<parameter=code>\nif a < b:\n  1\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    matcher = library.compile(calls_constraint(asked, FORMATS["qwen3_coder"], ""))
+    for byte in text.encode():
+        matcher.take(TOKENS.index(bytes([byte])))
+    assert matcher.whole
+    ((_, arguments),) = calls_in(parts_of("qwen3_coder", text))
+    assert arguments == {"code": "if a < b:\n  1"}
 
 
 @pytest.mark.parametrize(("name", "template"), FAMILIES)

@@ -55,10 +55,20 @@ class Calls:
         parts: gets their pieces.
         tools: names of those that the model may call.
         new_id: makes a name for a call.
+        schemas: of their arguments, as JSON texts.
     """
 
-    def __init__(self, parts: Parts, tools: Collection[str], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        tools: Collection[str],
+        new_id: Callable[[], str],
+        schemas: Mapping[str, str],
+    ) -> None:
         self.tools = tools
+        self.schemas = schemas
+        #: What calls were begun with; "": they began the turn.
+        self.mark = ""
         self._parts = parts
         self._new_id = new_id
         #: Calls that have begun, and that have ended.
@@ -78,10 +88,15 @@ class Calls:
         self._parts.add(Part(Kind.CALL, arguments, self.begun - 1))
         self.told = True
 
-    def end(self) -> None:
-        """The last call is whole."""
-        self.ended += 1
+    def reason(self, text: str) -> None:
+        """What is no call: more of what the model thinks."""
+        self._parts.add(Part(Kind.REASONING, text))
         self.told = True
+
+    def end(self, *, late: bool = False) -> None:
+        """The last call is whole; `late`: the character before this one was its last."""
+        self.ended += 1
+        self.told = self.told or not late
 
 
 class CallFormat(ABC):
@@ -99,6 +114,8 @@ class CallFormat(ABC):
     shown: tuple[str, ...] = ()
     #: A turn whose first character is one of these may begin with calls, without a mark.
     openings: str = ""
+    #: All that the model writes is between marks: they are read without tools, too.
+    framed: bool = False
 
     @abstractmethod
     def matches(self, template: str) -> bool:
@@ -126,14 +143,19 @@ class CallParser:
         calls_format: how they are written.
         tools: names of those that the model may call.
         new_id: makes a name for a call.
+        schemas: of their arguments, as JSON texts.
     """
 
     def __init__(
-        self, calls_format: CallFormat, tools: Collection[str], new_id: Callable[[], str]
+        self,
+        calls_format: CallFormat,
+        tools: Collection[str],
+        new_id: Callable[[], str],
+        schemas: Mapping[str, str],
     ) -> None:
         self._format = calls_format
         self._parts = Parts()
-        self._calls = Calls(self._parts, tools, new_id)
+        self._calls = Calls(self._parts, tools, new_id, schemas)
         self._source = Source()
         self._grammar: Grammar | None = None
         #: Text that may turn out to be no text: outside of calls, and what a grammar has read.
@@ -182,7 +204,7 @@ class CallParser:
                 return ""
             self._fresh = False
             if begins[0] in self._format.openings:
-                self._begin(text[: len(text) - len(begins)], marked=False)
+                self._begin(text[: len(text) - len(begins)])
                 return begins
         found = earliest(text, self._format.marks)
         if found is None:
@@ -190,7 +212,7 @@ class CallParser:
             return ""
         begin, end = found
         self._tell(text[:begin], 0)
-        self._begin(self._held + text[begin:end], marked=True)
+        self._begin(self._held, text[begin:end])
         return text[end:]
 
     def _tell(self, text: str, back: int) -> None:
@@ -204,10 +226,10 @@ class CallParser:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def _begin(self, read: str, *, marked: bool) -> None:
-        self._held, self._read = "", [read]
-        self._before = self._calls.begun
-        self._grammar = self._format.read(self._source, self._calls, marked=marked)
+    def _begin(self, read: str, mark: str = "") -> None:
+        self._held, self._read = "", [read + mark]
+        self._before, self._calls.mark = self._calls.begun, mark
+        self._grammar = self._format.read(self._source, self._calls, marked=bool(mark))
 
     def _inside(self, text: str) -> str:
         """Let the grammar read; what is left of the text, once it has ended."""

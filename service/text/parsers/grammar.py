@@ -7,7 +7,7 @@ So what comes of a text can't hang on how it was cut into pieces.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 Grammar = Generator[None, None, None]
 #: A part of a grammar that brings a text.
@@ -15,7 +15,7 @@ Reading = Generator[None, None, str]
 
 WHITESPACE = " \t\r\n"
 #: Characters of a name, or of a key, at most: until one ends, nothing can be told of it.
-_MOST_NAME = 256
+MOST_NAME = 256
 #: A backslash takes one more character.
 _ESCAPE = "\\"
 
@@ -72,7 +72,7 @@ def json_name(source: Source) -> Reading:
     taken: list[str] = []
 
     def take(char: str) -> None:
-        if len(taken) > _MOST_NAME:
+        if len(taken) > MOST_NAME:
             raise Unexpected
         taken.append(char)
 
@@ -126,3 +126,34 @@ def _nested(source: Source, take: Callable[[str], None]) -> Grammar:
         yield
         if not depth:
             return
+
+
+def one_of(source: Source, texts: Sequence[str], *, stay: bool = False) -> Reading:
+    """The one of these texts that comes; none of them begins another one.
+
+    `stay`: its last character is the caller's to take, once it has told what has come.
+    """
+    read = 0
+    left = [text for text in texts if text]
+    while True:
+        left = [text for text in left if text[read] == source.char]
+        if not left:
+            raise Unexpected
+        read += 1
+        for text in left:
+            if len(text) == read:
+                if not stay:
+                    yield
+                return text
+        yield
+
+
+def until(source: Source, end: str, most: int | None = None) -> Reading:
+    """What stands before `end`, `most` characters at most; `end` is read too."""
+    taken = ""
+    while not taken.endswith(end):
+        if not source.char or (most is not None and len(taken) > most + len(end)):
+            raise Unexpected
+        taken += source.char
+        yield
+    return taken[: -len(end)]

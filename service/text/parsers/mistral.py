@@ -13,6 +13,7 @@ from tokenpod.service.text.parsers.calls import (
     json_tags,
 )
 from tokenpod.service.text.parsers.grammar import (
+    MOST_NAME,
     Grammar,
     Reading,
     Source,
@@ -23,7 +24,6 @@ from tokenpod.service.text.parsers.grammar import (
 )
 
 _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
-_MOST_NAME = 256
 
 
 class Mistral(CallFormat):
@@ -89,7 +89,7 @@ def _named(source: Source, calls: Calls) -> Grammar:
 def _name(source: Source) -> Reading:
     taken: list[str] = []
     while source.char and (source.char.isalnum() or source.char in "_-.:"):
-        if len(taken) == _MOST_NAME:
+        if len(taken) == MOST_NAME:
             raise Unexpected
         taken.append(source.char)
         yield

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from tokenpod.core.constraints import Arguments, Tag, Tagged
+from tokenpod.core.constraints import Argument, Arguments, JsonSchema, Tag, Tagged
 from tokenpod.service.text.parsers.calls import (
     MOST_WRITTEN,
     TOO_LONG,
@@ -20,6 +20,7 @@ from tokenpod.service.text.parsers.calls import (
     ToolsError,
 )
 from tokenpod.service.text.parsers.grammar import (
+    MOST_NAME,
     Grammar,
     Reading,
     Source,
@@ -29,7 +30,6 @@ from tokenpod.service.text.parsers.grammar import (
     space,
 )
 
-_MOST_NAME = 256
 _QUOTE = '"'
 #: A name that can be an argument's.
 _ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
@@ -90,7 +90,7 @@ def _named(schema: Mapping[str, Any]) -> Arguments:
     """An object's properties as named arguments: what they refer to goes with each."""
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     needed = {name for name in schema.get("required", []) if isinstance(name, str)}
-    found, size = list[tuple[str, str, bool]](), 0
+    found, size = list[Argument](), 0
     for name, each in schema.get("properties", {}).items():
         if _ARGUMENT.fullmatch(name):
             text = json.dumps(each | shared if isinstance(each, dict) else shared)
@@ -98,15 +98,15 @@ def _named(schema: Mapping[str, Any]) -> Arguments:
             size += len(text)
             if size > MOST_WRITTEN:
                 raise ToolsError(TOO_LONG)
-            found.append((name, text, name in needed))
-    return Arguments(tuple(found))
+            found.append(Argument(f"{name}=", JsonSchema(text), "", name in needed))
+    return Arguments(tuple(found), separator=", ")
 
 
 def _word(source: Source) -> Reading:
     """A name, or a number."""
     taken: list[str] = []
     while source.char and (source.char.isalnum() or source.char in "_-+."):
-        if len(taken) == _MOST_NAME:
+        if len(taken) == MOST_NAME:
             raise Unexpected
         taken.append(source.char)
         yield

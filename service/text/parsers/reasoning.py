@@ -14,11 +14,20 @@ _MOST_SPACE = 64
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models marks reasoning. `name`: for `--reasoning-parser`."""
+    """How a family of models marks reasoning.
+
+    Args:
+        name: for `--reasoning-parser`.
+        begin, end: the marks.
+        sign: what chat templates of the family have; empty: a mark.
+        answers: how an answer begins, behind reasoning and without, where it has a mark too.
+    """
 
     name: str
     begin: str
     end: str
+    sign: str = ""
+    answers: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -27,6 +36,8 @@ class ReasoningFormat:
 
     def matches(self, template: str) -> bool:
         """Whether a model with this chat template writes so."""
+        if self.sign:
+            return self.sign in template
         return self.begin in template or self.end in template
 
     def is_open(self, prompt_end: str) -> bool:

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tokenpod.service.calls.parts import Kind, Part
+from tokenpod.service.text.parsers.between_tags import DEEPSEEK_DSML, GLM, MINIMAX, QWEN3_CODER
 from tokenpod.service.text.parsers.calls import CallFormat, CallParser
+from tokenpod.service.text.parsers.gemma import Gemma4
+from tokenpod.service.text.parsers.harmony import FINAL, Harmony
+from tokenpod.service.text.parsers.harmony import REASONS as HARMONY_REASONS
 from tokenpod.service.text.parsers.hermes import Hermes
 from tokenpod.service.text.parsers.llama import Llama3Json
 from tokenpod.service.text.parsers.mistral import Mistral
 from tokenpod.service.text.parsers.pythonic import Pythonic
 from tokenpod.service.text.parsers.reasoning import ReasoningFormat, ReasoningParser
+from tokenpod.service.text.parsers.sections import DeepSeek, Kimi
 
 #: In the order in which templates are looked at.
-CALL_FORMATS: Sequence[CallFormat] = (Hermes(), Mistral(), Pythonic(), Llama3Json())
+CALL_FORMATS: Sequence[CallFormat] = (
+    Harmony(),
+    Hermes(),
+    QWEN3_CODER,
+    GLM,
+    MINIMAX,
+    DEEPSEEK_DSML,
+    DeepSeek(),
+    Kimi(),
+    Gemma4(),
+    Mistral(),
+    Pythonic(),
+    Llama3Json(),
+)
 REASONING_FORMATS = (
     ReasoningFormat("think", "<think>", "</think>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("harmony", *HARMONY_REASONS, sign="<|channel|>analysis", answers=FINAL),
+    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
 )
 AUTO, NONE = "auto", "none"
 #: Mistral's templates take ids of nine letters and digits alone, and others take any.
@@ -74,6 +95,7 @@ class TurnParser:
         tools: names of those that the model may call; without any no calls are looked for.
         several: the model may call several in a turn; else the turn is over after one.
         new_id: makes a name for a call.
+        schemas: of the tools' arguments, as JSON texts.
     """
 
     def __init__(
@@ -84,12 +106,15 @@ class TurnParser:
         tools: Collection[str] = (),
         several: bool = True,
         new_id: Callable[[], str] = new_call_id,
+        schemas: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         reasoning = formats.reasoning
         self._reasoning = (
             ReasoningParser(reasoning, inside=reasoning.is_open(prompt_end)) if reasoning else None
         )
-        self._calls = CallParser(formats.calls, tools, new_id) if formats.calls and tools else None
+        calls = formats.calls
+        looked_for = calls is not None and (tools or calls.framed)
+        self._calls = CallParser(calls, tools, new_id, schemas) if calls and looked_for else None
         self._several = several
 
     @property

@@ -325,15 +325,15 @@ def latents() -> None:
 
 def delta_nets() -> None:
     """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests."""
-    step = lay_out([Spec(1, 40), Spec(9, 50), Spec(100, 100)], CPU)
     shape = DeltaShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, width=4)
-    for dtype in (BF16, torch.float32):
-        inputs, weights = (
-            drawn(shape, *more, dtype)
-            for drawn, more in ((drawn_inputs, (step.batch.tokens,)), (drawn_weights, ()))
-        )
-        states = drawn_states(shape, step.batch, dtype)
-        OPERATIONS.gated_delta(inputs, weights, shape, states, OPERATIONS.plan_delta(step.batch))
+    for dtype, specs in itertools.product(
+        (BF16, torch.float32),
+        ([Spec(1, 40), Spec(9, 50), Spec(100, 100)], [Spec(1, 40)] * 40),
+    ):
+        batch = lay_out(specs, CPU).batch
+        inputs = drawn_inputs(shape, batch.tokens, dtype)
+        states, weights = drawn_states(shape, batch, dtype), drawn_weights(shape, dtype)
+        OPERATIONS.gated_delta(inputs, weights, shape, states, OPERATIONS.plan_delta(batch))
 
 
 def adapted() -> None:

@@ -20,6 +20,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 6, 7, 9
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 CANCEL = struct.pack(">I", 8)
+MODEL = "/tokenpod.v1.GenerationService/GetModel"
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -31,16 +32,16 @@ def header(name: str, value: str) -> bytes:
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
-def call_headers(path: str = "/tokenpod.v1.GenerationService/GetModel") -> bytes:
+def call_headers(path: str = MODEL) -> bytes:
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "a"}
     fields |= {"content-type": "application/grpc", "te": "trailers"}
     return b"".join(header(name, value) for name, value in fields.items())
 
 
 def opened(port: int) -> socket.socket:
-    """A connection whose settings have been said."""
+    """A connection on which both sides' settings hold: gRPC refuses most calls until then."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-    connection.sendall(PREFACE + frame(SETTINGS, 0, 0))
+    connection.sendall(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
     return connection
 
 
@@ -72,6 +73,16 @@ def resets() -> Iterator[bytes]:
             out.append(frame(RST_STREAM, 0, stream, CANCEL))
             stream += 2
         yield b"".join(out)
+
+
+def given_up(path: str) -> Iterator[bytes]:
+    """150 calls, then their resets and the next 150: each is there for a while."""
+    block, first, resets = call_headers(path), 1, b""
+    while True:
+        streams = range(first, first + 300, 2)
+        yield resets + b"".join(frame(HEADERS, END_HEADERS, each, block) for each in streams)
+        resets = b"".join(frame(RST_STREAM, 0, each, CANCEL) for each in streams)
+        first += 300
 
 
 def pings() -> Iterator[bytes]:

@@ -6,6 +6,7 @@ python gateway_client.py URL [tools]     prints one JSON object: what each kind 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -26,8 +27,15 @@ TOOL = {
 def main(url: str, what: str = "texts") -> None:
     import openai  # type: ignore[import-not-found]
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
-    print(json.dumps({"texts": texts, "tools": tools}[what](client)))
+    # Its certificate is one that a test has made.
+    http = openai.DefaultHttpxClient(verify=os.environ.get("TRUSTED", True))
+    key = os.environ.get("KEY", "none")
+    client = openai.OpenAI(
+        base_url=f"{url}/v1", api_key=key, timeout=300, max_retries=0, http_client=http
+    )
+    print(
+        json.dumps({"texts": texts, "tools": tools, "forced": forced, "left": left}[what](client))
+    )
 
 
 def texts(client: Any) -> dict[str, Any]:
@@ -70,6 +78,43 @@ def tools(client: Any) -> dict[str, Any]:
     return told | {"turn": [turn.choices[0].finish_reason, turn.usage.prompt_tokens]}
 
 
+def forced(client: Any) -> dict[str, Any]:
+    """Calls that must be made, several samples, seeds, and tokens that calls take."""
+    create = client.chat.completions.create
+    fields = {"model": "demo", "messages": CHAT, "tools": [TOOL], "max_tokens": 200}
+    told: dict[str, Any] = {}
+    named = {"type": "function", "function": {"name": "look"}}
+    for name, choice in (("required", "required"), ("named", named)):
+        answer = create(tool_choice=choice, seed=5, **fields)
+        told[name] = [
+            calls(answer.choices[0].message.tool_calls),
+            answer.choices[0].finish_reason,
+            answer.usage.completion_tokens,
+        ]
+        parts = [
+            p.choices[0]
+            for p in create(tool_choice=choice, seed=5, stream=True, **fields)
+            if p.choices
+        ]
+        told[f"{name} streamed"] = joined([c for p in parts for c in p.delta.tool_calls or []])
+    plain = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0}
+    told["n"] = [each.text for each in client.completions.create(n=2, seed=7, **plain).choices]
+    told["seed"] = [
+        client.completions.create(seed=seed, **plain).choices[0].text for seed in (7, 7, 8)
+    ]
+    return told
+
+
+def left(client: Any) -> dict[str, Any]:
+    """A stream that its client leaves."""
+    stream = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    first = next(iter(stream)).choices[0].text
+    stream.close()
+    return {"first": first}
+
+
 def calls(found: Any) -> list[list[str]]:
     return [[call.function.name, call.function.arguments] for call in found or []]
 
@@ -87,6 +132,7 @@ def joined(pieces: list[Any]) -> list[list[str]]:
 def constrained(client: Any) -> str:
     """What is said as JSON of a schema."""
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(
         messages=CHAT, response_format=form, **GREEDY | {"max_tokens": 60}

@@ -55,7 +55,7 @@
 {{- $root := .root -}}
 {{- with .root.Values -}}
 {{- include "tokenpod.modelArgs" $root | trim }}
-- --port={{ .ports.grpc }}
+- --port={{ ternary .ports.proxied .ports.grpc .proxy.enabled }}
 - --health-port={{ .ports.health }}
 - --lame-duck-seconds={{ include "tokenpod.lameDuckSeconds" $root }}
 - --graceful-termination-timeout={{ .drain.timeoutSeconds | toJson }}

@@ -11,6 +11,7 @@
 {{- include "tokenpod.checkFlags" . -}}
 {{- include "tokenpod.checkGateway" . -}}
 {{- include "tokenpod.checkRoutes" . -}}
+{{- include "tokenpod.checkProxy" . -}}
 {{- end }}
 
 {{/* `helm template` asks no cluster; a helm that was built without its release flags then claims v1.20.0. */}}
@@ -61,7 +62,7 @@
 {{- end -}}
 {{- range .extraArgs -}}
 {{- $name := splitList "=" . | first -}}
-{{- if has $name (list "--host" "--port" "--health-check-port" "--prometheus-port" "--policy" "--shutdown-grace-period-secs" "--service-discovery" "--discovery-provider" "--service-discovery-namespace" "--service-discovery-port" "--selector" "--worker-urls") -}}
+{{- if has $name (list "--host" "--port" "--health-check-port" "--prometheus-port" "--policy" "--shutdown-grace-period-secs" "--service-discovery" "--discovery-provider" "--service-discovery-namespace" "--service-discovery-port" "--selector" "--worker-urls" "--tls-cert-path" "--tls-key-path") -}}
 {{- fail (printf "gateway.extraArgs has %s: the chart sets it itself, from its own values" $name) -}}
 {{- end -}}
 {{- end -}}

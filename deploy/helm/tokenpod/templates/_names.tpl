@@ -62,7 +62,7 @@ app.kubernetes.io/component: gateway
 {{- end }}
 
 {{/* Call it with the image's values. */}}
-{{- define "tokenpod.gatewayImage" -}}
+{{- define "tokenpod.imageOf" -}}
 {{- with .registry }}{{ . }}/{{ end -}}
 {{- .repository -}}
 {{- ternary (printf "@%s" .digest) (printf ":%s" .tag) (not (empty .digest)) -}}

@@ -55,8 +55,11 @@ spec:
   topologySpreadConstraints:
     {{- tpl (toYaml .) $root | nindent 4 }}
   {{- end }}
-  {{- if or .cache.copyFromImage .initContainers (eq .model.source "download") }}
+  {{- if or .proxy.enabled .cache.copyFromImage .initContainers (eq .model.source "download") }}
   initContainers:
+    {{- if .proxy.enabled }}
+    {{- include "tokenpod.proxy" $root | nindent 4 }}
+    {{- end }}
     {{- if eq .model.source "download" }}
     {{- include "tokenpod.download" $root | nindent 4 }}
     {{- end }}
@@ -90,7 +93,7 @@ spec:
         {{- toYaml . | nindent 8 }}
       {{- end }}
       ports:
-        - {name: grpc, containerPort: {{ .ports.grpc }}}
+        - {name: {{ ternary "proxied" "grpc" .proxy.enabled }}, containerPort: {{ ternary .ports.proxied .ports.grpc .proxy.enabled }}}
         - {name: health, containerPort: {{ .ports.health }}}
         {{- if .telemetry.metrics.enabled }}
         - {name: metrics, containerPort: {{ .ports.metrics }}}

@@ -44,6 +44,9 @@ class ExtendTile:
     block_n: int
     warps: int
     stages: int
+    #: Programs of a tile, each with so many times fewer numbers of the values: sums of long heads
+    #: take the registers that more queries could have. Each multiplies queries with keys anew.
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile
 
@@ -33,7 +34,6 @@ _SHAPES = {
         (64, 1, 64, 256, 4, 3),
     ),
     128: (
-        (256, 1, 128, 64, 8, 6),
         (256, 1, 128, 128, 8, 4),
         (128, 1, 128, 128, 8, 4),
         (256, 1, 64, 256, 8, 3),
@@ -41,7 +41,6 @@ _SHAPES = {
     ),
     1 << 30: (
         (128, 1, 256, 128, 8, 3),
-        (256, 1, 128, 64, 8, 6),
         (256, 1, 128, 128, 8, 4),
         (128, 1, 128, 128, 8, 4),
         (256, 1, 64, 256, 8, 3),
@@ -69,4 +68,7 @@ def _all(n: int, k: int, tokens: int, *, gated: bool) -> Iterator[LaneTile]:
                     and k // inputs % (parts * s) == 0
                 )
             )
-            yield LaneTile(rows // parts, block_t, inputs, parts, warps, stages, splits)
+            tile = LaneTile(rows // parts, block_t, inputs, parts, warps, stages, splits)
+            yield tile
+            if block_t >= 64 and inputs >= 128:
+                yield replace(tile, described=True)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
 from tokenpod.kernels.operations.pointwise_ops import Activation
@@ -89,9 +90,12 @@ def multiply_lanes(
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
     even = weight.blocks * weight.width % (lanes * tile.parts * splits) == 0
+    described = tile.described and lanes % weight.width == 0 and _can_describe(x, tile)
     lane_product[(triton.cdiv(n, block_n) * triton.cdiv(tokens, block_t), splits)](
-        *(x, weight.numbers, weight.scale, bias, target),
+        TensorDescriptor.from_tensor(x, [block_t, weight.planes * lanes]) if described else x,
+        *(weight.numbers, weight.scale, bias, target),
         *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.blocks),
+        DESCRIBED=described,
         KIND=weight.kind,
         TABLE=weight.table,
         SCALES=weight.scales,
@@ -117,6 +121,14 @@ def multiply_lanes(
         add_up(target, bias, y, add=add)
 
 
+def _can_describe(x: torch.Tensor, tile: LaneTile) -> bool:
+    """Whether the tensor memory engine can fetch blocks of the inputs."""
+    generation = capability(x.device)
+    has_engine = generation is None or generation >= (9, 0)
+    whole = tile.parts == 1 and tile.block_t >= LEAST_COLUMNS
+    return has_engine and whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def lane_product(
     x,
@@ -130,6 +142,7 @@ def lane_product(
     n,
     k,
     blocks,
+    DESCRIBED: tl.constexpr,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
     SCALES: tl.constexpr,
@@ -164,7 +177,7 @@ def lane_product(
     SOME: tl.constexpr = min(LANES, WIDTH)
     SUB: tl.constexpr = WIDTH // SOME
     INPUTS: tl.constexpr = PLANES * LANES
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    DTYPE: tl.constexpr = x.dtype if DESCRIBED else x.dtype.element_ty
     row_lanes = blocks * WIDTH
     share = tl.cdiv(tl.cdiv(row_lanes, LANES), PARTS * SPLITS)
     blocks_t = tl.cdiv(tokens, BLOCK_T)
@@ -179,7 +192,7 @@ def lane_product(
     first_of_row = (tl.program_id(1) * PARTS + row_part) * share
     first = (tl.program_id(1) * PARTS + part) * share
     at_w = weight + own.to(tl.int64) * row_lanes
-    at_x = x + token.to(tl.int64) * x_stride
+    at_x = token.to(tl.int64) * x_stride
     rows = GATES * n
     if AHEAD > 0:
         start = tl.program_id(1) * PARTS * share * LANES
@@ -196,7 +209,12 @@ def lane_product(
         of_step = tl.arange(0, INPUTS)[:, None]
         i = its // SUB * (PLANES * WIDTH) * BLOCKS + its % SUB * SOME
         i += of_step // SOME * WIDTH + of_step % SOME
-        v = tl.load(at_x[None, :] + i, mask=_inside(is_x[None, :], i, k, EVEN), other=0.0)
+        if DESCRIBED:
+            # Beyond the last input and token it gives zeros.
+            v = tl.trans(x.load([block_t * BLOCK_T, (tl.program_id(1) * share + step) * INPUTS]))
+        else:
+            inside = _inside(is_x[None, :], i, k, EVEN)
+            v = tl.load(x + at_x[None, :] + i, mask=inside, other=0.0)
         lane = ((first_of_row + step) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
         packed = _load(at_w[:, None] + lane, lane < row_lanes, EVEN)
         packed = tl.reshape(packed, (ALL, BLOCKS, SOME))

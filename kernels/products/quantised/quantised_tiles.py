@@ -78,6 +78,8 @@ class LaneTile:
     splits: int = 1
     #: Bytes of each row that are asked for before the input is there.
     ahead: int = 0
+    #: The tensor memory engine fetches the tokens, where a GPU has one.
+    described: bool = False
 
 
 Tile = AddTile | TokenTile | MatrixTile | LaneTile

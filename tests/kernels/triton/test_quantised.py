@@ -45,6 +45,7 @@ def poisoned(poisoned_memory):
 
 IN_BYTES = [name for name in KINDS if name not in IN_LANES]
 SPLIT_LANES = replace(LANES, parts=1, splits=2, inputs=256)
+DESCRIBED_LANES = replace(LANES, parts=1, block_t=16, inputs=128, splits=2, described=True)
 HALF_LANES = replace(LANES, parts=2, block_t=8, inputs=64)
 #: What makes products of each kind.
 WAYS = {
@@ -55,6 +56,7 @@ WAYS = {
     **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
     **{f"{name}-splits": (name, SPLIT_LANES) for name in IN_LANES},
     **{f"{name}-halves": (name, HALF_LANES) for name in IN_LANES},
+    **{f"{name}-described": (name, DESCRIBED_LANES) for name in IN_LANES},
 }
 each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 

@@ -20,10 +20,13 @@ from benchmarks.support.report import Report
 from benchmarks.support.timing import (
     DEVICE,
     DTYPE,
+    captured,
     error_of,
     graph_seconds,
+    profiled,
     reporting,
 )
+from tokenpod.kernels.experts import expert_tiles, triton_experts
 from tokenpod.kernels.experts.reference_experts import mixture
 from tokenpod.kernels.experts.triton_experts import prepare_experts
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing
@@ -80,6 +83,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", nargs="*", choices=known, default=known[:-1])
     parser.add_argument("--kinds", nargs="*", choices=FORMATS, help="default: what models have")
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 64, 256, 2048])
+    parser.add_argument("--kernels", action="store_true", help="what each kernel takes, too")
+    parser.add_argument("--one-as-many", action="store_true", help="one token by many's kernels")
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
@@ -89,11 +94,29 @@ def run(asked: argparse.Namespace, report: Report) -> None:
         for kind in LAYERS[name].kinds
         if asked.kinds is None or kind in asked.kinds
     ]
+    if asked.one_as_many:
+        _take_one_as_many()
     bf16: dict[tuple[str, int], float] = {}
     with torch.inference_mode():
         for case in jobs:
             with reporting(f"{case.layer.name} {case.kind}"):
-                time_block(case, asked.tokens, bf16, report)
+                time_block(case, asked.tokens, bf16, report, kernels=asked.kernels)
+
+
+def _take_one_as_many() -> None:
+    def dense(x: Any, into: Any, weights: Any, activation: Any, table: Any, tile: Any) -> None:
+        stacks = triton_experts.Stacks(weights.gate_up, weights.down)
+        many(x, into, weights, stacks, activation, table, expert_tiles.TILES)
+
+    def stored(
+        x: Any, into: Any, weights: Any, up: Any, down: Any, activation: Any, table: Any
+    ) -> None:
+        stacks = triton_experts.Stacks(up, down)
+        many(x, into, weights, stacks, activation, table, expert_tiles.STORED_TILES)
+
+    many: Any = triton_experts.add_for_many
+    module: Any = triton_experts
+    module.add_for_one, module.add_stored_for_one = dense, stored
 
 
 @dataclass(frozen=True)
@@ -132,7 +155,12 @@ def norm_of(layer: Layer) -> RowNorm:
 
 
 def time_block(
-    case: Case, among: list[int], bf16: dict[tuple[str, int], float], report: Report
+    case: Case,
+    among: list[int],
+    bf16: dict[tuple[str, int], float],
+    report: Report,
+    *,
+    kernels: bool,
 ) -> None:
     """A row for each number of tokens."""
     layer, weights, norm = case.layer, case.weights(), norm_of(case.layer)
@@ -166,3 +194,15 @@ def time_block(
             limit_share=limit / taken,
             error=off,
         )
+        if kernels and GPU:
+            replay = captured(lambda: [block(x, got) for x in inputs])  # noqa: B023
+            _, by_name = profiled(replay)
+            for name, microseconds in by_name:
+                report.row(
+                    "kernels",
+                    layer=layer.name,
+                    format=case.kind,
+                    tokens=tokens,
+                    kernel=name,
+                    us=microseconds / count,
+                )

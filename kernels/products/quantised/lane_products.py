@@ -22,11 +22,10 @@ from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
 from tokenpod.kernels.products.quantised.around import Around, Product, put
-from tokenpod.kernels.products.quantised.lane_widening import lane_unit, scaled_planes
+from tokenpod.kernels.products.quantised.lane_widening import lane_unit, widened_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes
 from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, measured
-from tokenpod.kernels.products.quantised.widening import halves
 from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
 #: The matrix unit's fewest rows.
@@ -216,16 +215,11 @@ def lane_product(
             inside = _inside(is_x[None, :], i, k, EVEN)
             v = tl.load(x + at_x[None, :] + i, mask=inside, other=0.0)
         lane = ((first_of_row + step) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
-        packed = _load(at_w[:, None] + lane, lane < row_lanes, EVEN)
-        packed = tl.reshape(packed, (ALL, BLOCKS, SOME))
         block = ((first_of_row + step) // SUB * BLOCKS)[:, None] + tl.arange(0, BLOCKS)[None, :]
-        s, z = _scales(scale, own[:, None], block, blocks, rows, SCALES, ZEROS, PLANES, EVEN)
-        w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
-        if PLANES == 4:
-            w = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 1, 3, 4, 2))
-        else:
-            w = tl.permute(tl.join(w0, w1), (0, 1, 3, 2))
-        w = tl.reshape(w, (ALL, INPUTS))
+        w = widened_lanes(
+            at_w, scale, own, lane, block, row_lanes, blocks, rows,
+            KIND, TABLE, SCALES, ZEROS, PLANES, SOME, DTYPE, ASSEMBLY, EVEN,
+        )  # fmt: skip
         sums = tl.dot(w, v, sums, input_precision="ieee")
     sums *= lane_unit(KIND, ZEROS, DTYPE, ASSEMBLY)
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
@@ -237,57 +231,6 @@ def lane_product(
 @triton.jit
 def _inside(is_x, i, k, EVEN: tl.constexpr):
     return is_x if EVEN else is_x & (i < k)
-
-
-@triton.jit
-def _load(at, inside, EVEN: tl.constexpr):
-    """What is read once, and makes room for what is read again."""
-    if EVEN:
-        loaded = tl.load(at, eviction_policy="evict_first")
-    else:
-        loaded = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
-    return loaded
-
-
-@triton.jit
-def _scales(
-    scale,
-    own,
-    block,
-    blocks,
-    rows,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    PLANES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Scales of four planes (of two, twice), and what is added to their numbers: `Lanes.scale`."""
-    WORDS: tl.constexpr = SCALES if ZEROS else (SCALES + 1) // 2
-    at = scale + block * (WORDS * rows) + own
-    inside = block < blocks
-    z0, s0 = halves(_load(at, inside, EVEN))
-    if ZEROS:
-        z1, s1, z2, s2, z3, s3 = z0, s0, z0, s0, z0, s0
-        if SCALES == 2:
-            z2, s2 = halves(_load(at + rows, inside, EVEN))
-            z3, s3 = z2, s2
-        elif SCALES == 4:
-            z1, s1 = halves(_load(at + rows, inside, EVEN))
-            z2, s2 = halves(_load(at + 2 * rows, inside, EVEN))
-            z3, s3 = halves(_load(at + 3 * rows, inside, EVEN))
-    else:
-        s1, s2, s3 = s0, s0, s0
-        if SCALES == 2:
-            s0, s2 = z0, s0
-            s1, s3 = s0, s2
-        elif SCALES == 4:
-            s0, s1 = z0, s0
-            s2, s3 = halves(_load(at + rows, inside, EVEN))
-        z1, z2, z3 = z0, z0, z0
-    if PLANES == 2 and SCALES == 2:
-        # The second scale is the second plane's.
-        s1, z1 = s2, z2
-    return (s0, s1, s2, s3), (z0, z1, z2, z3)
 
 
 @triton.jit

@@ -31,17 +31,6 @@ class Tile:
     down: ProductTile
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTile:
-    """Both products of a block for one token; stages of 1 read straight into registers."""
-
-    gate_up: ProductTile
-    down: ProductTile
-
-
-#: Fits everywhere.
-TOKEN_TILE = TokenTile(ProductTile(4, 1024, 4, 1), ProductTile(4, 1024, 4, 3))
-
 #: (most tokens of an expert on average, tile), ascending; the last is for any number.
 Table = tuple[tuple[float, Tile], ...]
 
@@ -66,8 +55,8 @@ SMALL_TILES: Table = (
 WIDE_TILES: Table = ((ANY, Tile(16, ProductTile(64, 32, 4, 2), ProductTile(64, 32, 4, 2))),)
 
 
-#: Of weights in fewer bits, whose tiles are widened in registers: `block_k` is inputs of a byte
-#: each, of which a format may take fewer at a time.
+#: Of weights in fewer bits, whose tiles are widened in registers: a format may have steps of more
+#: or of fewer inputs than `block_k`.
 STORED_TILES: Table = (
     # Less than a token for an expert: there are hardly programs enough.
     (0.5, Tile(16, ProductTile(64, 128, 4, 5), ProductTile(64, 128, 4, 5))),

@@ -84,6 +84,53 @@ def widened_lanes(
 
 
 @triton.jit
+def lane_numbers(
+    at_row,
+    scale,
+    own,
+    lane,
+    block,
+    blocks,
+    rows,
+    row_lanes,
+    KIND: tl.constexpr,
+    TABLE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PLANES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A block's numbers without scales, which are `Lanes.apart`: four planes [R, lanes].
+
+    Multiples of 1 / `lane_unit`; of 8 bits two planes and again two. `block` is a number, what
+    else is given is as for `widened_lanes`.
+    """
+    packed = tl.expand_dims(_load(at_row[:, None] + lane, lane < row_lanes, EVEN), 1)
+    one = tl.full((at_row.shape[0], 1), 1.0, tl.float32)
+    z = (one, one, one, one)
+    if ZEROS:
+        at = scale + (blocks + block) * SCALES * rows + own[:, None]
+        EACH: tl.constexpr = PLANES // SCALES
+        z = (
+            tl.load(at).to(tl.float32, bitcast=True),
+            tl.load(at + 1 // EACH * rows).to(tl.float32, bitcast=True),
+            tl.load(at + 2 % PLANES // EACH * rows).to(tl.float32, bitcast=True),
+            tl.load(at + 3 % PLANES // EACH * rows).to(tl.float32, bitcast=True),
+        )
+    s = (one, one, one, one)
+    w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
+    shape: tl.constexpr = (packed.shape[0], packed.shape[2])
+    return (
+        tl.reshape(w0, shape),
+        tl.reshape(w1, shape),
+        tl.reshape(w2, shape),
+        tl.reshape(w3, shape),
+    )
+
+
+@triton.jit
 def scaled_planes(
     packed,
     s,

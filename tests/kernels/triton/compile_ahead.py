@@ -27,7 +27,6 @@ from tokenpod.kernels.attention import attention_extend
 from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.kernels.cache import slot_copies as slots
 from tokenpod.kernels.cache import triton_rotary as rotary
-from tokenpod.kernels.experts import expert_token_stored
 from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
@@ -94,7 +93,6 @@ def compile_launches(capability: tuple[int, int]) -> None:
         launch,
         product,
         experts,
-        expert_token_stored,
         quantised_products,
         lane_products,
         token_product,

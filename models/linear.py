@@ -91,13 +91,29 @@ class Products:
             fused = _norm_linear(ops, plain, norm, activation)
         return self._adapted(name, fused, plain, _dense(weight, bias), norm, activation)
 
+    def part_linear(self, name: str) -> Product:
+        """The product `name` whose inputs ranks divide: this rank's summand."""
+        product, late = self._divided(name)
+        if late is None or (self.ops.group is not None and self.ops.group.rank):
+            return product
+        bias = late
+
+        def product_and_bias(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+            return product(x, step).add_(bias)
+
+        return product_and_bias
+
+    def _divided(self, name: str) -> tuple[Product, torch.Tensor | None]:
+        """The product of a rank's inputs, and the bias that follows the sum: none of one rank."""
+        weight, bias = self._take(name)
+        own, late = (bias, None) if self.ops.group is None else (None, bias)
+        plain = self._plain(weight, own)
+        return self._adapted(name, plain, plain, _dense(weight, own)), late
+
     def sum_linear(self, name: str) -> Product:
         """The product `name` whose inputs ranks divide: the sum over all of them."""
-        weight, bias = self._take(name)
+        product, late = self._divided(name)
         group = self.ops.group
-        own, late = (bias, None) if group is None else (None, bias)
-        plain = self._plain(weight, own)
-        product = self._adapted(name, plain, plain, _dense(weight, own))
         if group is None:
             return product
 

@@ -128,61 +128,88 @@ def _in_steps(
     return None
 
 
-class WalkArguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Walk:
     """What `expert_products.product` needs to know of a weight, and of inputs that it may round."""
 
     x: torch.Tensor
     x_scale: torch.Tensor
     weight: torch.Tensor
     scale: torch.Tensor
-    #: Blocks of a row of lanes, or scales of a row of bytes.
-    columns: int
-    scale_rows: int
-    their_columns: int
-    constants: dict[str, object]
+    #: Inputs of a step.
+    block_k: int
+    #: Blocks of a row of lanes, or scales of a row of bytes; rows that share them.
+    columns: int = 1
+    scale_rows: int = 1
+    #: Scales of a token.
+    their_columns: int = 1
+    #: "dense", "lanes" or "bytes".
+    form: str = "dense"
+    kind: str = ""
+    #: Of lanes, as `Lanes` has them.
+    table: tuple[int, ...] | None = None
+    scales: int = 1
+    zeros: bool = False
+    apart: bool = False
+    planes: int = 1
+    width: int = 1
+    #: Of bytes: whether inputs are, too; steps that share a scale, of a row and of a token.
+    rounded: bool = False
+    per_group: int = 0
+    per_their: int = 0
+
+    @property
+    def even(self) -> bool:
+        """Whether inputs are whole steps."""
+        return self.x.shape[1] % self.block_k == 0
+
+    def step_bytes(self, tokens: int, rows: int) -> int:
+        """Of what is copied ahead for a step of so many tokens and rows of the weight."""
+        of_rows = rows * self.weight.element_size() // self.planes
+        return self.block_k * (tokens * self.x.element_size() + of_rows)
 
 
-def walk_arguments(
-    x: torch.Tensor, weight: torch.Tensor | KernelStack, block_k: int
-) -> WalkArguments:
+def walk_of(x: torch.Tensor, weight: torch.Tensor | KernelStack, block_k: int) -> Walk:
     """Of a product of x [T, in]; inputs are rounded here if the format says so."""
-    constants: dict[str, object] = {
-        **{"FORM": "dense", "KIND": "", "ROUNDED": False, "PER_GROUP": 0, "PER_THEIR": 0},
-        **{
-            "TABLE": None,
-            "SCALES": 1,
-            "ZEROS": False,
-            "SCALES_APART": False,
-            "PLANES": 1,
-            "WIDTH": 1,
-        },
-        **{"BLOCK_K": block_k, "EVEN": x.shape[1] % block_k == 0},
-    }
     if isinstance(weight, torch.Tensor):
-        return WalkArguments(x, x, weight, weight, 1, 1, 1, constants)
-    rows, inputs = weight.rows, x.shape[1]
-    if isinstance(rows, Lanes):
-        block = rows.planes * rows.width
-        blocks = 1 if rows.apart else max(block_k // block, 1)
-        constants |= {"FORM": "lanes", "KIND": rows.kind, "TABLE": rows.table}
-        constants |= {"SCALES": rows.scales, "ZEROS": rows.zeros, "SCALES_APART": rows.apart}
-        constants |= {"PLANES": rows.planes, "WIDTH": rows.width, "BLOCK_K": blocks * block}
-        constants["EVEN"] = inputs % (blocks * block) == 0
-        return WalkArguments(x, x, rows.numbers, rows.scale, rows.blocks, 1, 1, constants)
-    step = min(block_k, rows.step)
-    constants |= {"FORM": "bytes", "KIND": rows.kind, "BLOCK_K": step, "EVEN": inputs % step == 0}
-    constants["PER_GROUP"] = 0 if rows.group is None else rows.group // step
-    numbers, x_scale, their_columns = rows.numbers, x, 1
+        return Walk(x, x, weight, weight, block_k)
+    rows = weight.rows
+    if isinstance(rows, Bytes):
+        return _walk_of_bytes(x, rows, min(block_k, rows.step))
+    block = rows.planes * rows.width
+    return Walk(
+        *(x, x, rows.numbers, rows.scale),
+        block_k=block if rows.apart else max(block_k // block, 1) * block,
+        columns=rows.blocks,
+        form="lanes",
+        kind=rows.kind,
+        table=rows.table,
+        scales=rows.scales,
+        zeros=rows.zeros,
+        apart=rows.apart,
+        planes=rows.planes,
+        width=rows.width,
+    )
+
+
+def _walk_of_bytes(x: torch.Tensor, rows: Bytes, step: int) -> Walk:
+    numbers, x_scale, their_columns, per_their = rows.numbers, x, 1, 0
     if rows.rounding is not None:
         x, x_scale = round_inputs(x, rows.rounding)
         their_columns = x_scale.shape[1]
-        group = rows.rounding.group
-        constants |= {"ROUNDED": True, "PER_THEIR": 0 if group is None else group // step}
+        per_their = (rows.rounding.group or 0) // step
     if launch.capability(x.device) is None:
         x = x.view(torch.int8) if rows.rounding is not None else x
     elif rows.kind == "fp8":
         numbers = numbers.view(torch.float8_e4m3fn)
-    return WalkArguments(
-        x, x_scale, numbers, rows.scale, rows.scale.shape[1], rows.scale_rows, their_columns,
-        constants,
-    )  # fmt: skip
+    return Walk(
+        *(x, x_scale, numbers, rows.scale, step),
+        columns=rows.scale.shape[1],
+        scale_rows=rows.scale_rows,
+        their_columns=their_columns,
+        form="bytes",
+        kind=rows.kind,
+        rounded=rows.rounding is not None,
+        per_group=(rows.group or 0) // step,
+        per_their=per_their,
+    )

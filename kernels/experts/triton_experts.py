@@ -13,9 +13,9 @@ import triton
 
 from tokenpod.kernels.experts.expert_products import SUM_BLOCK, most_blocks, product, weighted_sum
 from tokenpod.kernels.experts.expert_routing import Assignments, Biases, assign
-from tokenpod.kernels.experts.expert_stacks import KernelStack, Stacks, stack_of, walk_arguments
+from tokenpod.kernels.experts.expert_stacks import KernelStack, Stacks, stack_of, walk_of
 from tokenpod.kernels.experts.expert_tiles import ProductTile, Table, choose_tile, table_for
-from tokenpod.kernels.gpu.launch import capability, launch_options
+from tokenpod.kernels.gpu.launch import capability, launch_options, most_stages
 from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Routing, Shared
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
@@ -92,21 +92,33 @@ def multiply(
     """
     count, n = y.shape
     experts, _, k = weight.shape
-    walk = walk_arguments(x, weight, tile.block_k)
+    walk = walk_of(x, weight, tile.block_k)
     block_n = tile.block_n if activation is None else tile.block_n // 2
     blocks = most_blocks(count, experts, block_t)
     product[(blocks * triton.cdiv(n, block_n),)](
         *(walk.x, walk.x_scale, walk.weight, walk.scale, bias, y),
         *(assignments.order, assignments.start, count, blocks, experts, n, k),
         *(walk.columns, walk.scale_rows, walk.their_columns),
-        **walk.constants,
+        FORM=walk.form,
+        KIND=walk.kind,
+        TABLE=walk.table,
+        SCALES=walk.scales,
+        ZEROS=walk.zeros,
+        SCALES_APART=walk.apart,
+        PLANES=walk.planes,
+        WIDTH=walk.width,
+        ROUNDED=walk.rounded,
+        PER_GROUP=walk.per_group,
+        PER_THEIR=walk.per_their,
+        EVEN=walk.even,
+        BLOCK_K=walk.block_k,
         ASSEMBLY=capability(x.device) is not None,
         PER_TOKEN=assignments.scale.shape[1],
         EXPERTS=triton.next_power_of_2(experts),
         ACTIVATION="none" if activation is None else activation.value,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
-        STAGES=tile.stages,
+        STAGES=min(tile.stages, most_stages(x.device, walk.step_bytes(block_t, tile.block_n))),
         GROUP=GROUP,
         num_warps=tile.warps,
         **launch_options(x.device),

@@ -17,7 +17,12 @@ import triton.language as tl
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.gpu.launch import (
+    await_inputs,
+    capability,
+    launch_options,
+    most_stages,
+)
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
@@ -30,6 +35,8 @@ from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
+#: Tokens that the tensor memory engine fetches together: products of 256 were wrong (Triton 3.6).
+MOST_DESCRIBED = 128
 
 
 def prepare_lanes(
@@ -89,6 +96,9 @@ def multiply_lanes(
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
     even = weight.blocks * weight.width % (lanes * tile.parts * splits) == 0
+    columns = max(tile.parts * block_t, LEAST_COLUMNS)
+    # Lanes, words of a scale each, and inputs.
+    step = gates * tile.parts * block_n * (2 * lanes + 4) + 2 * weight.planes * lanes * columns
     described = tile.described and lanes % weight.width == 0 and _can_describe(x, tile)
     lane_product[(triton.cdiv(n, block_n) * triton.cdiv(tokens, block_t), splits)](
         TensorDescriptor.from_tensor(x, [block_t, weight.planes * lanes]) if described else x,
@@ -108,11 +118,11 @@ def multiply_lanes(
         EVEN=weight.inputs % block == 0 and even,
         SPLITS=splits,
         PARTS=tile.parts,
-        COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
+        COLUMNS=columns,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
-        STAGES=tile.stages,
+        STAGES=min(tile.stages, most_stages(y.device, step)),
         num_warps=tile.warps,
         **launch_options(y.device),
     )
@@ -124,7 +134,7 @@ def _can_describe(x: torch.Tensor, tile: LaneTile) -> bool:
     """Whether the tensor memory engine can fetch blocks of the inputs."""
     generation = capability(x.device)
     has_engine = generation is None or generation >= (9, 0)
-    whole = tile.parts == 1 and tile.block_t >= LEAST_COLUMNS
+    whole = tile.parts == 1 and LEAST_COLUMNS <= tile.block_t <= MOST_DESCRIBED
     return has_engine and whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 

@@ -81,7 +81,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         source = ASTSource(self, signature, constants, attributes)
         try:
             made = compile_kernel(source, target=target, options=options.__dict__)
-            held = quantised_products.SHARED_BYTES.get(capability)
+            held = launch.SHARED_BYTES.get(capability)
             assert held is None or made.metadata.shared <= held, f"{made.metadata.shared} bytes"
         except Exception:
             print(f"{key} does not compile", file=sys.stderr)

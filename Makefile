@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test test-unit test-all test-gpu chaos lint types shape trace docs models format baseline wheel locks image clean
+.PHONY: help setup stubs demo test test-unit test-all test-gpu chaos lint types shape trace docs models format baseline wheel release locks image clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -62,9 +62,12 @@ test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARG
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
 	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)
 
-lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
+lint: setup ## Style, spelling, links, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@git ls-files ':!src' | xargs $(BIN)/codespell
+	@$(PY) tools/links.py
+	@$(PY) tools/release_version.py --check
 	@$(PY) client/stubs.py --check
 	@$(PY) tools/settings_docs.py --check
 	@$(PY) tools/chart_schema.py --check
@@ -99,8 +102,28 @@ shape: setup ## Lines of each package, and cycles of imports: fails on one that 
 trace: setup ## The product's files and classes that one plain streaming Generate runs through
 	@$(PY) tools/trace_path.py $(ARGS)
 
-wheel: setup ## dist/*.whl: the server's wheel, and the client's
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist ./client .
+# Neither needs the environment of development: pip alone builds, in environments of its own, with what is locked for that.
+PACK := build/pack
+wheel release: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+
+$(PACK)/bin/python:
+	@$(PYTHON) -m venv $(PACK)
+
+wheel: $(PACK)/bin/python ## dist/*.whl: the server's wheel, and the client's
+	@rm -rf build/lib build/bdist.* client/build dist/tokenpod-*.whl dist/tokenpod_client-*.whl
+	@sed -n 's/^\([a-z-]*==[^ ]*\).*/\1/p' requirements/build.txt > $(PACK)/versions.txt
+	@for name in PIP_CONSTRAINT PIP_BUILD_CONSTRAINT; do export "$$name=$(CURDIR)/$(PACK)/versions.txt"; done; \
+		$(PACK)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist ./client .
+
+release: ## dist/: both wheels, the chart, bills of materials of what the images install, SHA256SUMS of all
+	@rm -rf dist
+	@$(MAKE) --no-print-directory wheel
+	@$(PACK)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements/sbom.txt
+	@for variant in cpu cuda; do PYTHONWARNINGS=ignore $(PACK)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+		--output-format JSON --output-file dist/tokenpod-$(VERSION)-$$variant.cdx.json requirements/runtime-$$variant.txt || exit; done
+	@tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner --directory deploy/helm \
+		--create --gzip --file dist/tokenpod-chart-$(VERSION).tgz tokenpod
+	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 # uv looks where its own settings say (UV_INDEX, UV_FIND_LINKS): one of them must name where torch's CPU builds are.
 COMPILE := $(BIN)/uv pip compile --quiet --custom-compile-command 'make locks' --no-annotate --generate-hashes --no-emit-package tokenpod-client \

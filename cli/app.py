@@ -31,6 +31,10 @@ CLIENT = {
     "tokens": Entry("Count the tokens of a text.", "calls:tokens"),
     "info": Entry("Show what a server runs, and what it allows.", "calls:info"),
     "health": Entry("Ask for a server's health.", "calls:health"),
+    "top": Entry("Show what a pod does: rows, queue, KV cache, rates, refusals.", "calls:top"),
+    "log-level": Entry("Log less or more from now on.", "calls:log_level"),
+    "stacks": Entry("Print what the threads of a pod's processes do.", "calls:stacks"),
+    "profile": Entry("Print where a process of a pod spends its time.", "calls:profile"),
     "bench": Entry("Measure a running server under load.", "bench.entry:bench"),
 }
 #: Commands of the server's package.

@@ -1,4 +1,4 @@
-"""The commands that call a server once: generate, tokens, info, health.
+"""The commands that call a server: generate, tokens, info, health, and those of operators.
 
 grpc and protobuf are imported by what they run, so that help and mistakes are printed at once.
 """
@@ -6,10 +6,10 @@ grpc and protobuf are imported by what they run, so that help and mistakes are p
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -81,6 +81,36 @@ class Service:
     watch: bool = option("Print every change.", flag="--watch", default=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Looks:
+    """What `top` looks at, and how often."""
+
+    server: str | None = argument("The server, as --address.", "[ADDRESS]", default=None)
+    every: float = option("Time between two looks.", "SECONDS", min=0.1, default=2.0)
+    count: int | None = option("Look so often, then end.", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """What is logged."""
+
+    level: Literal["debug", "info", "warning", "error"] = argument("Least severity.", "LEVEL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneProcess:
+    """Which process of a pod."""
+
+    process: str = option("Such as front-end-0, engine, rank-3.", "NAME", default="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """For how long."""
+
+    seconds: int = option("For how long.", min=1, max=60, default=5)
+
+
 @command(Prompt, RequestOptions, Remote)
 def generate(prompt: Prompt, options: RequestOptions, remote: Remote) -> None:
     """Continue a prompt and print the text as it comes."""
@@ -148,6 +178,42 @@ def health(service: Service, remote: Remote) -> int:
 
     work = commands.health(remote, service.service, watch=service.watch)
     return 0 if commands.run(work) else 1
+
+
+@command(Looks, Remote)
+def top(looks: Looks, remote: Remote) -> None:
+    """Show what a pod does: rows, queue, KV cache, rates, refusals. It needs --admin-token-file."""
+    from tokenpod_client.cli import admin, commands
+
+    server = remote if looks.server is None else replace(remote, address=looks.server).checked()
+    commands.run(admin.top(server, every=looks.every, count=looks.count))
+
+
+@command(Level, Remote)
+def log_level(level: Level, remote: Remote) -> None:
+    """Log less or more from now on. It needs --admin-token-file."""
+    from tokenpod_client.cli import admin, commands
+
+    commands.run(admin.log_level(remote, level.level))
+
+
+@command(OneProcess, Remote)
+def stacks(one: OneProcess, remote: Remote) -> None:
+    """Print what the threads of a pod's processes do. It needs --admin-token-file."""
+    from tokenpod_client.cli import admin, commands
+
+    commands.run(admin.stacks(remote, one.process))
+
+
+@command(OneProcess, Profile, Remote)
+def profile(one: OneProcess, time: Profile, remote: Remote) -> None:
+    """Print where a process of a pod spends its time, as stacks that flame graphs are made of.
+
+    Without --process it is the engine. It needs --admin-token-file.
+    """
+    from tokenpod_client.cli import admin, commands
+
+    commands.run(admin.profile(remote, one.process, time.seconds))
 
 
 def _text(given: str) -> str:

@@ -284,6 +284,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     host_kv_least_tokens: int = 1
     #: What becomes of a preempted sequence, by name (see scheduler/kv/preemption.py).
     preemption: str = "auto"
+    #: Descriptor of the socket on which questions about the process come; -1: there is none.
+    questions_fd: int = -1
 
 
 ToEngine = (

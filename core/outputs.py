@@ -150,6 +150,8 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
     #: Sequences of all steps, and tokens that were computed in them.
     rows: int = 0
     tokens: int = 0
+    #: Tokens that were generated.
+    generated: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

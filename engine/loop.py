@@ -243,7 +243,6 @@ class EngineLoop:
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
         now = self.clock()
-        self._count(flying, now)
         settled = self.scheduler.settle(
             flying.step,
             result.tokens,
@@ -252,6 +251,7 @@ class EngineLoop:
             drafting_ns=result.drafting_ns,
             arrived=result.arrived,
         )
+        self._count(flying, now, len(settled.token_ids))
         self._settled = flying.step.plan.step
         satisfied = self._satisfied(settled)
         if self.overlap and self._flying is None:
@@ -259,13 +259,14 @@ class EngineLoop:
             self._launch()
         self._publish(settled, flying.step, result, satisfied=satisfied)
 
-    def _count(self, flying: _InFlight, now: int) -> None:
+    def _count(self, flying: _InFlight, now: int, generated: int) -> None:
         counts, plan = self._counts, flying.step.plan
         self._counts = StepCounts(
             steps=counts.steps + 1,
             busy_ns=counts.busy_ns + now - max(flying.launched_at, self._settled_at),
             rows=counts.rows + plan.rows,
             tokens=counts.tokens + plan.tokens,
+            generated=counts.generated + generated,
         )
         self._settled_at = now
 

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tokenpod.core.diagnosis import answer_questions
 from tokenpod.core.errors import EngineError
 from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import Broken, EngineOptions
@@ -38,6 +39,8 @@ def main() -> int:
     try:
         options = link.receive(None)[0]
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
+        if options.questions_fd >= 0:
+            answer_questions(options.questions_fd)
         if options.placement is not None:
             member = _member(options)
             member.join()

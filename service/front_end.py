@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from tokenpod.core.diagnosis import answer_questions
 from tokenpod.core.own_process import die_with_parent
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.counters import PodCounters
@@ -44,7 +45,8 @@ _TELL_SECONDS = 0.25
 async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
     """Serve until the first front end hangs up; the exit status. Raises StartError."""
     hung_up = asyncio.create_task(_end_of_input())
-    telemetry = telemetry_of(settings)
+    counters = PodCounters.join(config.counters, config.index, config.count)
+    telemetry = telemetry_of(settings, counters)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(telemetry.shutdown)
         stack.callback(telemetry.watch_loop())
@@ -53,7 +55,6 @@ async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
         client = EngineClient(index=config.index, count=config.count, life=config.life)
         await client.open(socket.socket(fileno=config.link))
         stack.callback(client.close)
-        counters = PodCounters.join(config.counters, config.index, config.count)
         admission = Admission.of(settings, counters)
         generate = GenerateService(admission, telemetry)
         # Whether the pod is healthy is the first one's to say, and is relayed.
@@ -61,7 +62,7 @@ async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
         relay = await stack.enter_async_context(
             relay_of(config.relay_address, config.relay_secret, TABLE)
         )
-        recording = telemetry.interceptors(TABLE.untraced)
+        recording = telemetry.interceptors(TABLE)
         server, closing = public_server(settings, backend, recording, [relay])
         encoder = await Encoder.start(Path(config.model_folder), settings, stack)
         events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
@@ -96,6 +97,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndConfig)
     settings = ServerSettings.model_validate(config.settings)
     configure_logging(level=settings.log_level, json_output=settings.json_output)
+    answer_questions(config.questions)
     try:
         return uvloop.run(run(config, settings))
     except (StartError, TokenizerError, EngineLost) as error:

@@ -34,7 +34,7 @@ from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.listen import (
     StartError,
-    authorising_adapters,
+    authorising_operators,
     bind_all,
     check_ports,
     public_server,
@@ -128,8 +128,8 @@ async def listen(
     address = f"{settings.address.rpartition(':')[0]}:{public.port}"
     shard_url, socket = address, None
     if (path := settings.socket_path) is not None:
-        trusting = [*telemetry.interceptors(services.table.untraced), ErrorInterceptor()]
-        trusting += authorising_adapters(settings, services.table)
+        trusting = [*telemetry.interceptors(services.table), ErrorInterceptor()]
+        trusting += authorising_operators(settings, services.table)
         trusting.append(intake_of(settings, services, trusted=True))
         socket = await RouterSocket.listen(settings, path, services, board, trusting)
         stack.push_async_callback(socket.stop, None)
@@ -154,7 +154,7 @@ async def _public(
     address: str,
 ) -> Public:
     """A server that listens on `address`. Raises StartError."""
-    recording = telemetry.interceptors(services.table.untraced)
+    recording = telemetry.interceptors(services.table)
     server, closing = public_server(settings, services, recording)
     await board.add_to(server, services.table.served)
     port = bind_all(server, address, settings.tgis_address, credentials(settings))

@@ -12,6 +12,7 @@ from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.listeners import Listener
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
+from tokenpod.service.pod.processes import PodProcesses
 from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.health import HealthBoard
@@ -60,6 +61,7 @@ class PodState:
     startup: GroupStartup
     renewal: Renewal
     telemetry: Telemetry
+    processes: PodProcesses
     #: The engine that serves now.
     client: EngineClient | None = None
     #: What a stop has cut off, by its name in the log; None: nobody has asked the pod to stop.

@@ -9,6 +9,7 @@ from tokenpod.service.dialects.fmaas.methods import METHODS as FMAAS
 from tokenpod.service.dialects.generate_v1.methods import METHODS as GENERATE_V1
 from tokenpod.service.dialects.generate_v2.methods import METHODS as GENERATE_V2
 from tokenpod.service.dialects.generate_v3.methods import METHODS as GENERATE_V3
+from tokenpod.service.dialects.tokenpod_admin.methods import METHODS as ADMIN
 from tokenpod.service.dialects.tokenpod_v1.adapters import METHODS as ADAPTERS
 from tokenpod.service.dialects.tokenpod_v1.methods import METHODS as TOKENPOD_V1
 from tokenpod.service.rpc.health import METHODS as HEALTH
@@ -30,6 +31,7 @@ TABLE = MethodTable(
     [
         *TOKENPOD_V1,
         *ADAPTERS,
+        *ADMIN,
         *GENERATE_V3,
         *GENERATE_V2,
         *GENERATE_V1,

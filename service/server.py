@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-import sys
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import ModelNotFound, draft_folder, model_folder
 from tokenpod.service.pod.placement import engine_options
+from tokenpod.service.pod.processes import PodProcesses
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.startup import GroupStartup
@@ -65,7 +66,7 @@ from tokenpod.service.shutdown import (
     stop_follower,
 )
 from tokenpod.service.telemetry.choice import telemetry_of
-from tokenpod.service.telemetry.logs import configure_logging, print_error
+from tokenpod.service.telemetry.logs import LineWriter, configure_logging, print_error
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizers.draft_vocabulary import check_draft
@@ -91,12 +92,13 @@ class Ended:
 class Server:
     """A pod's first front end; `engine_command` is what runs the engine.
 
-    `adapters`: names and folders of those that are loaded with the model; `draft`: its draft
-    model's folder.
+    `log_lines`: writes what people read. `adapters`: names and folders of those that are loaded
+    with the model; `draft`: its draft model's folder.
     """
 
     settings: ServerSettings
     model_folder: Path
+    log_lines: LineWriter
     engine_command: Sequence[str] = ENGINE_COMMAND
     adapters: Sequence[tuple[str, str]] = ()
     draft: Path | None = None
@@ -115,11 +117,11 @@ class Server:
 
     async def _pod_state(self, stack: contextlib.AsyncExitStack) -> PodState:
         settings = self.settings
-        telemetry = telemetry_of(settings)
-        stack.callback(telemetry.shutdown)
         # Front ends that admit calls at the same instant may let one too many in, each.
         names = settings.resolved_concurrent_requests + settings.resolved_front_ends
         counters = PodCounters.create(settings.resolved_front_ends, names)
+        telemetry = telemetry_of(settings, counters)
+        stack.callback(telemetry.shutdown)
         admission = Admission.of(settings, counters)
         board = HealthBoard(
             follows=not settings.leads,
@@ -128,7 +130,11 @@ class Server:
         )
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
-        backend = Backend(TABLE, admission, generate, healthy=board.is_serving)
+        processes = PodProcesses(settings.log_level)
+        # Where no rpc comes through, or nobody has a token.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, processes.switch_level)
+        shown = None if settings.admin_token_file is None else processes
+        backend = Backend(TABLE, admission, generate, board.is_serving, shown)
         stopping = Stopping.by_signals()
         listener = await listen(settings, backend, telemetry, board, stack)
         # Whatever the way out, also while a group forms.
@@ -143,6 +149,7 @@ class Server:
             startup=GroupStartup(settings.start_timeout),
             renewal=Renewal(),
             telemetry=telemetry,
+            processes=processes,
         )
         telemetry.watch(state.load)
         started_at = time.time()
@@ -211,7 +218,7 @@ class Server:
         log.info("serving", extra=summary(settings, ready, address))
         if not settings.json_output:
             lines = overview(settings, ready, request_limits(settings, ready), address)
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            self.log_lines.tell("\n".join(lines))
 
     async def _start_ranks(
         self, state: PodState, bar: LoadingBar, life: contextlib.AsyncExitStack
@@ -228,6 +235,7 @@ class Server:
             links=state.counters.count,
             on_waiting=state.startup.wait_for,
             on_drain=drains.deliver,
+            processes=state.processes,
         )
         life.push_async_callback(ranks.stop)
         drains.open(ranks.first.control)
@@ -261,6 +269,7 @@ class Server:
             ranks.first.spare_links,
             ranks.first.new_link,
             state.telemetry.front_end_socket,
+            state.processes,
         )
         life.push_async_callback(others.stop)
         return others
@@ -360,11 +369,11 @@ class Server:
 
 def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Run a server in this process; its exit status. One line on standard error if it can't."""
-    configure_logging(level=settings.log_level, json_output=settings.json_output)
+    writer = configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
         folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
         draft = draft_folder(settings)
-        ended = uvloop.run(Server(settings, folder, engine_command, adapters, draft).run())
+        ended = uvloop.run(Server(settings, folder, writer, engine_command, adapters, draft).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1

@@ -41,11 +41,11 @@ class Machine:
 
 _rows, _prompt = StepSize.of_rows, StepSize.of_prompt
 
-#: An 8B Llama shape in bfloat16 on one H200. Decode steps are those of docs/performance.md ("On one
-#: NVIDIA H200" and "Planning a step"); prompts are its TFLOP/s turned back into time with the
-#: operations that benchmarks/support/limits.py counts: 2 * 6.98e9 for a token, 4 * 4096 * 32 for a
-#: pair; the mixed step is of benchmarks/NOTES.md ("The loop"), whose rows had some 400 tokens. The
-#: cache is 0.9 of what 16 GB of weights leave of 139 GiB, at 128 KiB a token.
+#: An 8B Llama shape in bfloat16 on one H200. Decode steps are those of docs/measurements/gpu.md
+#: ("Beside vLLM"); prompts are its TFLOP/s turned back into time with the operations that
+#: benchmarks/support/limits.py counts: 2 * 6.98e9 for a token, 4 * 4096 * 32 for a pair; the mixed
+#: step is of benchmarks/NOTES.md ("The loop"), whose rows had some 400 tokens. The cache is 0.9 of
+#: what 16 GB of weights leave of 139 GiB, at 128 KiB a token.
 _H200 = Machine(
     name="an 8B Llama shape in bfloat16 on one NVIDIA H200",
     measured=[

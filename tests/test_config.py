@@ -111,7 +111,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     (tmp_path / "pem").write_text("x")
     pem = str(tmp_path / "pem")
     files = ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file")
-    files += ("adapter_token_file",)
+    files += ("adapter_token_file", "admin_token_file")
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     (tmp_path / "settings.yaml").write_text("port: 50051")
     odd = dict.fromkeys(files, pem) | {"config": str(tmp_path / "settings.yaml")}
@@ -131,6 +131,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"lora_vocabulary": "true"}
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
     odd |= {"text_memory_bytes": "200000000", "constraint_cache_bytes": "1000"}
+    odd |= {"access_log_ratio": "0.5"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
     odd |= {
         "max_message_bytes": "2048",

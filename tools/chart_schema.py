@@ -27,6 +27,7 @@ DERIVED = frozenset(
         *("model_id", "revision", "port", "health_port"),
         *("num_shard", "num_nodes", "node_rank", "master_addr", "master_port", "shard_port"),
         *("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"),
+        *("adapter_token_file", "adapter_folder"),
         *("shard_tls_cert", "shard_tls_key", "shard_tls_ca"),
         *("otlp_endpoint", "otlp_service_name", "otlp_sample_ratio"),
         *("metrics_port", "metrics_names"),

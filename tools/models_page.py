@@ -89,7 +89,7 @@ def _by_reason(classes: Mapping[str, Entry]) -> dict[str, list[str]]:
 def _short(reason: str) -> str:
     """Its beginning: `tokenpod models` has all of it."""
     line = reason.replace("|", "\\|")
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+    return line if len(line) <= LONGEST else f"{line[:LONGEST].rpartition(' ')[0]} ..."
 
 
 def _shown(name: str, entry: Entry) -> str:

@@ -26,6 +26,7 @@ from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.server import Server
+from tokenpod.service.telemetry.logs import configure_logging
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 MOST_BYTES = 4 * 1024 * 1024
@@ -58,7 +59,8 @@ def serve(port: int, asked: Connection) -> None:
 
     async def both() -> None:
         noting = asyncio.create_task(watched(asked))
-        await Server(settings, resolve_model("demo", None)).run()
+        writer = configure_logging(level="info", json_output=False)
+        await Server(settings, resolve_model("demo", None), writer).run()
         noting.cancel()
 
     uvloop.run(both())

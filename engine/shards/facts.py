@@ -16,7 +16,7 @@ PROTOCOL = 3
 
 #: Options that each rank may have its own way. A new option must agree unless it is named here.
 _LOCAL = frozenset(
-    {"model_folder", "device", "threads", "memory_fraction", "placement"}
+    {"model_folder", "device", "threads", "memory_fraction", "placement", "questions_fd"}
     | {"adapters", "adapter_folder", "draft_folder"}
 )
 _DIGITS = 12

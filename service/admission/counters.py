@@ -6,7 +6,7 @@ it is a file descriptor that children inherit, and is gone when the last process
     row k = [admitted requests, prompt tokens that wait, serving, the engine owes it a step,
              bytes that its calls hold, heartbeats, requests without a token yet,
              requests that it refused because they could never fit,
-             bytes that it keeps for all calls]
+             bytes that it keeps for all calls, calls that have ended by the number of their status]
     two more numbers, written by the first process: whether the pod drains, and whether the engine
     makes no progress
     then each process's calls under way by name, and which are to end; see call_names.py
@@ -21,7 +21,9 @@ from tokenpod.service.admission.call_names import CallNames
 
 _REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING, _IGNORED = range(8)
 _KEPT_BYTES = 8
-_COLUMNS = 9
+#: Of gRPC's 17 statuses, from OK to UNAUTHENTICATED.
+_CALLS, _STATUSES = 9, 17
+_COLUMNS = _CALLS + _STATUSES
 _CLOSED, _STALLED = range(2)
 _HEAD = 2
 #: What `PodCounters.add` changes.
@@ -124,6 +126,15 @@ class PodCounters:
         for name, change in changes.items():
             self._numbers[row + _CHANGED[name]] += change
 
+    def count_call(self, status: int) -> None:
+        """A call of this process has ended with the gRPC status of this number."""
+        self._numbers[self._row(self.index) + _CALLS + status] += 1
+
+    @property
+    def calls(self) -> list[int]:
+        """Calls that have ended since the start, by the number of their status."""
+        return [self.sum(_CALLS + status) for status in range(_STATUSES)]
+
     def set_serving(self) -> None:
         """This process listens, and its model is there."""
         self._numbers[self._row(self.index) + _SERVING] = 1
@@ -146,8 +157,9 @@ class PodCounters:
 
     def forget(self, index: int) -> None:
         """Process `index` is gone: its counts become zero, and ours what counts since the start."""
-        row = self._row(index)
-        self.add(ignored=self._numbers[row + _IGNORED])
+        row, own = self._row(index), self._row(self.index)
+        for column in (_IGNORED, *range(_CALLS, _COLUMNS)):
+            self._numbers[own + column] += self._numbers[row + column]
         for column in range(_COLUMNS):
             self._numbers[row + column] = 0
         self.names.forget(index)

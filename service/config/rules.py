@@ -21,6 +21,7 @@ _FILES = (
     "tls_client_ca",
     "auth_token_file",
     "adapter_token_file",
+    "admin_token_file",
     "shard_tls_cert",
     "shard_tls_key",
     "shard_tls_ca",

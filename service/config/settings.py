@@ -315,6 +315,11 @@ class Settings(BaseSettings):
     """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
     line; read again on change, as auth-token-file. Tokens of auth-token-file do not count there."""
 
+    admin_token_file: FilePath | None = _security()
+    """Switch AdminService of tokenpod.admin.v1 on (status, log level, stacks, profiles), for calls
+    with one of these bearer tokens, one per line; read again on change, as auth-token-file. Tokens
+    of the other files do not count there."""
+
     metrics_port: int = _telemetry(0, ge=0, le=65535)
     """Port from which Prometheus fetches metrics (HTTP, `/metrics`; customarily 9464): plaintext,
     without authentication, and for nothing else. 0: none."""
@@ -327,6 +332,10 @@ class Settings(BaseSettings):
     """service.name of what is exported."""
     otlp_sample_ratio: float = _telemetry(1.0, ge=0, le=1)
     """Part of the traces begun here that is recorded."""
+    access_log_ratio: float = _telemetry(1.0, ge=0, le=1)
+    """Part of the calls that have a line in the log when they end: rpc, caller, request and trace
+    id, status and reason, times, tokens; never a text. Calls that fail by the server's doing always
+    have one, unless this is 0, for no such lines."""
     log_level: Literal["debug", "info", "warning", "error"] = _telemetry("info")
     """Least severity that is logged."""
     json_output: bool = _telemetry(False)

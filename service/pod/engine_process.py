@@ -17,6 +17,7 @@ from tokenpod.core.link import give_link
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.control_stream import ControlStream
+from tokenpod.service.pod.processes import PodProcesses
 
 #: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
 #: from the working directory.
@@ -58,6 +59,7 @@ class EngineProcess:
         links: int = 1,
         on_waiting: Callable[[str], None] = lambda reason: None,
         on_drain: Callable[[Drain], None] = lambda drain: None,
+        processes: PodProcesses | None = None,
     ) -> EngineProcess:
         """Start the process and connect; the model is not loaded yet (await `ready`).
 
@@ -68,6 +70,7 @@ class EngineProcess:
             links: one per front end.
             on_waiting: called with what the start-up of the group waits for.
             on_drain: called with another pod's request to drain, or its answer.
+            processes: hears of the process, to look into it.
         """
         pairs = [socket.socketpair() for _ in range(links)]
         theirs = [pair[1].fileno() for pair in pairs]
@@ -82,6 +85,11 @@ class EngineProcess:
             ends.append(their_end)
             placement = msgspec.structs.replace(options.placement, control_fd=their_end.fileno())
             options = msgspec.structs.replace(options, placement=placement)
+        asking: socket.socket | None = None
+        if processes is not None:
+            asking, their_end = socket.socketpair()
+            ends.append(their_end)
+            options = msgspec.structs.replace(options, questions_fd=their_end.fileno())
         # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
         process = subprocess.Popen(  # noqa: ASYNC220
             [*command, *map(str, theirs)],
@@ -97,6 +105,8 @@ class EngineProcess:
         if control_end is not None:
             control = await ControlStream(on_waiting, on_drain).open(control_end)
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
+        if processes is not None and asking is not None:
+            processes.add(name.removeprefix("the ").replace(" ", "-"), process.pid, asking)
         return cls(name, process, client, control, spare, joins)
 
     @property

@@ -33,6 +33,7 @@ import msgspec
 
 from tokenpod.core.silence import BEAT_SECONDS, Silence
 from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.pod.processes import FRONT_END, PodProcesses
 
 log = logging.getLogger("tokenpod")
 
@@ -65,11 +66,13 @@ class FrontEndConfig(msgspec.Struct, frozen=True):
     #: Descriptor of the pod's counters.
     counters: int
     #: The process's own: its number, descriptor of its link to the engine, how many processes have
-    #: had this number before, and the descriptor on which it answers scrapes (-1: there are none).
+    #: had this number before, and the descriptors on which it answers scrapes (-1: there are none),
+    #: and questions about itself.
     index: int = 0
     link: int = -1
     life: int = 0
     scrapes: int = -1
+    questions: int = -1
 
 
 @dataclass(slots=True)
@@ -92,6 +95,7 @@ class FrontEnds:
         links: to the engine.
         new_link: makes one in the place of that of front end `index`; raises OSError.
         new_scrapes: makes the socket on which a front end answers scrapes, if there are any.
+        processes: hears of each process, to look into it.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class FrontEnds:
         links: Sequence[socket.socket] = (),
         new_link: Callable[[int], socket.socket] | None = None,
         new_scrapes: Callable[[], socket.socket | None] = lambda: None,
+        processes: PodProcesses | None = None,
     ) -> None:
         #: Done, with FrontEndLost as its result, once one has ended unasked.
         self.lost: asyncio.Future[FrontEndLost] = asyncio.get_running_loop().create_future()
@@ -108,6 +113,7 @@ class FrontEnds:
         self._config = config
         self._new_link = new_link
         self._new_scrapes = new_scrapes
+        self._processes = processes
         self._children = [
             _Child(index, self._start(index, 0, link)) for index, link in enumerate(links, 1)
         ]
@@ -189,21 +195,27 @@ class FrontEnds:
     def _start(self, index: int, life: int, link: socket.socket) -> subprocess.Popen[bytes]:
         assert self._config is not None
         scrapes = self._new_scrapes()
+        asking, questions = socket.socketpair()
         config = msgspec.structs.replace(
             self._config,
             index=index,
             link=link.fileno(),
             life=life,
             scrapes=-1 if scrapes is None else scrapes.fileno(),
+            questions=questions.fileno(),
         )
-        inherited = [config.link, config.counters]
-        with link, scrapes or contextlib.nullcontext():
+        inherited = [config.link, config.counters, config.questions]
+        with link, questions, scrapes or contextlib.nullcontext():
             # From this thread: the child's death signal hangs on the thread that forks.
             process = subprocess.Popen(
                 _COMMAND,
                 pass_fds=inherited if scrapes is None else [*inherited, config.scrapes],
                 stdin=subprocess.PIPE,
             )
+        if self._processes is None:
+            asking.close()
+        else:
+            self._processes.add(f"{FRONT_END}{index}", process.pid, asking)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(config) + b"\n")

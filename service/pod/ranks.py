@@ -21,6 +21,7 @@ from tokenpod.core.silence import (
 )
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.engine_process import EngineProcess
+from tokenpod.service.pod.processes import PodProcesses
 
 #: Seconds in which a process that has closed one socket gives the reason on the other.
 _REASON_SECONDS = 0.1
@@ -55,6 +56,7 @@ class Ranks:
         links: int,
         on_waiting: Callable[[str], None],
         on_drain: Callable[[Drain], None],
+        processes: PodProcesses | None = None,
     ) -> Ranks:
         """Start a process for each of `options`; the first one has `links` links."""
         engines = [
@@ -66,6 +68,7 @@ class Ranks:
                 links=1 if at else links,
                 on_waiting=on_waiting,
                 on_drain=on_drain,
+                processes=processes,
             )
             for at, option in enumerate(options)
         ]

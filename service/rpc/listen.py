@@ -13,7 +13,7 @@ from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.rpc.methods import MethodTable
+from tokenpod.service.rpc.methods import Access, MethodTable
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.services import Services, add_methods
 
@@ -83,9 +83,9 @@ def public_server(
     table = services.table
     closing = Closing(settings.resolved_concurrent_requests, table.open)
     token = settings.auth_token_file
-    exempt = table.open | table.of_adapters
+    exempt = table.open | table.named(Access.ADAPTERS) | table.named(Access.ADMIN)
     authorising = [AuthInterceptor(token, exempt)] if token is not None else []
-    authorising += authorising_adapters(settings, table)
+    authorising += authorising_operators(settings, table)
     inner = [closing, intake_of(settings, services), *relay]
     server = grpc.aio.server(
         interceptors=[*recording, ErrorInterceptor(), *authorising, *inner],
@@ -96,10 +96,14 @@ def public_server(
     return server, closing
 
 
-def authorising_adapters(settings: ServerSettings, table: MethodTable) -> list[AuthInterceptor]:
-    """What asks for the tokens of methods that change adapters, on every listener."""
-    token = settings.adapter_token_file
-    return [] if token is None else [AuthInterceptor(token, only=table.of_adapters)]
+def authorising_operators(settings: ServerSettings, table: MethodTable) -> list[AuthInterceptor]:
+    """What asks for the tokens of methods that are for operators, on every listener."""
+    files = {Access.ADAPTERS: settings.adapter_token_file, Access.ADMIN: settings.admin_token_file}
+    return [
+        AuthInterceptor(file, only=table.named(access))
+        for access, file in files.items()
+        if file is not None
+    ]
 
 
 def bind(server: grpc.aio.Server, address: str, with_tls: grpc.ServerCredentials | None) -> int:

@@ -37,6 +37,8 @@ class Access(enum.Enum):
     TOKEN = "token"  # noqa: S105 (a kind, not a token)
     #: Callers that show one of --adapter-token-file, wherever they call; nobody without that file.
     ADAPTERS = "adapters"
+    #: The same, of --admin-token-file.
+    ADMIN = "admin"
     #: All callers, also while the server closes: probes carry no token and must not wait.
     HEALTH = "health"
 
@@ -113,7 +115,9 @@ class Method:
         streams: it answers with a stream.
         relayed: a further front end passes it on to the first one; else it serves it itself.
         on_followers: a pod that follows answers it; others are refused with the leader's address.
-        traced: it makes a span and counts in the metrics of rpcs.
+        traced: it makes a span and an access line, and counts in the metrics of rpcs.
+        frequent: programs call it all the time, for each step or to look at the load: a call that
+            ends with OK has an access line at severity debug alone.
         strict: messages with fields that it does not know are refused, unless the operator says
             otherwise (--unknown-fields).
         serve: what answers it; None: a servicer of grpcio's.
@@ -128,6 +132,7 @@ class Method:
     relayed: bool = True
     on_followers: bool = False
     traced: bool = True
+    frequent: bool = False
     strict: bool = False
     serve: Serve | None = None
     request: Any = None
@@ -182,17 +187,11 @@ class MethodTable:
     @property
     def open(self) -> frozenset[str]:
         """Names of the methods that need no token, and are answered while the server closes."""
-        return frozenset(row.name for row in self if row.access is Access.HEALTH)
+        return self.named(Access.HEALTH)
 
-    @property
-    def of_adapters(self) -> frozenset[str]:
-        """Names of the methods that need a token of --adapter-token-file."""
-        return frozenset(row.name for row in self if row.access is Access.ADAPTERS)
-
-    @property
-    def untraced(self) -> frozenset[str]:
-        """Names of the methods that make no span."""
-        return frozenset(row.name for row in self if not row.traced)
+    def named(self, access: Access) -> frozenset[str]:
+        """Names of the methods that such callers may call."""
+        return frozenset(row.name for row in self if row.access is access)
 
     @property
     def served(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.admission.admission import Admission
+from tokenpod.service.pod.processes import PodProcesses
 from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.rpc.services import Services
 from tokenpod.service.serving.generate import GenerateService
@@ -20,6 +21,7 @@ class Backend(Services):
         admission: refuses calls while the server starts or drains.
         generate: streams of text, and tokenising.
         healthy: whether the engine moves.
+        processes: of the pod, where operators may look into them by rpcs.
         relays: this is a further front end: the first one checks what is relayed to it.
     """
 
@@ -29,12 +31,14 @@ class Backend(Services):
         admission: Admission,
         generate: GenerateService,
         healthy: Callable[[], bool],
+        processes: PodProcesses | None = None,
         *,
         relays: bool = False,
     ) -> None:
         super().__init__(table, admission, relays=relays)
         self.generate = generate
         self.healthy = healthy
+        self.processes = processes
         self.model_id = ""
         #: Addresses of the shards that a router is to call.
         self.urls: Sequence[str] = ()

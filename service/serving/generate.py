@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -56,9 +55,7 @@ from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tokenpod.service.telemetry.tracing import ServerCall
-
-log = logging.getLogger("tokenpod.generate")
+    from tokenpod.service.telemetry.server_calls import ServerCall
 
 #: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
 _FOREVER_SECONDS = 1e9
@@ -223,8 +220,7 @@ class AdmittedCall:
         self._name: int | None = None
         #: Its end was asked for, by its name.
         self._unwanted = False
-        self._request_id = self._adapter = ""
-        self._labels: Mapping[str, str] = {}
+        self._adapter = ""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -275,6 +271,8 @@ class AdmittedCall:
             ResourceExhausted: too many prompt tokens wait.
         """
         assert self._lease is not None, "a call is checked before it is submitted"
+        if self._recorded is not None:
+            self._recorded.named(request_id, call.labels)
         deadline_at = None
         if remaining is not None and remaining < _FOREVER_SECONDS:
             deadline_at = time.monotonic_ns() + int(remaining * 1e9)
@@ -317,8 +315,7 @@ class AdmittedCall:
         )
         # The engine alone keeps the constraint, which may be megabytes of patterns.
         serving.client.submit(structs.replace(request, constraint=constraint), generation)
-        self._generation, self._request_id = generation, request_id
-        self._labels, self._adapter = call.labels, call.adapter
+        self._generation, self._adapter = generation, call.adapter
         if self._recorded is not None and call.adapter:
             self._recorded.adapts(call.adapter)
         if self._unwanted:
@@ -395,31 +392,13 @@ class AdmittedCall:
             self._generation.end()
 
     def _report(self, generation: Generation) -> None:
-        # One line for a call; never its text.
-        if log.isEnabledFor(logging.INFO):
-            self._log(generation)
         if self._recorded is not None:
             self._recorded.generated(
                 generation,
                 model_id=self._serving.model_id,
-                request_id=self._request_id,
                 adapter=self._adapter,
                 quantization=self._serving.ready.quantization,
             )
-
-    def _log(self, generation: Generation) -> None:
-        log.info(
-            "generate",
-            extra={
-                "request_id": self._request_id,
-                "prompt_tokens": len(generation.request.prompt),
-                "cached_tokens": generation.cached_tokens,
-                "generated_tokens": generation.generated_tokens,
-                "finished": generation.finished and generation.late_failure is None,
-                **({"adapter": self._adapter} if self._adapter else {}),
-                **({"labels": self._labels} if self._labels else {}),
-            },
-        )
 
     def _engine_request(
         self,

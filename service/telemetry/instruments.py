@@ -13,6 +13,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from tokenpod.core.outputs import Load, MaskCounts, StepCounts
 from tokenpod.service.calls.generation import Generation
 from tokenpod.service.telemetry.readings import PodReadings
+from tokenpod.service.telemetry.server_calls import generation_phases
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]
 _FIRST_TOKEN_BUCKETS = [
@@ -317,17 +318,6 @@ _MASKS: Sequence[tuple[str, str, str, Callable[[MaskCounts], float]]] = (
 
 def _observing(load: Callable[[], Load], read: Callable[[MaskCounts], float]) -> Callback:
     return lambda options: [Observation(read(load().masks))]
-
-
-def generation_phases(generation: Generation) -> Iterator[tuple[str, int, int | None]]:
-    """(name, begin, end) in nanoseconds of CLOCK_MONOTONIC; None: the phase has not ended."""
-    started = generation.started
-    firsts = [sample.first_token_at for sample in generation.samples if sample.first_token_at]
-    yield "queue", generation.request.arrived_at, started.began_at if started else None
-    if started is not None:
-        yield "prefill", started.began_at, min(firsts, default=None)
-    if firsts:
-        yield "decode", min(firsts), max(sample.last_token_at for sample in generation.samples)
 
 
 def _slots(load: Load) -> Iterator[Observation]:

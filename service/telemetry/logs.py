@@ -1,17 +1,40 @@
-"""Log lines: for people by default, as JSON on request. Never a prompt, never a completion."""
+"""Log lines: for people by default, as JSON on request. Never a prompt, never a completion.
+
+    who logs --record--> a bounded queue --> a thread: a line, written to standard error
+
+Who logs waits for nothing: an event loop must not stand still because a disk is full, or because
+whoever reads our standard error does not.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import select
 import sys
+import threading
 import time
+from queue import SimpleQueue
+
+#: Records that may wait for the thread that writes: some megabytes.
+_MOST_WAITING = 8192
+#: Seconds that an end waits for lines that have not been written.
+_FLUSH_SECONDS = 2.0
 
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _OWN}
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """Of the record's exception, if it has one."""
+    if record.exc_info and not record.exc_text:
+        record.exc_text = formatter.formatException(record.exc_info)
+    return record.exc_text or ""
 
 
 def _quoted(value: object) -> str:
@@ -31,7 +54,8 @@ class TextFormatter(logging.Formatter):
         moment = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z"
         extras = "".join(f" {key}={_quoted(value)}" for key, value in _extras(record).items())
         line = f"{moment} {record.levelname} {record.name}: {record.getMessage()}{extras}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        traceback = _traceback(self, record)
+        return f"{line}\n{traceback}" if traceback else line
 
 
 class JsonFormatter(TextFormatter):
@@ -46,9 +70,103 @@ class JsonFormatter(TextFormatter):
             "message": record.getMessage(),
             **_extras(record),
         }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+        if traceback := _traceback(self, record):
+            entry["exception"] = traceback
         return json.dumps(entry, default=str)
+
+
+class LineWriter(logging.Handler):
+    """Makes lines and writes them from a thread of its own.
+
+    What does not fit into the queue, or can't be written, is dropped; a line says how many were,
+    once lines can be written again. Each line is one write, so that lines of several processes with
+    one standard error don't mix.
+
+    Args:
+        descriptor: of the file to write to.
+        formatter: makes lines of records.
+        most: records that may wait.
+    """
+
+    def __init__(
+        self, descriptor: int, formatter: logging.Formatter, most: int = _MOST_WAITING
+    ) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._descriptor = descriptor
+        self._most = most
+        self._waiting: SimpleQueue[logging.LogRecord | str | threading.Event] = SimpleQueue()
+        #: Lines that did not fit, which those count who log; that could not be written, and of both
+        #: those that a line has told of, which the thread counts.
+        self._refused = self.unwritten = self._told = 0
+        self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Records that have not been taken up."""
+        return self._waiting.qsize()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record; called with the handler's lock."""
+        # Later the objects in it may have changed, and a traceback would keep its frames.
+        record.msg, record.args = record.getMessage(), None
+        _traceback(self.formatter or TextFormatter(), record)
+        record.exc_info = None
+        self._put(record)
+
+    def tell(self, text: str) -> None:
+        """Write a text for people behind what has been logged so far."""
+        with self.lock or contextlib.nullcontext():
+            self._put(text)
+
+    def flush(self) -> None:
+        """Wait until all that has been logged so far is written, for two seconds at most."""
+        written = threading.Event()
+        self._waiting.put(written)
+        written.wait(_FLUSH_SECONDS)
+
+    def _put(self, what: logging.LogRecord | str) -> None:
+        if self.waiting >= self._most:
+            self._refused += 1
+        else:
+            self._waiting.put(what)
+
+    def _write_all(self) -> None:
+        while True:
+            what = self._waiting.get()
+            if isinstance(what, threading.Event):
+                what.set()
+                continue
+            try:
+                self._write(what if isinstance(what, str) else self.format(what))
+            except OSError:
+                self.unwritten += 1
+                continue
+            if self._waiting.empty():
+                self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        """Say how many lines were dropped since this was last said."""
+        dropped = self._refused + self.unwritten
+        if dropped == self._told:
+            return
+        text = "log lines were dropped: they could not be written in time"
+        record = logging.LogRecord("tokenpod", logging.WARNING, "", 0, text, None, None)
+        record.lines = dropped - self._told
+        with contextlib.suppress(OSError):
+            self._write(self.format(record))
+            self._told = dropped
+
+    def _write(self, line: str) -> None:
+        """Raises OSError."""
+        data = memoryview(f"{line}\n".encode(errors="backslashreplace"))
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:
+                # Who has started us may have made the file one that never blocks.
+                select.select((), (self._descriptor,), ())
 
 
 def print_error(text: str, *, json_output: bool, kind: str = "error") -> None:
@@ -59,6 +177,9 @@ def print_error(text: str, *, json_output: bool, kind: str = "error") -> None:
         json_output: which of them.
         kind: `error` or `warning`.
     """
+    for handler in logging.getLogger().handlers:
+        # What has been logged came before.
+        handler.flush()
     if not json_output:
         print(f"{kind}: {text}", file=sys.stderr)
         return
@@ -67,10 +188,10 @@ def print_error(text: str, *, json_output: bool, kind: str = "error") -> None:
     print(JsonFormatter().format(record), file=sys.stderr)
 
 
-def configure_logging(*, level: str, json_output: bool) -> None:
-    """Send every logger's lines to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+def configure_logging(*, level: str, json_output: bool) -> LineWriter:
+    """Send every logger's lines to standard error; what writes them."""
+    writer = LineWriter(sys.stderr.fileno(), JsonFormatter() if json_output else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[writer], force=True)
     # grpc.aio logs every exception that a handler lets through; ours are answers, not faults.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+    return writer

@@ -1,8 +1,8 @@
-"""Spans and metrics over OTLP, and metrics to pull; nothing unless an endpoint or a port is set.
+"""What is recorded of calls: access lines and counts; spans and metrics if they are asked for.
 
-With neither, the class here is all there is: no interceptor is installed, no call is recorded, and
-neither OpenTelemetry's SDK nor its exporters are imported. With one of them there is a
-`RecordingTelemetry`. Either way nothing is done per token.
+Without an endpoint and a metrics port the class here is all there is, and neither OpenTelemetry's
+SDK nor its exporters are imported. With one of them there is a `RecordingTelemetry`. Either way
+nothing is done per token.
 
 Prompts and generated texts never leave through here.
 """
@@ -10,33 +10,46 @@ Prompts and generated texts never leave through here.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
 
 from tokenpod.core.outputs import Load
+from tokenpod.service.rpc.methods import MethodTable
+from tokenpod.service.telemetry.server_calls import (
+    CallObserver,
+    CallRecorder,
+    ServerCall,
+    current_call,
+)
 
 if TYPE_CHECKING:
     # Not imported while telemetry is off.
     from tokenpod.service.telemetry.readings import PodReadings
-    from tokenpod.service.telemetry.tracing import ServerCall
 
 
 class Telemetry:
-    """Records calls; this class records nothing. Make it with `telemetry_of`."""
+    """Records calls, but no spans or metrics. Make it with `telemetry_of`.
 
-    def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
+    Args:
+        observers: what is made of calls.
+    """
+
+    def __init__(self, observers: Sequence[CallObserver] = ()) -> None:
+        self._observers = observers
+
+    def interceptors(self, table: MethodTable) -> list[grpc.aio.ServerInterceptor]:
         """The interceptors that record rpcs; outermost, so that they see what the others do.
 
         Args:
-            untraced: full names of the methods that are not recorded.
+            table: says which methods are not recorded.
         """
-        return []
+        return [CallRecorder(self._observers, table)]
 
     def current_call(self) -> ServerCall | None:
         """The rpc that this task serves; None if it is not recorded."""
-        return None
+        return current_call()
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Report the engine's load; `load` is called from another thread, now and then."""

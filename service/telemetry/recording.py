@@ -10,10 +10,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import grpc
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader
 from opentelemetry.sdk.resources import Resource
@@ -25,7 +24,8 @@ from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.readings import PodReadings
 from tokenpod.service.telemetry.recorder import Telemetry
-from tokenpod.service.telemetry.tracing import ServerCall, TracingInterceptor, current_call
+from tokenpod.service.telemetry.server_calls import CallObserver
+from tokenpod.service.telemetry.tracing import CallTracing
 
 if TYPE_CHECKING:
     from tokenpod.service.telemetry.snapshots import FrontEndSnapshots
@@ -43,7 +43,7 @@ class RecordingTelemetry(Telemetry):
     pod's name there) and OTEL_EXPORTER_OTLP_HEADERS.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, observers: Sequence[CallObserver] = ()) -> None:
         # A process, not a pod: the front ends of one pod count what each of them did, and a
         # collector that took them for one would see counters jump.
         instance = {"service.instance.id": str(uuid.uuid4())}
@@ -66,15 +66,8 @@ class RecordingTelemetry(Telemetry):
             readers.append(self._reader)
         self._metrics = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
         self._instruments = Instruments(self._metrics.get_meter(_SCOPE))
-        self._tracer = None if self._spans is None else self._spans.get_tracer(_SCOPE)
-
-    def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
-        """One, that makes server spans and times calls."""
-        return [TracingInterceptor(self._tracer, self._instruments, untraced)]
-
-    def current_call(self) -> ServerCall | None:
-        """The rpc that this task serves; None for probes and reflection."""
-        return current_call()
+        tracer = None if self._spans is None else self._spans.get_tracer(_SCOPE)
+        super().__init__([CallTracing(tracer, self._instruments), *observers])
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Report the engine's load whenever metrics are read."""

@@ -67,7 +67,7 @@ def test_slots_that_were_asked_for_fit_or_do_not(wanted: int, slots: int | None)
 
 
 def test_the_forecast_for_an_8b_model_on_an_h200_is_what_was_measured():
-    # docs/performance.md: bf16, 512 rows, memory-fraction 0.9.
+    # docs/sizing.md: bf16, 512 rows, memory-fraction 0.9.
     assert h200().slots == pytest.approx(897_272, rel=0.005)
 
 

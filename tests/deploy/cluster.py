@@ -27,6 +27,8 @@ KINDS = {
     },
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
+    "gateway.networking.k8s.io/v1": {"grpcroutes": "GRPCRoute"},
+    "inference.networking.k8s.io/v1": {"inferencepools": "InferencePool"},
     "keda.sh/v1alpha1": {"scaledobjects": "ScaledObject"},
     "leaderworkerset.x-k8s.io/v1": {"leaderworkersets": "LeaderWorkerSet"},
     "monitoring.coreos.com/v1": {

@@ -10,6 +10,7 @@ from tokenpod.service.config.sources import ServerSettings, load_settings
 
 #: Settings whose files are there only in a pod.
 _FILES = {"tls_cert", "tls_key", "tls_client_ca", "auth_token_file"}
+_FILES |= {"adapter_token_file", "adapter_folder"}
 
 
 def pod_of(controller: Object) -> Object:

@@ -6,7 +6,10 @@ import functools
 from typing import Any
 
 #: Without schemas here: their controllers bring them along.
-CUSTOM = {"LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {
+    *("LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject"),
+    *("GRPCRoute", "InferencePool"),
+}
 
 
 @functools.cache

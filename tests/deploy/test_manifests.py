@@ -129,6 +129,23 @@ WATCHED = {
     },
     "networkPolicy": {"enabled": True},
 }
+ROUTED = {
+    "grpcRoute": {
+        "enabled": True,
+        "parentRefs": [{"name": "public", "namespace": "gateways"}],
+        "hostnames": ["models.example.com"],
+        "annotations": {"a": "b"},
+    },
+    "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+    "telemetry": {"metrics": {"enabled": True, "names": ["vllm"]}},
+}
+ADAPTED = {
+    "adapters": {
+        "existingSecret": "adapters",
+        "volume": {"persistentVolumeClaim": {"claimName": "adapters"}},
+    },
+    "server": {"maxAdapters": 8},
+}
 GROUPS = {"replicaCount": 3, "parallelism": {"mode": "statefulset", "tensor": 4, "pods": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -139,6 +156,10 @@ CASES: dict[str, dict[str, Any]] = {
     "downloaded": DOWNLOADED,
     "fronted": FRONTED,
     "watched": WATCHED,
+    "routed": ROUTED,
+    "adapted": ADAPTED,
+    "routed groups": {**GROUPS, **ROUTED},
+    "adapted groups": {**GROUPS, **ADAPTED},
     "fronted groups": {**GROUPS, **FRONTED},
     "groups": GROUPS,
     "downloaded groups": {**GROUPS, **DOWNLOADED},

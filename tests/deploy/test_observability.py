@@ -111,6 +111,26 @@ def test_every_metric_of_dashboard_and_rules_is_on_a_loaded_pods_page(pod: Pod) 
     assert named - shown == set()
 
 
+def scaled_by() -> list[str]:
+    """Queries and metrics by which the examples of autoscaling scale."""
+    found = []
+    for name in ("autoscaled-hpa", "autoscaled-keda"):
+        values = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
+        scaling = values["autoscaling"]
+        found += [m["pods"]["metric"]["name"] for m in scaling.get("hpa", {}).get("metrics", ())]
+        triggers = scaling.get("keda", {}).get("triggers", ())
+        found += [trigger["metadata"]["query"] for trigger in triggers]
+    return found
+
+
+def test_the_examples_scale_by_queue_and_memory_that_a_loaded_pod_shows(pod: Pod) -> None:
+    assert len(scaled_by()) == 4
+    for query in scaled_by():
+        assert metrics_in(query) <= pod.names(), query
+    both = {"tokenpod_queue_requests", "tokenpod_kv_utilization_ratio"}
+    assert set.union(*map(metrics_in, scaled_by())) == both
+
+
 def test_every_alert_has_a_severity_a_summary_and_a_place_in_the_runbooks() -> None:
     alerts = [rule for group in GROUPS for rule in group["rules"] if "alert" in rule]
     assert len(alerts) >= 10
@@ -164,6 +184,8 @@ def test_prometheus_evaluates_every_query_over_a_loaded_pod(pod: Pod, tmp_path: 
                 assert found or metrics_in(expr) & OCCASIONAL, f"{title}: {expr}"
         for expr in queries():
             ask(expr)
+        for expr in scaled_by():
+            assert ask(expr.replace('job="demo"', 'job="tokenpod"')), expr
 
 
 @contextlib.contextmanager

@@ -234,6 +234,49 @@ def test_secrets_are_files_that_only_the_servers_group_reads(helm: Helm) -> None
     assert not any("subPath" in mount for mount in mounts(given).values())
 
 
+def test_adapters_are_loaded_from_a_volume_by_those_who_show_a_token(helm: Helm) -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "adapters"}}
+    values = {
+        "adapters": {"existingSecret": "operators", "volume": claim},
+        "server": {"maxAdapters": 4, "loraAdapters": "sql=/adapters/sql"},
+    }
+    given = pod(helm, values)
+    assert volumes(given)["adapters"] == {"name": "adapters", **claim}
+    tokens = volumes(given)["adapter-tokens"]["secret"]
+    assert (tokens["secretName"], tokens["defaultMode"]) == ("operators", 0o440)
+    for path in ("/adapters", "/etc/tokenpod/adapters"):
+        assert mounts(given)[path]["readOnly"] is True
+    args = container_of(given)["args"]
+    assert "--adapter-token-file=/etc/tokenpod/adapters/tokens" in args
+    assert "--adapter-folder=/adapters" in args
+    assert settings_of(given).max_adapters == 4
+
+
+def test_a_volume_of_adapters_alone_lets_nobody_load_them(helm: Helm) -> None:
+    given = pod(helm, {"adapters": {"volume": {"emptyDir": {}}}})
+    assert "/adapters" in mounts(given)
+    assert not any("adapter-token" in arg for arg in container_of(given)["args"])
+
+
+def test_a_route_leads_to_the_client_service_and_a_pool_to_its_pods(helm: Helm) -> None:
+    rendered = helm.install(
+        {
+            "grpcRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+            "service": {"port": 8033},
+        }
+    )
+    service = rendered.one("Service", "demo-tokenpod")
+    (rule,) = rendered.one("GRPCRoute")["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": "demo-tokenpod", "port": 8033}]
+    pool = rendered.one("InferencePool")["spec"]
+    assert pool["selector"]["matchLabels"] == service["spec"]["selector"]
+    container = container_of(pod_of(rendered.one("Deployment")))
+    (grpc_port,) = [each for each in container["ports"] if each["name"] == "grpc"]
+    assert pool["targetPorts"] == [{"number": grpc_port["containerPort"]}]
+    assert pool["endpointPickerRef"]["name"] == "picker"
+
+
 def test_the_cache_can_begin_with_the_images_own(helm: Helm) -> None:
     given = pod(helm, {"cache": {"copyFromImage": True}, "initContainers": [{"name": "more"}]})
     copy, more = given["spec"]["initContainers"]

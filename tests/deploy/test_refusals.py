@@ -183,7 +183,44 @@ def test_image_volumes_that_may_be_dropped_silently_must_be_vouched_for(
 
 
 def test_an_old_kubernetes_is_refused(helm: Helm) -> None:
-    assert "1.27" in refused(helm, {}, kubernetes="1.27")
+    said = refused(helm, {}, kubernetes="1.27")
+    assert "Kubernetes is v1.27.0: this chart needs 1.28 or newer" in said
+    assert "--kube-version" in said
+
+
+def test_a_helm_that_knows_no_cluster_renders_what_any_kubernetes_takes(helm: Helm) -> None:
+    """Built without its release flags it claims 1.20."""
+    rendered = helm.install({}, kubernetes="1.20")
+    assert rendered.one("Deployment") == helm.install({}, kubernetes="1.28").one("Deployment")
+    said = refused(
+        helm, {"model": {"source": "oci", "image": {"reference": "r/m:1"}}}, kubernetes="1.20"
+    )
+    assert "--kube-version" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"grpcRoute": {"enabled": True}}, "grpcRoute.parentRefs"),
+        ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
+        (
+            {
+                "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+                "tls": {"existingSecret": "tls"},
+            },
+            "tls.existingSecret",
+        ),
+        ({"adapters": {"existingSecret": "tokens"}}, "adapters.volume"),
+        (
+            {"adapters": {"existingSecret": "tokens", "volume": {"emptyDir": {}}}},
+            "server.maxAdapters",
+        ),
+    ],
+)
+def test_routes_and_adapters_that_lead_nowhere_are_refused(
+    helm: Helm, values: Object, named: str
+) -> None:
+    assert named in refused(helm, values)
 
 
 # -- Completeness --------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
-"""Log lines: what a client has chosen can't pass for a field, or a line, of the server's."""
+"""Log lines: a client's text can't pass for a field or a line of ours, and who logs never waits."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+import select
+from pathlib import Path
 
 import pytest
 
-from tokenpod.service.telemetry.logs import JsonFormatter, TextFormatter
+from tokenpod.service.telemetry.logs import JsonFormatter, LineWriter, TextFormatter
 
 
 def line(formatter: logging.Formatter, **extra: object) -> str:
@@ -38,3 +42,62 @@ def test_json_has_the_value_itself() -> None:
     entry = json.loads(line(JsonFormatter(), request_id="a finished=True", finished=False))
     assert entry["request_id"] == "a finished=True"
     assert entry["finished"] is False
+
+
+def logger_to(descriptor: int, most: int = 8192) -> tuple[logging.Logger, LineWriter]:
+    """A logger of its own, whose lines go to a file."""
+    writer = LineWriter(descriptor, TextFormatter(), most)
+    logger = logging.Logger("tokenpod.test")
+    logger.addHandler(writer)
+    return logger, writer
+
+
+def test_lines_come_in_their_order_and_the_last_one_before_the_end(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        logger, writer = logger_to(file.fileno())
+        for number in range(1000):
+            logger.info("line %d", number, extra={"number": number})
+        writer.tell("a table\nof two lines")
+        writer.flush()
+    *lines, table, rest = (tmp_path / "log").read_text().splitlines()
+    assert [line.rpartition("=")[2] for line in lines] == [str(number) for number in range(1000)]
+    assert (table, rest) == ("a table", "of two lines")
+
+
+def test_a_reader_that_has_stopped_keeps_nobody_who_logs(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    logger, _ = logger_to(writing, most=100)
+    # Nobody reads: the pipe takes 64 KiB, the queue 100 lines, and all else is dropped.
+    for number in range(5000):
+        logger.info("x" * 200, extra={"number": number})
+    found, kept, told = b"", 0, 0
+    while kept + told < 5000:
+        assert select.select([reading], [], [], 60)[0], "no line says what was dropped"
+        found += os.read(reading, 1 << 16)
+        kept = found.count(b"number=")
+        told = sum(map(int, re.findall(rb"log lines were dropped.* lines=(\d+)\n", found)))
+    assert kept + told == 5000
+    assert kept < 1000
+    os.close(reading)
+
+
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as file:
+        logger, writer = logger_to(file.fileno())
+        for _ in range(100):
+            logger.info("a line")
+        writer.flush()
+        # The thread has tried each line, and would write again.
+        assert (writer.unwritten, writer.waiting) == (100, 0)
+
+
+def test_a_traceback_is_kept_as_text_and_not_as_frames(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        logger, writer = logger_to(file.fileno())
+        try:
+            raise ValueError("broken")
+        except ValueError as error:
+            logger.exception("fault")
+            error.args = ("changed later",)
+        writer.flush()
+    assert "ValueError: broken" in (tmp_path / "log").read_text()

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import importlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ def test_a_pod_that_follows_answers_what_its_rows_say_and_names_the_leader_else(
     answered |= {"Tokenize", "Detokenize", "GetModel", "ListAdapters", "ModelInfo"}
     answered |= {"HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer"}
     answered |= {"Check", "Watch", "List"}
+    answered |= {"GetStatus", "SetLogLevel", "DumpStacks", "TakeProfile"}
     for row in TABLE:
         if row.name.rpartition("/")[2] in answered:
             follower.check(row.name)
@@ -159,12 +160,6 @@ def test_only_dialects_know_the_messages_of_a_protocol() -> None:
 
 # -- docs --------------------------------------------------------------------------------------
 
-SHOWN = {
-    Access.TOKEN: "a token, if the operator asks for one",
-    Access.ADAPTERS: "a token of its own",
-    Access.HEALTH: "nothing",
-}
-
 BEFORE = {
     Gate.NONE: "nothing",
     Gate.READY: "the model is ready",
@@ -174,35 +169,47 @@ BEFORE = {
 
 
 def facts(row: Method) -> str:
-    """A row of the table in docs/contract.md, but for the rpc's name."""
+    """What a row of the table in docs/contract.md says of an rpc."""
     cells = (
-        SHOWN[row.access],
         BEFORE[row.gate],
         "asks the first" if row.relayed else "answers",
         "answers" if row.on_followers else "refuses",
-        "yes" if row.traced else "no",
     )
     return " | ".join(cells)
 
 
-def shown() -> Iterator[str]:
-    """The rows of the table: rpcs of one name that are alike in all services share one."""
+def named(rows: Iterable[Method]) -> str:
+    """Their rpcs, each name once, as the page lists them."""
+    return ", ".join(dict.fromkeys(f"`{row.name.rpartition('/')[2]}`" for row in rows))
+
+
+def shown() -> set[str]:
+    """The rows of the table: one for all rpcs that are alike."""
     alike = defaultdict(list)
     for row in TABLE:
-        alike[row.name.rpartition("/")[2], facts(row)].append(row.service.rpartition(".")[0])
-    for (name, said), packages in alike.items():
-        yield f"| `{name}` of {', '.join(f'`{p}`' for p in sorted(packages))} | {said} |"
+        alike[facts(row)].append(row)
+    return {f"| {named(rows)} | {said} |" for said, rows in alike.items()}
 
 
 def test_the_contract_shows_the_table() -> None:
-    page = (ROOT / "docs" / "contract.md").read_text().splitlines()
-    begin = next(at for at, line in enumerate(page) if line.startswith("| rpc |")) + 2
-    end = next(at for at in range(begin, len(page)) if not page[at].startswith("|"))
-    assert page[begin:end] == list(shown())
+    page = (ROOT / "docs" / "contract.md").read_text()
+    table = page.partition("| rpcs | before")[2].partition("\n\n")[0].splitlines()
+    assert set(table[2:]) == shown()
+
+
+def test_the_contract_says_who_needs_which_token_and_what_makes_no_span() -> None:
+    page = (ROOT / "docs" / "contract.md").read_text()
+    by = {access: named(row for row in TABLE if row.access is access) for access in Access}
+    assert f"but {by[Access.HEALTH]}, which need none, " in page
+    assert f"{by[Access.ADAPTERS]}, which need one of `--adapter-token-file`, " in page
+    assert f"and {by[Access.ADMIN]}, which need one of `--admin-token-file`." in page
+    silent = named(row for row in TABLE if not row.traced)
+    assert f"Every call makes a span in traces, but {silent}.\n" in page
 
 
 def test_the_limits_of_messages_are_those_in_the_docs() -> None:
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "contract.md").read_text()
+    page = page.partition("\n## Messages\n")[2].partition("\n## ")[0]
     for row in TABLE:
         name, own = row.name.rpartition("/")[2], row.limits
         lines = [line for line in page.splitlines() if line.startswith("|") and f"`{name}`" in line]

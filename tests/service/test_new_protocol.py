@@ -82,7 +82,7 @@ async def server(tmp_path: Path, telemetry: Telemetry) -> AsyncIterator[Server]:
     generate = GenerateService(admission, telemetry)
     backend = Backend(table, admission, generate, healthy=lambda: True)
     settings = ServerSettings(auth_token_file=tokens)
-    public, _ = public_server(settings, backend, telemetry.interceptors(table.untraced))
+    public, _ = public_server(settings, backend, telemetry.interceptors(table))
     await HealthBoard().add_to(public, table.served)
     port = public.add_insecure_port("127.0.0.1:0")
     await public.start()

@@ -35,20 +35,18 @@ def shard_methods(pb: Any) -> tuple[Method, ...]:
     """The rows of the shard rpcs of the generation whose generated module is `pb`."""
     own, service = ShardHandlers(ShardCodec(pb)), service_of(pb)
 
-    def row(name: str, limits: Any, serve: Any, *, on_followers: bool = False) -> Method:
-        return method_of(
-            service, name, limits, gate=Gate.READY, serve=serve, on_followers=on_followers
-        )
+    def row(name: str, limits: Any, serve: Any, **row: Any) -> Method:
+        return method_of(service, name, limits, gate=Gate.READY, serve=serve, **row)
 
     return (
-        row("Health", SMALL, own.health, on_followers=True),
+        row("Health", SMALL, own.health, on_followers=True, frequent=True),
         row("Info", SMALL, own.info, on_followers=True),
         row("ServiceDiscovery", SMALL, own.service_discovery, on_followers=True),
         row("ClearCache", SMALL, own.clear_cache),
-        row("FilterBatch", NAMES, own.filter_batch),
+        row("FilterBatch", NAMES, own.filter_batch, frequent=True),
         row("Warmup", BATCH, own.warmup),
-        row("Prefill", BATCH, own.prefill),
-        row("Decode", NAMES, own.decode),
+        row("Prefill", BATCH, own.prefill, frequent=True),
+        row("Decode", NAMES, own.decode, frequent=True),
     )
 
 

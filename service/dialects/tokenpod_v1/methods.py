@@ -137,5 +137,5 @@ METHODS = (
     _row("Tokenize", PROMPT, tokenize, gate=Gate.QUEUE, relayed=False, on_followers=True),
     _row("Detokenize", PROMPT, detokenize, gate=Gate.QUEUE, relayed=False, on_followers=True),
     _row("GetModel", SMALL, get_model, gate=Gate.READY, on_followers=True),
-    _row("GetLoad", SMALL, get_load, gate=Gate.READY),
+    _row("GetLoad", SMALL, get_load, gate=Gate.READY, frequent=True),
 )

@@ -123,10 +123,10 @@ METHODS = (
     _row("Generate", PROMPT, generate, gate=Gate.ROW, relayed=False),
     _row("Abort", NAMES, abort, relayed=False),
     _row("Embed", PROMPT, embed, gate=Gate.READY),
-    _row("HealthCheck", SMALL, health_check, gate=Gate.READY, on_followers=True),
+    _row("HealthCheck", SMALL, health_check, gate=Gate.READY, on_followers=True, frequent=True),
     _row("GetModelInfo", SMALL, get_model_info, gate=Gate.READY, on_followers=True),
     _row("GetServerInfo", SMALL, get_server_info, gate=Gate.READY, on_followers=True),
-    _row("GetLoads", SMALL, get_loads, gate=Gate.READY),
+    _row("GetLoads", SMALL, get_loads, gate=Gate.READY, frequent=True),
     _row("GetTokenizer", SMALL, get_tokenizer, gate=Gate.READY, on_followers=True),
     # It lasts for as long as its client does.
     _row("SubscribeKvEvents", SMALL, subscribe, gate=Gate.READY, traced=False),

@@ -89,6 +89,14 @@
 {{- if .auth.existingSecret }}
 - --auth-token-file=/etc/tokenpod/auth/{{ .auth.key }}
 {{- end }}
+{{- with .adapters }}
+{{- if .existingSecret }}
+- --adapter-token-file=/etc/tokenpod/adapters/{{ .key }}
+{{- end }}
+{{- if .volume }}
+- --adapter-folder=/adapters
+{{- end }}
+{{- end }}
 {{- with .telemetry.otlp }}
 {{- if .endpoint }}
 - {{ printf "--otlp-endpoint=%s" .endpoint | quote }}

@@ -1,6 +1,7 @@
 {{/* What a schema can't say: values that are right one by one and wrong together. */}}
 
 {{- define "tokenpod.check" -}}
+{{- include "tokenpod.checkVersion" . -}}
 {{- include "tokenpod.checkParallelism" . -}}
 {{- include "tokenpod.checkModel" . -}}
 {{- include "tokenpod.checkScaling" . -}}
@@ -9,6 +10,29 @@
 {{- include "tokenpod.checkSecurity" . -}}
 {{- include "tokenpod.checkFlags" . -}}
 {{- include "tokenpod.checkGateway" . -}}
+{{- include "tokenpod.checkRoutes" . -}}
+{{- end }}
+
+{{/* `helm template` asks no cluster; a helm that was built without its release flags then claims v1.20.0. */}}
+{{- define "tokenpod.checkVersion" -}}
+{{- $version := .Capabilities.KubeVersion.Version -}}
+{{- if and (semverCompare "<1.28.0-0" $version) (ne $version "v1.20.0") -}}
+{{- fail (printf "Kubernetes is %s: this chart needs 1.28 or newer. Where helm has asked no cluster, name yours with --kube-version" $version) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tokenpod.checkRoutes" -}}
+{{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
+{{- fail "grpcRoute.enabled: name the Gateways that it belongs to in grpcRoute.parentRefs" -}}
+{{- end -}}
+{{- if .Values.inferencePool.enabled -}}
+{{- if not .Values.inferencePool.endpointPicker.name -}}
+{{- fail "inferencePool.enabled: name the picker's Service in inferencePool.endpointPicker.name" -}}
+{{- end -}}
+{{- if .Values.tls.existingSecret -}}
+{{- fail "inferencePool.enabled with tls.existingSecret: gateways call the pods of a pool in plaintext. Leave one of them out" -}}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{- define "tokenpod.checkGateway" -}}
@@ -99,7 +123,7 @@
 {{- fail "model.source is oci: name the image in model.image.reference" -}}
 {{- end -}}
 {{- if and (eq .source "oci") (semverCompare "<1.31.0-0" $.Capabilities.KubeVersion.Version) -}}
-{{- fail (printf "model.source is oci: image volumes need Kubernetes 1.31, and this is %s" $.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "model.source is oci: image volumes need Kubernetes 1.31, and this is %s. Where helm has asked no cluster, name yours with --kube-version" $.Capabilities.KubeVersion.Version) -}}
 {{- end -}}
 {{- if and (eq .source "oci") (not .image.featureGate) (semverCompare "<1.35.0-0" $.Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "model.source is oci: Kubernetes %s drops image volumes without a word unless its feature gate ImageVolume is on. Set model.image.featureGate=true if it is, on the API server and on the nodes" $.Capabilities.KubeVersion.Version) -}}
@@ -167,6 +191,12 @@
 
 {{- define "tokenpod.checkSecurity" -}}
 {{- with .Values -}}
+{{- if and .adapters.existingSecret (not .adapters.volume) -}}
+{{- fail "adapters.existingSecret is set: AdapterService loads from a volume, in adapters.volume" -}}
+{{- end -}}
+{{- if and .adapters.existingSecret (not (or .server.maxAdapters .server.loraAdapters)) -}}
+{{- fail "adapters.existingSecret is set: say in server.maxAdapters for how many adapters there is to be room" -}}
+{{- end -}}
 {{- if and .tls.mtls.enabled (not .tls.existingSecret) -}}
 {{- fail "tls.mtls is enabled: it needs the server's own certificate too, in tls.existingSecret" -}}
 {{- end -}}
@@ -187,7 +217,7 @@
 {{- fail (printf "server.%s is %v: it was removed: %s" $name (get $.Values.server $name) $instead) -}}
 {{- end -}}
 {{- end -}}
-{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" "--metrics-port" "--metrics-names" -}}
+{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--adapter-token-file" "--adapter-folder" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" "--metrics-port" "--metrics-names" -}}
 {{- range .Values.extraArgs -}}
 {{- $name := splitList "=" . | first -}}
 {{- if has $name $ours -}}

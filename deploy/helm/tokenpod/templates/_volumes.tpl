@@ -71,6 +71,20 @@
       - {key: {{ .key }}, path: {{ .key }}}
 {{- end }}
 {{- end }}
+{{- with .Values.adapters }}
+{{- if .existingSecret }}
+- name: adapter-tokens
+  secret:
+    secretName: {{ .existingSecret }}
+    defaultMode: 0440
+    items:
+      - {key: {{ .key }}, path: {{ .key }}}
+{{- end }}
+{{- if .volume }}
+- name: adapters
+  {{- toYaml .volume | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -142,6 +156,16 @@
 {{- if .Values.auth.existingSecret }}
 - name: auth
   mountPath: /etc/tokenpod/auth
+  readOnly: true
+{{- end }}
+{{- if .Values.adapters.existingSecret }}
+- name: adapter-tokens
+  mountPath: /etc/tokenpod/adapters
+  readOnly: true
+{{- end }}
+{{- if .Values.adapters.volume }}
+- name: adapters
+  mountPath: /adapters
   readOnly: true
 {{- end }}
 {{- with .Values.extraVolumeMounts }}

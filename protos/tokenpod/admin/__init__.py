@@ -1,0 +1,1 @@
+"""Stubs of what operators ask of a pod that runs."""

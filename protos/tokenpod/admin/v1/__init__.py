@@ -1,0 +1,1 @@
+"""Stubs of `tokenpod.admin.v1`."""

@@ -1,6 +1,6 @@
 """Attention over the paged pool: decode rows by one kernel, the others by another.
 
-See `attention_decode` and `attention_extend`. Both read slots through the row table, so that it
+Both (`attention_decode`, `attention_extend`) read slots through the row table, so that it
 does not matter where a row's KV lies.
 """
 
@@ -72,7 +72,7 @@ class PagedPlan:
 
 
 def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
-    """See `ops.PlanAttention`.
+    """What layers with this window share of a step.
 
     Of a batch of single rows only, nothing but their number is read on the host: a graph captured
     with this plan stays right when contexts, rows and slots on the device change.
@@ -87,7 +87,10 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTiles:
-    """See `ops.StepTiles`: for each kind both lists of tiles, filled up with empty ones."""
+    """A captured step's rows with several tokens.
+
+    For each kind both lists of tiles, filled up with empty ones.
+    """
 
     kinds: tuple[TileKind, ...]
     #: Rows with several tokens that a captured step has room for.
@@ -99,7 +102,7 @@ class CapturedTiles:
         return len(self.kinds) * 2 * tiles * FIELDS
 
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
-        """See `ops.StepTiles.fill`."""
+        """Write the tiles of these rows; False: there is no room for them."""
         lists = into.reshape(len(self.kinds), 2, -1, FIELDS)
         for kind, packed in zip(self.kinds, lists, strict=True):
             for tiles, room in zip(cut_rows(rows, *kind), packed, strict=True):
@@ -109,12 +112,12 @@ class CapturedTiles:
         return True
 
     def by_kind(self, numbers: torch.Tensor) -> dict[TileKind, torch.Tensor]:
-        """See `ops.StepTiles.by_kind`."""
+        """Parts of `numbers` on the device by window and queries of a tile, without a copy."""
         return dict(zip(self.kinds, numbers.view(len(self.kinds), -1), strict=True))
 
 
 def prepare_capture(shapes: Sequence[Heads], rows: int) -> CapturedTiles:
-    """See `ops.PrepareCapture`."""
+    """Room for the tiles of layers of these shapes, in steps of up to so many rows."""
     kinds = dict.fromkeys((heads.window, _queries_per_tile(heads)) for heads in shapes)
     return CapturedTiles(tuple(kinds), min(rows, MOST_CAPTURED_EXTENDS) if kinds else 0)
 
@@ -133,7 +136,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attend`.
+    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
 
     Raises:
         ValueError: heads larger than 512, or more than 128 of them to a key/value head.

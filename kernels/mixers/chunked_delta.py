@@ -28,7 +28,7 @@ def gated_delta(
     states: DeltaStates,
     batch: ForwardBatch,
 ) -> torch.Tensor:
-    """See `GatedDelta`."""
+    """What the rows of a step read of their states, which they write: [T, heads · value_dim]."""
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     falls, share = log_decay(decay, weights), write.float().sigmoid()
     many = max(AT_ONCE // states.memory[0].numel(), 1)

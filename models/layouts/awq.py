@@ -40,11 +40,11 @@ class AwqScheme:
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         """See `Scheme`."""
         groups, columns = self.grouping.count(inputs), words(outputs, _BITS)
-        found = {
+        found: dict[str, StoredTensor] = {
             ".qweight": StoredTensor((inputs, columns), _WORDS),
             ".scales": StoredTensor((groups, outputs), FLOATS),
         }
-        return found | (self._zeros(outputs, inputs) if self.zeros else {})
+        return {**found, **(self._zeros(outputs, inputs) if self.zeros else {})}
 
     def optional(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         """Zeros that need not be there."""

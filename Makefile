@@ -60,7 +60,7 @@ test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARG
 	@$(PY) -m pytest -m gpu $(or $(ARGS),-n 16)
 
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
-	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)
+	@PYTHONPATH=tests $(PY) -m chaos $(ARGS)
 
 lint: setup ## Style, spelling, links, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .
@@ -121,7 +121,7 @@ release: ## dist/: both wheels, the chart, bills of materials of what the images
 	@$(PACK)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement requirements/sbom.txt
 	@for variant in cpu cuda; do PYTHONWARNINGS=ignore $(PACK)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
 		--output-format JSON --output-file dist/tokenpod-$(VERSION)-$$variant.cdx.json requirements/runtime-$$variant.txt || exit; done
-	@tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner --directory deploy/helm \
+	@tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --directory deploy/helm \
 		--create --gzip --file dist/tokenpod-chart-$(VERSION).tgz tokenpod
 	@cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 

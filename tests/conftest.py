@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from gpu_lock import gpu_lock
-from harness import ServerProcess, serve
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-from examples import examples
+from support.examples import examples
+from support.gpu_lock import gpu_lock
+from support.pods.harness import ServerProcess, serve
+from support.shared import Shared
+
+if TYPE_CHECKING:
+    from support.checkpoints.golden import SharedGoldens
 
 # Without an NVIDIA GPU, or with torch's build for CPUs, Triton interprets kernels. It reads this
 # when it is imported first, which other libraries may do before any test of ours.
@@ -126,10 +132,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers whatever ran before it in this process."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Audit hooks stay for the life of a process: there is one of ours."""
     config.pluginmanager.register(NoProcesses())
-    settings.register_profile("tokenpod", max_examples=examples(100), deadline=None)
+    # What a test draws comes slowly where others have the processors: that says nothing of it.
+    settings.register_profile(
+        "tokenpod",
+        max_examples=examples(100),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     settings.load_profile("tokenpod")
 
 
@@ -166,6 +186,24 @@ def mark_sampled(items: list[pytest.Item]) -> None:
         if seen[test] % every:
             item.add_marker(rest)
         seen[test] += 1
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """Folders that all processes of this run have in common."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of every process's own
+    (root / "shared").mkdir(exist_ok=True)
+    return Shared(root / "shared")
+
+
+@pytest.fixture(scope="session")
+def golden(shared: Shared) -> SharedGoldens:
+    """Gives the checkpoint of a kind, which is made once in a run."""
+    from support.checkpoints.golden import SharedGoldens  # imports transformers
+
+    return SharedGoldens(shared)
 
 
 @pytest.fixture(scope="session")

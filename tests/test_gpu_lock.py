@@ -6,8 +6,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import gpu_lock
 import pytest
+
+from support import gpu_lock
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,12 @@ WITHOUT_TORCH = (
 WITHOUT_PROTOBUF = ("core", "scheduler", "simulator", "kernels", "models")
 
 
+@functools.cache
+def names_imported(path: Path) -> tuple[str, ...]:
+    """What a module imports, read once for all tests here."""
+    return tuple(imported(path))
+
+
 def modules(folder: str) -> Iterator[Path]:
     # Links are not followed: each module is found in its own folder.
     start = SRC / folder if folder in OWN else ROOT / folder
@@ -59,7 +66,7 @@ def test_a_folder_imports_those_below_it_alone(folder: str) -> None:
     faults = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in modules(folder)
-        for module in imported(path)
+        for module in names_imported(path)
         if (other := folder_of(module)) and other != folder and other not in MAY_IMPORT[folder]
     ]
     assert faults == []
@@ -74,7 +81,7 @@ def test_a_folder_does_without_a_library(folder: str, library: str) -> None:
     users = [
         str(path.relative_to(ROOT))
         for path in modules(folder)
-        for module in imported(path)
+        for module in names_imported(path)
         if module.partition(".")[0] == library
     ]
     assert users == []

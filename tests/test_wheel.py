@@ -18,8 +18,9 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from harness import ServerProcess, free_port
 from packaging.requirements import Requirement
+
+from support.pods.harness import ServerProcess, free_port
 
 pytestmark = pytest.mark.pod
 

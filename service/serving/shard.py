@@ -154,7 +154,8 @@ class ShardService:
         """
         if not self._over.done():
             self._over.set_result(None)
-        cut = len(self.batches) + len(self._working)
+        # A step that is done has put its batch back.
+        cut = len(self.batches) + sum(not task.done() for task in self._working)
         emptied = asyncio.create_task(self.batches.emptied())
         late = asyncio.ensure_future(sleep(_LAST_CALL_SECONDS))
         await asyncio.wait({emptied, late}, return_when="FIRST_COMPLETED")

@@ -1,6 +1,6 @@
 """make chaos: attack real pods, then call one for minutes in every way, and print what held.
 
-PYTHONPATH=tests:tests/support python -m chaos [--seed N] [--short] [--minutes N] [--no-attacks]
+PYTHONPATH=tests python -m chaos [--seed N] [--short] [--minutes N] [--no-attacks]
 """
 
 from __future__ import annotations

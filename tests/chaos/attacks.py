@@ -23,15 +23,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import constraint_fuzz
-import floods
 import grpc
-import wirefuzz
-from harness import SERVING
-from public_api import text_request
 
 from chaos.scene import OPTIONS, Pod, answer, gone
 from chaos.waiting import wait_for
+from support.clients import constraint_fuzz, floods, wirefuzz
+from support.clients.public_api import text_request
+from support.pods.harness import SERVING
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (

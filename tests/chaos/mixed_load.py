@@ -20,9 +20,9 @@ from types import ModuleType
 from typing import Any
 
 import grpc
-import wirefuzz
-from wirefuzz import Rpc
 
+from support.clients import wirefuzz
+from support.clients.wirefuzz import Rpc
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 
 #: Of rpcs that a router alone may call, or that change what others get.

@@ -17,10 +17,10 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess, children_of, free_port, serve
-from public_api import text_request
 
 from chaos.waiting import PATIENCE_SECONDS, wait_for
+from support.clients.public_api import text_request
+from support.pods.harness import SERVING, ServerProcess, children_of, free_port, serve
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: What innocent clients ask.

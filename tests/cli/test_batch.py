@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ServerProcess
 
+from support.pods.harness import ServerProcess
 from tokenpod_client import Client
 from tokenpod_client.cli.app import main
 from tokenpod_client.cli.batch import Progress, read_lines

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import prefork
 import pytest
 from google.protobuf.any_pb2 import Any as Packed
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -24,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import tokenpod
+from support.pods import prefork
 from tokenpod.commands import foreign
 from tokenpod.service.config.rules import flag
 from tokenpod.service.config.sources import ServerSettings, variable

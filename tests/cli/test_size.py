@@ -12,12 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import medusa_heads
 import pytest
 import torch
-from harness import serve
 
 import tokenpod.commands.size
+from support.checkpoints import medusa_heads
+from support.pods.harness import serve
 from tokenpod.commands.gpus import GPUS
 from tokenpod.commands.size import SizeError, footprint
 from tokenpod.core.capacity import GIB

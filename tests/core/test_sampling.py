@@ -9,8 +9,17 @@ from typing import Annotated, get_type_hints
 import msgspec
 import pytest
 import torch
-from samplers import ALONE, DEVICE, SMALL, asking, on_cpu, on_device, random_logits, step
 
+from support.sampling.samplers import (
+    ALONE,
+    DEVICE,
+    SMALL,
+    asking,
+    on_cpu,
+    on_device,
+    random_logits,
+    step,
+)
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.sampling import (
     COUNTED,

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import prefork
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prefork import PreforkedProcess
 
 from deploy.helm import Object
 from deploy.manifests import container_of, probes
 from deploy.sandbox import TOKENPOD, Place, Sandbox
+from support.pods import prefork
+from support.pods.prefork import PreforkedProcess
 
 _RESTART_SECONDS = 0.5
 

@@ -7,11 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from harness import free_port
-
 from deploy.emulator import Namespace
 from deploy.helm import Object
 from deploy.traffic import ClusterIp, Traffic
+from support.pods.harness import free_port
 
 #: Tokens of each client's requests. Long ones take seconds: only a drain brings them to their end.
 LENGTHS = (20, 100, 900)

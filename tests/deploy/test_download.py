@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import hub_of
 
 from deploy.helm import Helm, Object
 from deploy.manifests import container_of, mounts, pod_of, settings_of, volumes
+from support.outside.hub import hub_of
 from tokenpod_client.cli.app import main
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights"}

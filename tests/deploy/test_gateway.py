@@ -25,11 +25,12 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from harness import free_port, wait_for
 
 from deploy.certificates import Authority
 from deploy.helm import NAMESPACE, Helm, Object
 from deploy.manifests import container_of, pod_of, settings_of
+from support.pods.harness import free_port
+from support.waiting import wait_for
 
 VENV = os.environ.get("SMG_VENV")
 NAME = "demo-tokenpod-gateway"

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from certificates import make_authority, make_certificate
-from harness import serve
 
 from deploy.helm import Helm, Object
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import serve
 
 TLS: Object = {"tls": {"existingSecret": "server-tls"}}
 SECONDS = 120

@@ -191,6 +191,24 @@ def test_an_invalid_object_would_be_found(helm: Helm) -> None:
         validate(deployment, NEWEST)
 
 
+@pytest.mark.parametrize(
+    ("case", "kind", "wrong"),
+    [
+        ("routed", "GRPCRoute", {"backendRefs": []}),
+        ("routed", "InferencePool", {"targetPorts": [{"number": "50051"}]}),
+        ("autoscaled-keda", "ScaledObject", {"triggers": [{"type": "cpu", "metadata": {"a": 1}}]}),
+    ],
+)
+def test_an_invalid_object_of_a_kind_that_others_define_would_be_found(
+    helm: Helm, case: str, kind: str, wrong: dict[str, Any]
+) -> None:
+    given = helm.install(CASES[case]).one(kind)
+    validate(given, NEWEST)
+    given["spec"] |= wrong
+    with pytest.raises(Refused):
+        validate(given, NEWEST)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_two_objects_share_a_name_and_all_carry_the_releases_labels(
     helm: Helm, case: str

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
-from harness import ServerProcess
 
 from deploy.helm import Helm, Object
+from support.pods.harness import ServerProcess
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2, generation_service_pb2
 
 MTLS = {

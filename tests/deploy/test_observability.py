@@ -18,12 +18,13 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from certificates import make_authority, make_certificate
-from harness import ServerProcess, free_port, serve, wait_for
 from prometheus_client.parser import text_string_to_metric_families
-from public_api import generate, text_request
 
 from deploy.helm import CHART, Helm
+from support.clients.public_api import generate, text_request
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import ServerProcess, free_port, serve
+from support.waiting import wait_for
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 

@@ -10,11 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import step_scenes
 import torch
-from lora_folders import write_lora
-from stepping import VOCABULARY
 
+from support.checkpoints.lora_folders import write_lora
+from support.shared import Shared
+from support.steps import step_scenes
+from support.steps.stepping import VOCABULARY
 from tokenpod.core.messages import LoadAdapter
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.outputs import FailureCode
@@ -37,8 +38,8 @@ PARTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_pro
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return step_scenes.save_model(tmp_path_factory.mktemp("base"))
+def base(shared: Shared) -> Path:
+    return step_scenes.small_model(shared)
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,16 @@ import json
 import random
 from typing import Any
 
-import constrained
 import jsonschema
 import numpy as np
 import pytest
-import torch
 
+from support.engines import constrained
+from support.engines.demo_engine import demo_model
 from tokenpod.core.constraints import JsonSchema
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import LimitReached, Refused
-from tokenpod.models import load as loading
 from tokenpod.service.constraints.json_schema import check_schema, read_schema
 
 WORDS = -(-constrained.VOCABULARY // 32)
@@ -113,21 +112,13 @@ def answers(
     count: int, *, bounded: bool, new: int
 ) -> tuple[list[tuple[dict[str, Any], FinishCode, str]], int]:
     """What an engine answers to requests of which each has its schema; how many it refuses."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = loading.load_model(
-        constrained.DEMO,
-        dtype=torch.float32,
-        device=constrained.CPU,
-        progress=lambda done, total: None,
-    )
+    model = demo_model()
     schemas = {i: a_schema(random.Random(i), bounded=bounded) for i in range(1, count + 1)}
     asked = [
         constrained.ask(i, JsonSchema(json.dumps(schema)), new=new, **constrained.RANDOM)
         for i, schema in schemas.items()
     ]
     client = constrained.serve(model, constrained.Client(asked), rows=25, slots=10_000)
-    torch.set_num_threads(before)
     found = []
     for i, finish in client.finishes.items():
         # It says of every answer whether it conforms, and is right.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from samplers import Row, on_cpu, on_device, random_logits, sampled, step
 
+from support.sampling.samplers import Row, on_cpu, on_device, random_logits, sampled, step
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.sampling.bad_words import BadWords, entries_of
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from golden import make_golden
-from golden_kinds import VOCABULARY
-from lockstep import in_lockstep
 
+from support.checkpoints.golden_kinds import VOCABULARY
+from support.steps.lockstep import in_lockstep
 from tokenpod.core.outputs import FinishCode, StepOutputs
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
@@ -37,13 +36,13 @@ SLOTS, POSITIONS = 900, 200
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory):
-    return make_golden("llama", tmp_path_factory.mktemp("beams"))
+def llama(golden):
+    return golden("llama")
 
 
 @pytest.fixture(scope="module")
-def model(golden):
-    return load_model(golden.folder, dtype=None, device=CPU, progress=lambda done, total: None)
+def model(llama):
+    return load_model(llama.folder, dtype=None, device=CPU, progress=lambda done, total: None)
 
 
 def text(length, seed):
@@ -64,10 +63,10 @@ def search(first_id, prompt, width, *, penalty=1.0, early=EarlyStop.FALSE, n=Non
     )
 
 
-def expected(golden, request):
+def expected(llama, request):
     """[(tokens, score)] of transformers, the best first."""
     beam, stopping, prompt = request.beam, request.stopping, request.prompt
-    found = golden.model.generate(
+    found = llama.model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
@@ -152,11 +151,11 @@ def serve(executor, requests, planner=None, *, overlap=False):
     return link
 
 
-def check(golden, link, requests):
+def check(llama, link, requests):
     for request in requests:
         penalty = request.beam.length_penalty
         for (ours, total), (theirs, score) in zip(
-            link.results(request), expected(golden, request), strict=True
+            link.results(request), expected(llama, request), strict=True
         ):
             assert ours == theirs
             assert total / len(ours) ** penalty == pytest.approx(score, abs=1e-4)
@@ -166,13 +165,13 @@ def check(golden, link, requests):
 @pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("early", EarlyStop)
 @pytest.mark.parametrize("penalty", [0.4, 1.0, 2.0])
-def test_results_are_those_of_transformers(golden, model, penalty, early):
+def test_results_are_those_of_transformers(llama, model, penalty, early):
     requests = [
         search(100 * width, text(7 + width, width), width, penalty=penalty, early=early)
         for width in (2, 4, 8)
     ]
     link = serve(host(model), requests, scheduler(prefill=8), overlap=True)
-    check(golden, link, requests)
+    check(llama, link, requests)
     ends = {*link.finishes.values()}
     assert ends <= {FinishCode.EOS, FinishCode.LENGTH}
     # Long texts win with a high penalty.
@@ -185,12 +184,12 @@ def ordinary(first_id, samples=1):
     return Request(ids, text(30, first_id), sampling, StoppingParams(20), logprobs=True)
 
 
-def test_beams_run_beside_others_in_pieces_and_on_cached_prefixes(golden, model):
+def test_beams_run_beside_others_in_pieces_and_on_cached_prefixes(llama, model):
     alone = [serve(host(model), [each]) for each in (ordinary(900), ordinary(910, 3))]
     planner = scheduler(prefill=8)
     executor = host(model)
     first = search(10, text(40, 1), 4, n=3)
-    check(golden, serve(executor, [first], planner, overlap=True), [first])
+    check(llama, serve(executor, [first], planner, overlap=True), [first])
     again = search(20, [*text(40, 1), 7, 9], 3, min_new_tokens=5)
     same = search(30, text(40, 1), 2, penalty=0.4, early=EarlyStop.TRUE)
     other = search(40, text(25, 3), 4)
@@ -198,7 +197,7 @@ def test_beams_run_beside_others_in_pieces_and_on_cached_prefixes(golden, model)
     twins = [search(50, text(25, 4), 2), search(60, text(25, 4), 3)]
     requests = [again, ordinary(900), same, *twins, other, ordinary(910, 3)]
     link = serve(executor, requests, planner, overlap=True)
-    check(golden, link, [again, same, other, *twins])
+    check(llama, link, [again, same, other, *twins])
     assert link.started[20] == 40
     assert link.started[30] == 39
     for heard in alone:
@@ -207,7 +206,7 @@ def test_beams_run_beside_others_in_pieces_and_on_cached_prefixes(golden, model)
 
 
 @pytest.mark.slow
-def test_beams_and_samples_over_a_pool_of_int8(golden, model):
+def test_beams_and_samples_over_a_pool_of_int8(llama, model):
     """Forks read their scales where they read their numbers, whoever wrote them."""
     executor, planner = host(model, kv_dtype=torch.int8), scheduler(prefill=8)
     first, again = search(10, text(40, 1), 2), search(20, [*text(40, 1), 7, 9], 2)
@@ -218,18 +217,18 @@ def test_beams_and_samples_over_a_pool_of_int8(golden, model):
     for sequence, tokens in alone.tokens.items():
         assert link.tokens[sequence] == tokens
         assert link.logprobs[sequence] == pytest.approx(alone.logprobs[sequence], abs=5e-3)
-    for (_, total), (_, score) in zip(link.results(again), expected(golden, again), strict=True):
+    for (_, total), (_, score) in zip(link.results(again), expected(llama, again), strict=True):
         assert total / NEW_TOKENS == pytest.approx(score, abs=0.02)
 
 
-def test_two_ranks_search_as_one_does(golden):
+def test_two_ranks_search_as_one_does(llama):
     """The leader plans and samples; the follower gets the plans' bytes, and never top tokens."""
     requests = [search(10, text(20, 5), 4), ordinary(900), search(20, text(9, 6), 2, penalty=2.0)]
     plans: queue.Queue[bytes] = queue.Queue()
 
     def rank(group):
         model = load_model(
-            golden.folder,
+            llama.folder,
             dtype=None,
             device=CPU,
             progress=lambda done, total: None,
@@ -247,7 +246,7 @@ def test_two_ranks_search_as_one_does(golden):
         return None
 
     leader, _ = in_lockstep(2, rank)
-    check(golden, leader, [requests[0], requests[2]])
+    check(llama, leader, [requests[0], requests[2]])
 
 
 @dataclass
@@ -262,7 +261,7 @@ class Sending:
         return self.executor.launch(plan)
 
 
-def test_a_time_limit_ends_a_search_with_what_there_is(golden, model):
+def test_a_time_limit_ends_a_search_with_what_there_is(llama, model):
     late = search(10, text(9, 2), 4, eos_token_ids=frozenset(), time_limit_at=5)
     ticks = iter(range(1000))
     link = Heard([late])
@@ -273,4 +272,4 @@ def test_a_time_limit_ends_a_search_with_what_there_is(golden, model):
     (length,) = {len(link.tokens[i]) for i in late.reported}
     assert 1 <= length < NEW_TOKENS
     bounded = search(10, text(9, 2), 4, eos_token_ids=frozenset(), max_new_tokens=length)
-    check(golden, link, [bounded])
+    check(llama, link, [bounded])

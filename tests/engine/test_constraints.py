@@ -8,22 +8,20 @@ import re
 import threading
 import time
 
-import constrained
 import jsonschema
 import msgspec
 import numpy as np
 import pytest
-import row_by_row
-import torch
-from constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compiling
 
+from support.engines import constrained
+from support.engines.constrained import END, RANDOM, Client, Clock, ask, serve, wait_for_compiling
+from support.engines.demo_engine import demo_model, exact_model
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FailureCode, FinishCode
 from tokenpod.engine.constraints import cache, guidance_matcher, masked_steps
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.library import LimitReached
-from tokenpod.models import load as loading
 
 pytestmark = pytest.mark.compute
 
@@ -41,34 +39,14 @@ DATE = r"\d{4}-[01]\d-[0-3]\d"
 KINDS = [JsonSchema(json.dumps(PERSON)), Regex(DATE), Choice(("yes", "no", "perhaps")), None]
 
 
-def load(operations=None):
-    with pytest.MonkeyPatch.context() as patch:
-        if operations is not None:
-            patch.setattr(loading, "operations_for", lambda device, dtype: operations)
-        return loading.load_model(
-            constrained.DEMO,
-            dtype=torch.float32,
-            device=constrained.CPU,
-            progress=lambda done, total: None,
-        )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def model():
-    return load()
+    return demo_model()
 
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
+    return exact_model()
 
 
 @pytest.fixture(scope="module")

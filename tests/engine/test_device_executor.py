@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine_link import Client
-from guessing import drafting
-from interpreted import DEVICE
-from planner_probe import preempt_sequence
 
+from support.engines.engine_link import Client
+from support.engines.guessing import drafting
+from support.engines.planner_probe import preempt_sequence
+from support.kernels.interpreted import DEVICE
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams

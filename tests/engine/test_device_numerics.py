@@ -12,19 +12,19 @@ import random
 import msgspec
 import pytest
 import torch
-from demo_engine import (
-    DEMO,
+
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import (
     ONE_IN,
     POSITIONS,
     VOCABULARY,
     Recorder,
-    load,
+    demo_model,
     many_requests,
     scores,
 )
-from guessing import drafting
-from planner_probe import preempt_sequence
-
+from support.engines.guessing import drafting
+from support.engines.planner_probe import preempt_sequence
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup.assemble import assemble
@@ -93,7 +93,7 @@ def test_another_token_is_chosen_only_where_rounding_decides(made, kind, undistu
     else:
         got, _, preempted = answer(made, asked, preempt=0.01)
         assert preempted > SEQUENCES // 8
-    peer, same, gaps = load(None), 0, []
+    peer, same, gaps = demo_model(), 0, []
     for request in asked:
         ours, theirs = undisturbed[request.sequence_ids[0]], got[request.sequence_ids[0]]
         at = next((i for i in range(TOKENS) if ours[i] != theirs[i]), TOKENS)

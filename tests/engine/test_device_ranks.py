@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
-import torch
-import transformers
-from harness import free_port
-from ranks import Job, Said
 
+from support.pods.harness import free_port
+from support.steps import ranks, step_scenes
+from support.steps.ranks import Job, Said
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -38,25 +36,8 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A model whose vocabulary two ranks can't divide."""
-    config = transformers.LlamaConfig(
-        vocab_size=51,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    torch.manual_seed(2)
-    folder = tmp_path_factory.mktemp("small")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+def folder(shared) -> Path:
+    return step_scenes.small_model(shared)
 
 
 @pytest.mark.slow

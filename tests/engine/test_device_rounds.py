@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE
-from samplers import draw, on_device, random_logits, sampled
 
+from support.kernels.interpreted import DEVICE
+from support.sampling.samplers import draw, on_device, random_logits, sampled
 from tokenpod.core.plan import LAST, UNSAMPLED, PlanRow, plan_of
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.gpu.device_rounds import DeviceDrawing

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, INTERPRETED
-from samplers import (
+
+from support.kernels.interpreted import DEVICE, INTERPRETED
+from support.sampling.samplers import (
     ALONE,
     INF,
     SMALL,
@@ -26,7 +27,6 @@ from samplers import (
     wide,
     with_holes,
 )
-
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.gpu.device_sampler import Launches, SamplerTiles
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 
-import eagle_heads
 import msgspec
 import pytest
 import torch
-from demo_engine import CPU, DEMO, load
 
+from support.checkpoints import eagle_heads
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import CPU, demo_model
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import LAST
@@ -37,7 +38,7 @@ OPTIONS = EngineOptions(
 
 @pytest.fixture(scope="module")
 def served():
-    return load(None)
+    return demo_model()
 
 
 def altered(folder, **fields):

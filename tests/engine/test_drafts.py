@@ -11,12 +11,11 @@ from functools import partial
 
 import msgspec
 import pytest
-import ranks
-import row_by_row
 import torch
-from demo_engine import (
+
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import (
     CUT,
-    DEMO,
     GREEDY,
     KINDS,
     PENALISED,
@@ -25,15 +24,15 @@ from demo_engine import (
     VOCABULARY,
     WATERMARKED,
     Recorder,
-    load,
+    exact_model,
     requests,
     routed,
     serve,
 )
-from guessing import drafting
-from harness import free_port
-from ranks import Job
-
+from support.engines.guessing import drafting
+from support.pods.harness import free_port
+from support.steps import ranks
+from support.steps.ranks import Job
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
@@ -43,17 +42,9 @@ pytestmark = pytest.mark.compute
 MOST = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
+    return exact_model()
 
 
 def drafted(asked, most=MOST):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE
 
+from support.kernels.interpreted import DEVICE
 from tokenpod.core.capacity import spare_draft_slots
 from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.engine.gpu.device_drafts import Proposals

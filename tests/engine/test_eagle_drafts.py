@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 
-import eagle_heads
 import pytest
-import step_scenes
-import stepping
 import torch
-from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
-from harness import free_port
-from head_drafts import MOST, answer, check_that_devices_draft_alike, drafts_behind
 from safetensors.torch import load_file
 
+from support.checkpoints import eagle_heads
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import CPU, SAMPLED, VOCABULARY, demo_model, pool
+from support.engines.head_drafts import MOST, answer, check_that_devices_draft_alike, drafts_behind
+from support.pods.harness import free_port
+from support.steps import step_scenes, stepping
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.kernels.operations.batch import ForwardBatch
@@ -24,8 +24,7 @@ PROMPT = [random.Random(3).randrange(3, VOCABULARY) for _ in range(21)]
 
 @pytest.fixture(scope="module")
 def served():
-    torch.set_num_threads(1)
-    return load(None)
+    return demo_model()
 
 
 def test_what_an_engine_drafts_is_what_the_definition_says(tmp_path, served):
@@ -94,16 +93,16 @@ SMALL = eagle_heads.Sizes(32, 4, 2, 24, 20, stepping.VOCABULARY, 64)
 
 
 @pytest.mark.slow
-def test_a_device_drafts_what_a_host_drafts(tmp_path):
-    folder = step_scenes.save_model(tmp_path / "served", layers=3)
+def test_a_device_drafts_what_a_host_drafts(shared, tmp_path):
+    folder = step_scenes.small_model(shared, layers=3)
     head = eagle_heads.save(tmp_path / "head", sizes=SMALL)
     check_that_devices_draft_alike(folder, head, drafts=(2, 1, 0))
 
 
 @pytest.mark.pod
-def test_two_ranks_with_a_head_come_to_the_tokens_of_one(tmp_path):
+def test_two_ranks_with_a_head_come_to_the_tokens_of_one(shared, tmp_path):
     """The served model's embedding, which the head reads, is divided among them."""
-    folder = step_scenes.save_model(tmp_path / "served", layers=3)
+    folder = step_scenes.small_model(shared, layers=3)
     head = eagle_heads.save(tmp_path / "head", sizes=SMALL)
     alone = step_scenes.Scene(
         step_scenes.make("fast", folder, CPU), [], step_scenes.table_of(folder)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from demo_engine import CPU, DEMO, load
 
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import CPU, demo_model
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.assemble import assemble
@@ -16,7 +17,7 @@ OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_t
 
 
 def test_a_model_that_computes_no_numbers_does_not_start(monkeypatch):
-    model = load(None)
+    model = demo_model()
     computed = model.logits
     monkeypatch.setattr(model, "logits", lambda *inputs: computed(*inputs) * torch.nan)
     with pytest.raises(EngineError, match=r"computes NaN or Inf of a prompt of 62 tokens.*--dtype"):
@@ -50,7 +51,7 @@ def test_a_step_holds_the_prompt_tokens_that_take_50_ms(per_token, most, expecte
 @pytest.mark.parametrize("cached", [0, 30])
 def test_steps_are_timed_without_a_trace(cached):
     options = msgspec.structs.replace(OPTIONS, short_prompt_steps=True)
-    made = assemble(load(None), options, positions=64, device=CPU)
+    made = assemble(demo_model(), options, positions=64, device=CPU)
     # More than 64 tokens have no room here.
     assert made.prefill_tokens == 64
     assert prompt_seconds(made.executor, 32, cached) > 0
@@ -59,4 +60,4 @@ def test_steps_are_timed_without_a_trace(cached):
 
 
 def test_what_an_operator_has_chosen_is_kept():
-    assert assemble(load(None), OPTIONS, positions=64, device=CPU).prefill_tokens == 64
+    assert assemble(demo_model(), OPTIONS, positions=64, device=CPU).prefill_tokens == 64

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
-import step_scenes
 import torch
-from engine_link import Client
-from harness import free_port
-from ranks import CPU, Job
-from stepping import SAMPLED, VOCABULARY
 
+from support.engines.engine_link import Client
+from support.pods.harness import free_port
+from support.steps import ranks, step_scenes
+from support.steps.ranks import CPU, Job
+from support.steps.stepping import SAMPLED, VOCABULARY
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import GivenVectors, Request, StoppingParams
 from tokenpod.engine.loop import EngineLoop
@@ -35,8 +34,8 @@ OPTIONS = EngineOptions(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return step_scenes.save_model(tmp_path_factory.mktemp("small"))
+def folder(shared) -> Path:
+    return step_scenes.small_model(shared)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from harness import free_port
 
+from support.pods.harness import free_port
 from tokenpod.core.errors import EngineError
 from tokenpod.engine.shards.join import join_group
 
@@ -143,7 +143,7 @@ def test_ranks_that_disagree_about_the_world():
 
     def run(rank, world):
         with pytest.raises(EngineError) as error:
-            join_group(rank, world, HERE, port, device=CPU, timeout=1.5)
+            join_group(rank, world, HERE, port, device=CPU, timeout=2.5)
         return error.value
 
     with ThreadPoolExecutor(2) as pool:
@@ -153,7 +153,7 @@ def test_ranks_that_disagree_about_the_world():
 
 
 def test_two_processes_that_claim_one_rank():
-    answers = together(3, lambda group: None, timeout=1.5, ranks=[0, 1, 1])
+    answers = together(3, lambda group: None, timeout=2.5, ranks=[0, 1, 1])
     assert any("two processes say that they are rank 1" in str(answer) for answer in answers)
 
 

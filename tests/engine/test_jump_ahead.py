@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 
-import constrained
 import msgspec
 import pytest
-import row_by_row
-import torch
-from constrained import RANDOM, Client, ask, serve, wait_for_compiling
-from demo_engine import load
-from guessing import drafting
 
+from support.engines import constrained
+from support.engines.constrained import RANDOM, Client, ask, serve, wait_for_compiling
+from support.engines.demo_engine import demo_model, exact_model
+from support.engines.guessing import drafting
 from tokenpod.core.constraints import Choice, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints import masked_steps
@@ -41,14 +39,6 @@ REPORTS = {"logprobs": True, "top_n_tokens": 3, "ranks": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def _all_begin_at_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masked_steps, "_MOST_BEGINNING", None)
@@ -57,7 +47,7 @@ def _all_begin_at_once():
 
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS), 3))
+    return exact_model(layers=3)
 
 
 def requests():
@@ -141,7 +131,7 @@ def test_a_matrix_has_every_end(plain):
 
 
 def test_a_full_batch_takes_one_token_at_a_time():
-    fast = load(None)
+    fast = demo_model()
     for rows, jumps in ((3, False), (5, True)):
         client = serve(fast, Client([ask(1, STAMP), ask(2, STAMP, **SAMPLED)]), rows=rows)
         assert (client.jumped > 4) is jumps
@@ -190,7 +180,7 @@ def test_a_draft_model_drafts_nothing_for_constrained_rows():
     """Its guesses are not known in time for their masks; the executor here has none to ask."""
     guesses = partial(Drafting, ModelDrafts(), 3)
     asked = [msgspec.structs.replace(ask(1, STAMP), drafts=3)]
-    client = serve(load(None), Client(asked), drafting=guesses)
+    client = serve(demo_model(), Client(asked), drafting=guesses)
     assert client.finishes[1] is FinishCode.EOS
     assert client.load.drafted_tokens == 0
     assert client.jumped > 0

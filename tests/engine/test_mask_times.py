@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from constrained import TOKENS, VOCABULARY, Clock, ask
-
+from support.engines.constrained import TOKENS, VOCABULARY, Clock, ask
 from tokenpod.core.constraints import ConstraintLimits, Regex
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.masks import Masks

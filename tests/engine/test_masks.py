@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from samplers import (
+
+from support.sampling.samplers import (
     ALONE,
     INF,
     TOLERANCE,
@@ -17,7 +18,6 @@ from samplers import (
     sampled,
     step,
 )
-
 from tokenpod.core.sampling import SamplingParams
 
 VOCAB = 97

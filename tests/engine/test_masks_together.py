@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import constrained
 import numpy as np
 import pytest
-import torch
-from constrained import CPU, DEMO, RANDOM, Client, ask, serve
 
+from support.engines import constrained
+from support.engines.constrained import RANDOM, Client, ask, serve
+from support.engines.demo_engine import demo_model
 from tokenpod.core.constraints import Choice, Grammar, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
-from tokenpod.models import load as loading
 
 KINDS = [
     JsonSchema('{"type": "array", "items": {"enum": ["a", "bc", 3]}, "maxItems": 4}'),
@@ -24,12 +23,7 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def model():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield loading.load_model(
-        DEMO, dtype=torch.float32, device=CPU, progress=lambda done, total: None
-    )
-    torch.set_num_threads(before)
+    return demo_model()
 
 
 def asked():

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 
-import medusa_heads
 import msgspec
 import pytest
-import step_scenes
-import stepping
 import torch
-from demo_engine import CPU, DEMO, SAMPLED, VOCABULARY, load, pool
-from harness import free_port
-from head_drafts import MOST, answer, check_that_devices_draft_alike
 
+from support.checkpoints import medusa_heads
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import CPU, SAMPLED, VOCABULARY, demo_model, pool
+from support.engines.head_drafts import MOST, answer, check_that_devices_draft_alike
+from support.pods.harness import free_port
+from support.steps import step_scenes, stepping
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
@@ -40,8 +40,7 @@ OPTIONS = EngineOptions(
 
 @pytest.fixture(scope="module")
 def served():
-    torch.set_num_threads(1)
-    return load(None)
+    return demo_model()
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +139,12 @@ def test_heads_are_loaded_sized_and_assembled_as_a_draft_model_is(folder, served
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(shared, tmp_path_factory):
     """A served model of three layers, and heads of it."""
-    folder = step_scenes.save_model(tmp_path_factory.mktemp("small") / "served", layers=3)
+    folder, heads = step_scenes.small_model(shared, layers=3), tmp_path_factory.mktemp("heads")
     made = medusa_heads.tensors(width=32, vocabulary=stepping.VOCABULARY, heads=3, blocks=1)
     fields = medusa_heads.config(heads=3, blocks=1)
-    return folder, medusa_heads.save(folder.parent / "heads", made, fields)
+    return folder, medusa_heads.save(heads, made, fields)
 
 
 @pytest.mark.slow

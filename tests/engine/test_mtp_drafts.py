@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import step_scenes
 import torch
-from demo_engine import CPU, SAMPLED
-from head_drafts import MOST, answer, drafts_behind
-from mtp_layers import make_predicting
 
+from support.checkpoints.mtp_layers import make_predicting
+from support.engines.demo_engine import CPU, SAMPLED
+from support.engines.head_drafts import MOST, answer, drafts_behind
+from support.steps import step_scenes
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
@@ -72,8 +72,8 @@ def test_what_an_engine_drafts_is_what_the_definition_says(predicting):
             assert drafts == drafts_behind(one[-1], two, len(drafts))
 
 
-def test_a_model_without_such_layers_is_refused_in_one_line(tmp_path):
-    folder = step_scenes.save_model(tmp_path / "served", layers=3)
+def test_a_model_without_such_layers_is_refused_in_one_line(shared):
+    folder = step_scenes.small_model(shared, layers=3)
     served = load_model(folder, dtype=torch.float32, device=CPU, progress=lambda done, total: None)
     options = options_of(folder)
     with pytest.raises(EngineError, match=r"draft_model is mtp: .* no layers that predict further"):

@@ -6,9 +6,8 @@ from functools import partial
 
 import msgspec
 import pytest
-import row_by_row
-from demo_engine import GREEDY, SAMPLED, Recorder, load, serve
 
+from support.engines.demo_engine import GREEDY, SAMPLED, Recorder, exact_model, serve
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.sequences.sequence import Sequence
@@ -34,7 +33,7 @@ class Again:
 
 
 def test_it_saves_steps_and_changes_no_token():
-    model = row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
+    model = exact_model()
     prompt = [40, 41, 42, 43] * 3
     asked = [
         Request([i], [*prompt, 50 + i], sampling, StoppingParams(new), logprobs=True)

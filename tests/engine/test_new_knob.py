@@ -55,7 +55,7 @@ PROOF = """\
 import asyncio
 
 import torch
-from samplers import on_cpu, on_device, random_logits, sampled, step
+from support.sampling.samplers import on_cpu, on_device, random_logits, sampled, step
 
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.calls.errors import InvalidArgument
@@ -122,7 +122,7 @@ def test_five_files_are_all_that_it_takes(tmp_path):
         text = (tmp_path / name).read_text()
         assert text.count(line) == 1, name
         (tmp_path / name).write_text(text.replace(line, line + more))
-    paths = [tmp_path / "src", ROOT / "tests" / "support"]
+    paths = [tmp_path / "src", ROOT / "tests"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     if not Path("/dev/nvidiactl").exists():
         environment["TRITON_INTERPRET"] = "1"

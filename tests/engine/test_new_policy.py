@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from demo_engine import Recorder, load, requests, routed, serve
 
+from support.engines.demo_engine import Recorder, demo_model, requests, routed, serve
 from tokenpod.scheduler.policies.admission_policy import SLACK, Admission, Needs
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.scheduler import Limits
@@ -36,7 +36,7 @@ class Halved(Admission):
 
 
 def test_it_admits_more_and_preempts_and_changes_no_token():
-    model, told = load(None), {}
+    model, told = demo_model(), {}
     for policy in (Exact, Halved):
         link = Recorder(requests(), routed())
         told[policy], _ = serve(

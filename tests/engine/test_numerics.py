@@ -14,10 +14,18 @@ import random
 import msgspec
 import pytest
 import torch
-from demo_engine import CPU, ONE_IN, TOLERANCE, VOCABULARY, Recorder, many_requests, scores
-from guessing import drafting
-from planner_probe import preempt_sequence
 
+from support.engines.demo_engine import (
+    CPU,
+    ONE_IN,
+    TOLERANCE,
+    VOCABULARY,
+    Recorder,
+    many_requests,
+    scores,
+)
+from support.engines.guessing import drafting
+from support.engines.planner_probe import preempt_sequence
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.backends.registry import operations_for
@@ -49,14 +57,6 @@ CONFIG = LLAMA.spec(
 )
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import os
 from collections import Counter
 from itertools import islice
 
-import constrained
 import msgspec
 import pytest
-from odd_constraints import odd_constraints
 
+from support.clients.odd_constraints import odd_constraints
+from support.engines import constrained
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.library import Refused

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from interpreted import DEVICE
 
+from support.kernels.interpreted import DEVICE
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.gpu.device_copies import DeviceCopies
 from tokenpod.engine.steps.offload_copies import OffloadCopies

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import small_engines
-from demo_engine import DEMO
 
+from support.checkpoints.demo import DEMO
+from support.engines import small_engines
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.offload_room import check_offload_room

@@ -11,11 +11,11 @@ import random
 import re
 from pathlib import Path
 
-import constrained
 import jsonschema
 import numpy as np
 import pytest
 
+from support.engines import constrained
 from tokenpod.core.constraints import Regex
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.service.constraints.regex import problem_of

@@ -7,24 +7,22 @@ bit for bit. What rounding changes on the fast operations is in test_numerics.py
 from __future__ import annotations
 
 import pytest
-import ranks
-import row_by_row
-import torch
-from demo_engine import (
-    DEMO,
+
+from support.checkpoints.demo import DEMO
+from support.engines.demo_engine import (
     GREEDY,
     PENALISED,
     SAMPLED,
     TOLERANCE,
     Recorder,
-    load,
+    exact_model,
     requests,
     routed,
     serve,
 )
-from harness import free_port
-from ranks import Job
-
+from support.pods.harness import free_port
+from support.steps import ranks
+from support.steps.ranks import Job
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.policies.optimistic import Optimistic
@@ -33,17 +31,9 @@ from tokenpod.scheduler.policies.past_future import PastFuture
 pytestmark = pytest.mark.compute
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def exact():
-    return row_by_row.RowByRow(row_by_row.shallow(load(row_by_row.OPERATIONS)))
+    return exact_model()
 
 
 @pytest.fixture(scope="module")

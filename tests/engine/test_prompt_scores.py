@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from samplers import halves, random_logits, with_holes
 
+from support.sampling.samplers import halves, random_logits, with_holes
 from tokenpod.engine.sampling.prompt_scores import PromptScores, Wanted, joined, score
 
 VOCAB = 70

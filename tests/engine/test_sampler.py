@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from samplers import set_row
-from sampling_reference import choose
 
-from examples import examples
+from support.examples import examples
+from support.sampling.samplers import set_row
+from support.sampling.sampling_reference import choose
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.sampling.sampler import Samples, logprobs_of

@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from samplers import set_row
-from sampling_reference import choose, green, softmax
 
+from support.sampling.samplers import set_row
+from support.sampling.sampling_reference import choose, green, softmax
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.sampling.rng import vocabulary_noise

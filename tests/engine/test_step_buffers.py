@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from engine_link import Client
-from guessing import Guessing
-from interpreted import DEVICE
 
+from support.engines.engine_link import Client
+from support.engines.guessing import Guessing
+from support.kernels.interpreted import DEVICE
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.plan import LAST, PlanRow, plan_of

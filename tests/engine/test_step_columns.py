@@ -11,13 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import step_scenes
-import stepping
-from harness import free_port
-from interpreted import DEVICE
-from ranks import CPU
-from step_scenes import SCENES, Scene, Told
 
+from support.kernels.interpreted import DEVICE
+from support.pods.harness import free_port
+from support.steps import step_scenes, stepping
+from support.steps.ranks import CPU
+from support.steps.step_scenes import SCENES, Scene, Told
 from tokenpod.engine.steps.executor import Executor
 
 pytestmark = pytest.mark.compute
@@ -39,8 +38,8 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return step_scenes.save_model(tmp_path_factory.mktemp("small"))
+def folder(shared) -> Path:
+    return step_scenes.small_model(shared)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, INTERPRETED
-from samplers import (
+
+from support.kernels.interpreted import DEVICE, INTERPRETED
+from support.sampling.samplers import (
     ALONE,
     INF,
     SMALL,
@@ -30,8 +31,7 @@ from samplers import (
     wide,
     with_holes,
 )
-from tgi_sampling import best_of, distribution
-
+from support.sampling.tgi_sampling import best_of, distribution
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.gpu.device_sampler import Launches, SamplerTiles
 from tokenpod.engine.steps.first_steps import worst_step

@@ -9,20 +9,19 @@ import sys
 import time
 from pathlib import Path
 
-import constrained
 import numpy as np
 import pytest
-import torch
-from constrained import RANDOM, Client, ask, serve
-from harness import children_of
 
+from support.engines import constrained
+from support.engines.constrained import RANDOM, Client, ask, serve
+from support.engines.demo_engine import demo_model
+from support.pods.harness import children_of
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import Fault, LimitReached, Refused
 from tokenpod.engine.constraints.trial import TooLong
 from tokenpod.engine.constraints.trials import Trials
-from tokenpod.models import load as loading
 
 pytestmark = pytest.mark.pod
 
@@ -176,15 +175,7 @@ def test_patterns_that_explode_elsewhere_are_served_or_end_at_a_limit(trials, pa
 
 
 def test_others_go_on_beside_constraints_that_never_compile():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = loading.load_model(
-        constrained.DEMO,
-        dtype=torch.float32,
-        device=constrained.CPU,
-        progress=lambda done, total: None,
-    )
-    torch.set_num_threads(before)
+    model = demo_model()
     asked = [ask(1, ENDLESS, new=4), ask(2, DEEP[0], new=4)]
     asked += [ask(i, Regex("[ab]{12}"), new=20, **RANDOM) for i in (3, 4)]
     limits = ConstraintLimits(workers=1, compile_seconds=0.6)

@@ -8,14 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import step_scenes
 import torch
-from lora_folders import merge, write_lora
-from planner_probe import preempt_sequence
-from stepping import VOCABULARY
-from virtual_engine import CPU, Answer, Engine
-from virtual_folders import PREFIX, PROMPT, Expected, write_virtual
 
+from support.checkpoints.lora_folders import merge, write_lora
+from support.checkpoints.virtual_folders import PREFIX, PROMPT, Expected, write_virtual
+from support.engines.planner_probe import preempt_sequence
+from support.engines.virtual_engine import CPU, Answer, Engine
+from support.shared import Shared
+from support.steps import step_scenes
+from support.steps.stepping import VOCABULARY
 from tokenpod.core.requests import Request
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models import load as loading
@@ -26,8 +27,8 @@ NAMES = ("prompt", "other", "prefix", "lora")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return step_scenes.save_model(tmp_path_factory.mktemp("small"))
+def base(shared: Shared) -> Path:
+    return step_scenes.small_model(shared)
 
 
 @pytest.fixture(scope="module")

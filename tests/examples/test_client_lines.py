@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import make_authority, make_certificate
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from harness import ServerProcess, serve
-from public_api import generate, text_request
+
+from support.clients.public_api import generate, text_request
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import ServerProcess, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clients.md").read_text()

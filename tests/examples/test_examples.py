@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from public_api import generate, text_request
+
+from support.clients.public_api import generate, text_request
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "class Stack:\n    def "

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import grpc
-import hostile
 import pytest
-from harness import ServerProcess, serve
 from pydantic import BaseModel
 
+from support.pods.harness import ServerProcess, serve
+from support.texts import hostile
 from tokenpod_client import AsyncClient, Client, ServerError
 from tokenpod_client.chats import chat_of
 

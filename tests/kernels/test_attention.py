@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import examples
+from support.examples import examples
 from tokenpod.kernels.backends import compiled, cpu, reference
 from tokenpod.kernels.cache.kv_rounding import quantise_each
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales

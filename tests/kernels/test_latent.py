@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from latents import SHAPES, draw_latents, truth
-from live_tensors import LiveTensors
 
+from support.kernels.latents import SHAPES, draw_latents, truth
+from support.kernels.live_tensors import LiveTensors
 from tokenpod.kernels.attention import composed_latent as latent
 from tokenpod.kernels.backends import compiled, cpu, reference
 from tokenpod.kernels.operations.pointwise_ops import RowNorm

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and a scheduler by hand."""
+"""What tests of models share: kinds of checkpoints, random texts, a scheduler by hand."""
 
 from __future__ import annotations
 
@@ -8,28 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from golden import Golden, make_golden
-from golden_kinds import KINDS, MAX_POSITIONS, VOCABULARY
-from hand_scheduler import HandScheduler
 
+from support.checkpoints.golden_kinds import KINDS, MAX_POSITIONS, VOCABULARY
+from support.steps.hand_scheduler import HandScheduler
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families import baichuan
 from tokenpod.models.load import load_model
-
-
-@pytest.fixture(scope="session")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Golden]:
-    """Makes (once) the checkpoint of a kind; more settings make another."""
-    made: dict[str, Golden] = {}
-
-    def make(kind: str, *, dtype: torch.dtype = torch.float32, **more: Any) -> Golden:
-        key = f"{kind} {dtype} {more}"
-        if key not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[key] = make_golden(kind, folder, dtype=dtype, **more)
-        return made[key]
-
-    return make
 
 
 def load(folder: Path, dtype: torch.dtype | None = None) -> Decoder:
@@ -60,15 +44,6 @@ def text() -> Callable[..., list[int]]:
         return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tests share the machine; tiny tensors gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapted_rows import Adapted
-from golden_kinds import MAX_POSITIONS
-from lockstep import in_lockstep
-from lora_folders import merge, write_lora
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints.golden_kinds import MAX_POSITIONS
+from support.checkpoints.lora_folders import merge, write_lora
+from support.steps.hand_scheduler import Adapted
+from support.steps.lockstep import in_lockstep
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.adapters.targets import slot_numbers, vocabulary_numbers
 from tokenpod.models.errors import ModelError

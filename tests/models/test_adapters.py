@@ -7,11 +7,11 @@ from hashlib import sha256
 
 import pytest
 import torch
-from adapted_rows import Adapted
-from golden_kinds import MAX_POSITIONS
-from lora_folders import merge, write_lora
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints.golden_kinds import MAX_POSITIONS
+from support.checkpoints.lora_folders import merge, write_lora
+from support.steps.hand_scheduler import Adapted
 from tokenpod.core.adapters import scale_bytes
 from tokenpod.models.adapters import store
 from tokenpod.models.adapters.store import Space

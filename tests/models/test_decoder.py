@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hand_scheduler import HandScheduler
-from lockstep import in_lockstep
-from walks import TOLERANCE, walk
 
+from support.steps.hand_scheduler import HandScheduler
+from support.steps.lockstep import in_lockstep
+from support.steps.walks import TOLERANCE, walk
 from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError

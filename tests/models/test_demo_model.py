@@ -12,9 +12,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
 
-DEMO = Path(tokenpod.models.demo.__file__).parent
 STACK = (
     'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n'
     "        self._items = []\n\n    def push(self, item):\n"

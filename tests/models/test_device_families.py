@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_kinds import MODELS, ONCE
-from device_models import compare, peer_of, random_prompts, serve
-from golden import golden_config
-from golden_kinds import KINDS
 
+from support.checkpoints.device_kinds import MODELS, ONCE
+from support.checkpoints.golden import golden_config
+from support.checkpoints.golden_kinds import KINDS
+from support.engines.device_models import compare, peer_of, random_prompts, serve
 from tokenpod.models.families import FAMILIES
 
 #: Of numbers in matrices: the checkpoints are wider than others.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE
-from ranks import interpreted_operations
 
+from support.kernels.interpreted import DEVICE
+from support.steps.ranks import interpreted_operations
 from tokenpod.kernels.backends import triton
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows

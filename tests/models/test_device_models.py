@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_kinds import LARGE, MODELS
-from device_models import compare, peer_of, random_prompts, serve
+
+from support.checkpoints.device_kinds import LARGE, MODELS
+from support.engines.device_models import compare, peer_of, random_prompts, serve
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from golden_kinds import MAX_POSITIONS
-from lockstep import in_lockstep
-from lora_folders import merge, write_lora
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints.golden_kinds import MAX_POSITIONS
+from support.checkpoints.lora_folders import merge, write_lora
+from support.steps.lockstep import in_lockstep
 from tokenpod.models.adapters.scales import _ROWS
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.errors import ModelError

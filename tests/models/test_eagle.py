@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from demo_engine import CPU, load
-from demo_engine import DEMO as FOLDER
-from eagle_heads import DEMO, defined, save, tensors
 from safetensors.torch import load_file
 
+from support.checkpoints.demo import DEMO as FOLDER
+from support.checkpoints.eagle_heads import DEMO, defined, save, tensors
+from support.engines.demo_engine import CPU, demo_model
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.eagle import is_eagle, load_eagle, read_eagle
@@ -34,7 +34,7 @@ def batch_of(tokens, positions, slots, context):
 
 @pytest.fixture(scope="module")
 def served():
-    return load(None)
+    return demo_model()
 
 
 def test_guesses_are_those_of_the_definition(tmp_path, served):

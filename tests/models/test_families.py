@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from config_fields import DERIVED, HARMLESS, Noted
-from golden import golden_config
-from golden_kinds import KINDS
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints.config_fields import DERIVED, HARMLESS, Noted
+from support.checkpoints.golden import golden_config
+from support.checkpoints.golden_kinds import KINDS
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from golden_kinds import MAX_POSITIONS
-from lora_folders import merge, write_lora
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints.golden_kinds import MAX_POSITIONS
+from support.checkpoints.lora_folders import merge, write_lora
 from tokenpod.models.adapters.fused import FusedCheckpoint
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError

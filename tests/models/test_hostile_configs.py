@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from golden import golden_config
-from golden_kinds import KINDS
-from hostile_fields import HOSTILE, attack, bounded, nested
 
+from support.checkpoints.golden import golden_config
+from support.checkpoints.golden_kinds import KINDS
+from support.clients.hostile_fields import HOSTILE, attack, bounded, nested
 from tokenpod.models.adapters.config import read_lora
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES

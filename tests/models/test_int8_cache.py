@@ -6,8 +6,8 @@ import statistics
 
 import msgspec
 import pytest
-import ranks
 
+from support.steps import ranks
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

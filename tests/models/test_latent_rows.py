@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import ranks
 import torch
-from live_tensors import LiveTensors
 
+from support.kernels.live_tensors import LiveTensors
+from support.steps import ranks
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.model_size import EXPANDED_AT_ONCE
 from tokenpod.core.new_row import NewRow

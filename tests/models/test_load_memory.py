@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import load_peak
 import pytest
+
+from support.checkpoints import load_peak
 
 HIDDEN, INNER = 1024, 4096
 

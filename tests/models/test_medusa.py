@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 
-import medusa_heads
 import pytest
 import torch
-from demo_engine import CPU, load
-from demo_engine import DEMO as FOLDER
-from medusa_heads import HEADS, VOCABULARY, WIDTH, as_vllm, defined, save, tensors, vllm_config
 from safetensors.torch import load_file
 
+from support.checkpoints import medusa_heads
+from support.checkpoints.demo import DEMO as FOLDER
+from support.checkpoints.medusa_heads import (
+    HEADS,
+    VOCABULARY,
+    WIDTH,
+    as_vllm,
+    defined,
+    save,
+    tensors,
+    vllm_config,
+)
+from support.engines.demo_engine import CPU, demo_model
 from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of
@@ -22,7 +31,7 @@ HIDDEN = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
 
 @pytest.fixture(scope="module")
 def served():
-    return load(None)
+    return demo_model()
 
 
 def loaded(folder, served, heads=HEADS):

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtp_layers import make_predicting
 
+from support.checkpoints.mtp_layers import make_predicting
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.errors import ModelError

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from config_fields import DERIVED, HARMLESS, Noted
-from golden import golden_config
-from golden_kinds import KINDS, NESTED_KINDS
 from safetensors.torch import load_file, save_file
-from small_engines import Engine, requests_of
 
+from support.checkpoints.config_fields import DERIVED, HARMLESS, Noted
+from support.checkpoints.golden import golden_config
+from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
+from support.engines.small_engines import Engine, requests_of
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.fields import Fields

@@ -8,12 +8,12 @@ import json
 import msgspec
 import pytest
 import torch
-from engine_link import Client
-from golden_kinds import PADDED_KINDS, VOCABULARY
-from interpreted import DEVICE
-from small_engines import POSITIONS, PREFILL, ROWS, Engine, load, requests_of
 from transformers.models.mamba2 import modeling_mamba2
 
+from support.checkpoints.golden_kinds import PADDED_KINDS, VOCABULARY
+from support.engines.engine_link import Client
+from support.engines.small_engines import POSITIONS, PREFILL, ROWS, Engine, load, requests_of
+from support.kernels.interpreted import DEVICE
 from tokenpod.core.capacity import capacity
 from tokenpod.core.errors import EngineError
 from tokenpod.core.own_state import OwnState

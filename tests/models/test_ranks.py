@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
-from harness import free_port
-from ranks import Job, Said
 
+from support.pods.harness import free_port
+from support.steps import ranks
+from support.steps.ranks import Job, Said
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

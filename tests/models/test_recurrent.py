@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_engines import Engine, requests_of
 
+from support.engines.small_engines import Engine, requests_of
 from tokenpod.kernels.mixers import chunked_delta, reference_delta
 from tokenpod.kernels.operations.delta_ops import DeltaShape, DeltaStates, DeltaWeights
 

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 import torch
-from golden_kinds import TIER_KINDS
-from hand_scheduler import HandScheduler
 from safetensors.torch import load_file, save_file
-from small_engines import Engine, requests_of
 from transformers.models.apertus import modeling_apertus
-from walks import walk
 
+from support.checkpoints.golden_kinds import TIER_KINDS
+from support.engines.small_engines import Engine, requests_of
+from support.steps.hand_scheduler import HandScheduler
+from support.steps.walks import walk
 from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading

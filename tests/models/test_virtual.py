@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from virtual_engine import Engine
-from virtual_folders import P_TUNING, PREFIX, PROMPT, Expected, write_virtual
 
+from support.checkpoints.virtual_folders import P_TUNING, PREFIX, PROMPT, Expected, write_virtual
+from support.engines.virtual_engine import Engine
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.virtual import VirtualBase, read_virtual
 from tokenpod.models.errors import ModelError

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_driver import Driver, request
-
+from support.engines.scheduler_driver import Driver, request
 from tokenpod.core.outputs import FailureCode
 
 

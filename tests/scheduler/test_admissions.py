@@ -5,8 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scheduler_driver import Driver, request
 
+from support.engines.scheduler_driver import Driver, request
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.ledger import Ledger

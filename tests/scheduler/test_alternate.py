@@ -13,8 +13,8 @@ The rules are those of `next_batch` and of the loop around it in router 3.3.7, w
 from functools import partial
 
 import pytest
-from scheduler_driver import Driver, Guesses, request
 
+from support.engines.scheduler_driver import Driver, Guesses, request
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 

@@ -7,9 +7,9 @@ import zlib
 from itertools import accumulate
 
 import pytest
-from planner_probe import Stalls, preempt_sequence
-from scheduler_driver import works_of
 
+from support.engines.planner_probe import Stalls, preempt_sequence
+from support.engines.scheduler_driver import works_of
 from tokenpod.core.outputs import FailureCode, FinishCode
 from tokenpod.core.plan import LAST
 from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import examples
+from support.examples import examples
 from tokenpod.core.messages import BLOCK_TOKENS, BlocksStored, CacheEvents
 from tokenpod.scheduler.pool.blocks import BlockLog
 from tokenpod.scheduler.pool.radix import Node, RadixTree

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
-from scheduler_driver import Driver, request
 
+from support.engines.scheduler_driver import Driver, request
 from tokenpod.core.constraints import Regex
 from tokenpod.core.plan import LAST, UNSAMPLED
 from tokenpod.scheduler.drafts.draft_choice import Choosing

@@ -6,8 +6,8 @@ import itertools
 import random
 
 import pytest
-from scheduler_driver import Driver, request
 
+from support.engines.scheduler_driver import Driver, request
 from tokenpod.scheduler.steps.estimates import PromptTimes
 
 MS = 1_000_000

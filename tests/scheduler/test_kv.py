@@ -1,8 +1,8 @@
 import random
 
 import numpy as np
-from scheduler_driver import Driver, request
 
+from support.engines.scheduler_driver import Driver, request
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.policies.ledger import Ledger

@@ -8,9 +8,9 @@ from functools import partial
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from scheduler_driver import Driver, Guesses, request
 
-from examples import examples
+from support.engines.scheduler_driver import Driver, Guesses, request
+from support.examples import examples
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 

@@ -7,8 +7,8 @@ import random
 import tracemalloc
 
 import pytest
-from scheduler_driver import SECOND, request
 
+from support.engines.scheduler_driver import SECOND, request
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 

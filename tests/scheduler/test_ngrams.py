@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_driver import request
 
+from support.engines.scheduler_driver import request
 from tokenpod.scheduler.drafts.ngrams import NGrams
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.table import Table

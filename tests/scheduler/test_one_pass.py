@@ -10,7 +10,8 @@ import random
 from itertools import count
 
 import pytest
-from scheduler_driver import Driver, request
+
+from support.engines.scheduler_driver import Driver, request
 
 
 def path(sequence):

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import examples
+from support.examples import examples
 from tokenpod.scheduler.policies.peak import FOREVER, peak_tokens
 
 #: (held, left, delay)

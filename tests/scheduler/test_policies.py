@@ -4,8 +4,8 @@ import random
 from typing import get_args
 
 import pytest
-from scheduler_driver import Driver, request
 
+from support.engines.scheduler_driver import Driver, request
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.batching import Joining, Portion
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS

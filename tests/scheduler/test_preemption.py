@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from scheduler_driver import Driver, request
+
+from support.engines.scheduler_driver import Driver, request
 
 
 @pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])

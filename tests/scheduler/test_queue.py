@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_driver import request
-
+from support.engines.scheduler_driver import request
 from tokenpod.scheduler.planners import queue
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

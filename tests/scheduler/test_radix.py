@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import examples
+from support.examples import examples
 from tokenpod.scheduler.pool.radix import RadixTree
 
 

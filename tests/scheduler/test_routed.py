@@ -1,5 +1,6 @@
 import pytest
-from scheduler_driver import Driver, FailureCode, request
+
+from support.engines.scheduler_driver import Driver, FailureCode, request
 
 
 @pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])

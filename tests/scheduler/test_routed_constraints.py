@@ -12,8 +12,8 @@ import random
 import msgspec
 import numpy as np
 import pytest
-from scheduler_driver import request
 
+from support.engines.scheduler_driver import request
 from tokenpod.core.constraints import Regex
 from tokenpod.core.messages import Advance
 from tokenpod.core.outputs import Failure, FailureCode, FinishCode

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from scheduler_driver import request
 
+from support.engines.scheduler_driver import request
 from tokenpod.core.outputs import FinishCode
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.table import Table

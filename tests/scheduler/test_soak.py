@@ -6,8 +6,8 @@ import random
 from functools import partial
 
 import pytest
-from scheduler_driver import Driver, Guesses, request
 
+from support.engines.scheduler_driver import Driver, Guesses, request
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 

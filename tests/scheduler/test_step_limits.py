@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scheduler_driver import Driver, Guesses, request
 
+from support.engines.scheduler_driver import Driver, Guesses, request
 from tokenpod.core.capacity import MOST_DRAFTS, step_limits
 from tokenpod.core.constraints import Regex
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions

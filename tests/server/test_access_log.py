@@ -12,9 +12,10 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import TOKENPOD, ServerProcess, serve, wait_for
-from public_api import SHORT, generate, text_request
 
+from support.clients.public_api import SHORT, generate, text_request
+from support.pods.harness import TOKENPOD, ServerProcess, serve
+from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 SECRET = "the secret of the prompt"

@@ -13,14 +13,14 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from groups import ENV, FLAGS
-from hand_scheduler import HandScheduler
-from harness import ServerProcess, serve
-from lora_folders import merge, write_lora
-from public_api import ask, once, refused
 from safetensors.torch import load_file, save_file
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
+from support.checkpoints.lora_folders import merge, write_lora
+from support.clients.public_api import ask, once, refused
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import ServerProcess, serve
+from support.steps.hand_scheduler import HandScheduler
 from tokenpod.models.load import load_model
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
@@ -31,7 +31,6 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-DEMO = Path(tokenpod.models.demo.__file__).parent
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 8
 UP = "model.layers.0.mlp.up_proj"

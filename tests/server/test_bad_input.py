@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
-import wirefuzz
-from harness import ServerProcess
-from public_api import generate, violations
-from wirefuzz import F, Rpc
 
+from support.clients import wirefuzz
+from support.clients.public_api import generate, violations
+from support.clients.wirefuzz import F, Rpc
+from support.pods.harness import ServerProcess
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 

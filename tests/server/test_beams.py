@@ -9,10 +9,19 @@ import grpc
 import pytest
 import torch
 import transformers
-from harness import ServerProcess
-from public_api import SHORT, ask, finished_of, once, refused, stream, tokens_of, violations
 
 import tokenpod.models.demo
+from support.clients.public_api import (
+    SHORT,
+    ask,
+    finished_of,
+    once,
+    refused,
+    stream,
+    tokens_of,
+    violations,
+)
+from support.pods.harness import ServerProcess
 from tokenpod.core.requests import EarlyStop
 from tokenpod.service.dialects.tokenpod_v1.codec import beam_of
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-from constraint_fuzz import ALLOWED, ROUTED, fuzz
-from harness import SERVING, serve
+from support.clients.constraint_fuzz import ALLOWED, ROUTED, fuzz
+from support.pods.harness import SERVING, serve
 
 AMOUNT = int(os.environ.get("FUZZ_CONSTRAINTS", "120"))
 

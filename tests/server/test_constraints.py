@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 import jsonschema
 import pytest
-from harness import ServerProcess
-from public_api import ask, finished_of, once, refused, stream, violations
 
 from router.client import ShardClient
 from router.conformance.fixtures import ask as shard_ask
 from router.conformance.fixtures import batch_of, finish, tell
 from router.records import FinishReason, GrammarType, Sampling
 from router.wire import V3
+from support.clients.public_api import ask, finished_of, once, refused, stream, violations
+from support.pods.harness import ServerProcess
 from tokenpod_client.protos.fmaas import generation_pb2 as fmaas
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb

@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import ServerProcess, serve
-from public_api import ask, finished_of, once, refused, stream, tokens_of
 
 from router.client import ShardClient
 from router.conformance.fixtures import Story, batch_of, tell
 from router.conformance.fixtures import ask as routed
 from router.records import FinishReason
 from router.wire import V1, V2, V3, Wire
+from support.clients.public_api import ask, finished_of, once, refused, stream, tokens_of
+from support.pods.harness import ServerProcess, serve
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import faulty_pod
 import grpc
 import pytest
-from harness import SERVING, ServerProcess, serve
-from hostile import with_template
-from public_api import collect, generate, text_request
 
+from support.clients.public_api import collect, generate, text_request
+from support.pods import faulty_pod
+from support.pods.harness import SERVING, ServerProcess, serve
+from support.texts.hostile import with_template
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
@@ -44,9 +44,8 @@ def error_id(server: ServerProcess, error: grpc.RpcError) -> str:
     told = re.fullmatch(r"internal error ([0-9a-f]{12}); .*", error.details())
     assert told
     assert faulty_pod.SECRET not in str(error)
-    log = server.log.read_text()
-    assert told[1] in log
-    assert faulty_pod.SECRET in log
+    assert server.logged(told[1])
+    assert server.logged(faulty_pod.SECRET)
     return told[1]
 
 

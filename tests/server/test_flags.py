@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import ServerProcess, serve
-from public_api import ask, once, refused, stream
 
+from support.clients.public_api import ask, once, refused, stream
+from support.pods.harness import ServerProcess, serve
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

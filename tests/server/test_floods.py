@@ -9,12 +9,12 @@ import socket
 import threading
 from collections.abc import Iterator
 
-import floods
 import grpc
 import pytest
-from costs import forget_peak, peak_bytes
-from harness import SERVING, ServerProcess, serve
 
+from support.clients import floods
+from support.pods.costs import forget_peak, peak_bytes
+from support.pods.harness import SERVING, ServerProcess, serve
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetModelRequest
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

@@ -13,12 +13,12 @@ from typing import Any
 
 import grpc
 import pytest
-import tgis_client
 from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess
-from public_api import PROMPT, generate, refused, violations
 
+from support.clients.public_api import PROMPT, generate, refused, violations
+from support.outside import tgis_client
+from support.pods.harness import SERVING, ServerProcess
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public

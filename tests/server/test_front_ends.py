@@ -13,12 +13,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from harness import NOT_SERVING, SERVING, ServerProcess, children_of, free_port, serve, wait_for
-from public_api import collect, generate, text_request, until_refused
 from smg_grpc_proto import vllm_engine_pb2 as engine
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from support.clients.public_api import collect, generate, text_request, until_refused
+from support.pods.harness import (
+    NOT_SERVING,
+    SERVING,
+    ServerProcess,
+    children_of,
+    free_port,
+    serve,
+)
+from support.waiting import wait_for
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb

@@ -15,13 +15,13 @@ from typing import Any
 
 import grpc
 import pytest
-import wirefuzz
-from harness import SERVING, ServerProcess, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shard_generate import generate
-from wirefuzz import F, Rpc
 
+from support.clients import wirefuzz
+from support.clients.shard_generate import generate
+from support.clients.wirefuzz import F, Rpc
+from support.pods.harness import SERVING, ServerProcess, serve
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))

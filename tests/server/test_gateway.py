@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fixed_text
-import gateway_client
 import pytest
-from chat_templates import QWEN
-from harness import ServerProcess, free_port, serve, wait_for
-from public_api import PROMPT, generate, said
 
+from support.clients.public_api import PROMPT, generate, said
+from support.outside import gateway_client
+from support.pods.harness import ServerProcess, free_port, serve
+from support.texts import fixed_text
+from support.texts.chat_templates import QWEN
+from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 

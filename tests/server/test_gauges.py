@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collector import collecting
-from harness import serve
-from public_api import text_request
+from support.clients.public_api import text_request
+from support.outside.collector import collecting
+from support.pods.harness import serve
 
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
 

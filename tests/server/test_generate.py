@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import ServerProcess
-from public_api import violations
-from shard_generate import generate, text_request
 
+from support.clients.public_api import violations
+from support.clients.shard_generate import generate, text_request
+from support.pods.harness import ServerProcess
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 PROMPT = "def fibonacci(n):\n"

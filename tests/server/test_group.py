@@ -9,15 +9,16 @@ from typing import Any
 
 import grpc
 import pytest
-from faults import Call
-from groups import ENV, FLAGS, Group, pods, wait_for
-from harness import NOT_SERVING, SERVING, ServerProcess, serve
-from public_api import generate, text_request
 
 from router.double import Router
 from router.startup import RouterSettings
 from router.streams import Prompt
 from router.wire import V1, V3, Wire
+from support.clients.public_api import generate, text_request
+from support.pods.faults import Call
+from support.pods.groups import ENV, FLAGS, Group, pods
+from support.pods.harness import NOT_SERVING, SERVING, ServerProcess, serve
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service

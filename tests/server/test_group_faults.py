@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faults import (
+
+from support.pods.faults import (
     NOT_SERVING_SECONDS,
     PROMPT,
     TOLD_SECONDS,
@@ -27,8 +28,9 @@ from faults import (
     table,
     try_fault,
 )
-from groups import ENV, FLAGS, Group, gone, pod, wait_for
-from harness import SERVING, ServerProcess, free_port, serve
+from support.pods.groups import ENV, FLAGS, Group, gone, pod
+from support.pods.harness import SERVING, ServerProcess, free_port, serve
+from support.waiting import wait_for
 
 #: A test run's machine is busy: limits that a quiet one keeps are tested by the slow run.
 SLACK = 3.0

@@ -9,15 +9,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 
-import prefork
 import pytest
-from groups import FLAGS, gone
-from harness import free_port
 
-DEMO = Path(str(files("tokenpod.models.demo")))
+from support.checkpoints.demo import DEMO
+from support.pods import prefork
+from support.pods.groups import FLAGS, gone
+from support.pods.harness import free_port
+
 #: Those who wait in vain do so until it is over.
 IN_VAIN = 25
 #: Those who find each other, and wait for one of them to be put right: all of it, but long enough

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from faults import PROMPT, Call, stop
-from groups import ENV, FLAGS, wait_for
-from harness import SERVING, ServerProcess, serve
-from public_api import generate, text_request
+
+from support.clients.public_api import generate, text_request
+from support.pods.faults import PROMPT, Call, stop
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import SERVING, ServerProcess, serve
+from support.waiting import wait_for
 
 #: Seconds without a sign of the engine after which a pod gives up.
 STALL = 7

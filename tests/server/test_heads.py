@@ -6,18 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import eagle_heads
-import medusa_heads
-import mtp_layers
 import pytest
-from harness import serve
-from public_api import ask, once
 
-import tokenpod.models.demo
+from support.checkpoints import eagle_heads, medusa_heads, mtp_layers
+from support.checkpoints.demo import DEMO
+from support.clients.public_api import ask, once
+from support.pods.harness import serve
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
-
-DEMO = Path(tokenpod.models.demo.__file__).parent
 
 
 def mtp(folder: Path) -> tuple[str, ...]:

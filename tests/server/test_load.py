@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 import pytest
-from groups import wait_for
-from harness import NOT_SERVING, SERVING, ServerProcess, serve
-from public_api import generate, text_request
 
+from support.clients.public_api import generate, text_request
+from support.pods.harness import NOT_SERVING, SERVING, ServerProcess, serve
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub

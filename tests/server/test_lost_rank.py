@@ -11,12 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
-from faults import engines, kill
-from groups import ENV, FLAGS, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import NOT_SERVING, SERVING, ServerProcess, serve
-from public_api import generate, text_request
 
+from support.clients.public_api import generate, text_request
+from support.pods.faults import engines, kill
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import NOT_SERVING, SERVING, ServerProcess, serve
+from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SHORT = text_request("import os\n", stopping={"max_new_tokens": 2, "ignore_eos": True})

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from groups import wait_for
-from harness import serve
-from public_api import generate, text_request
+
+from support.clients.public_api import generate, text_request
+from support.pods.harness import serve
+from support.waiting import wait_for
 
 MIB = 1 << 20
 #: Below what a pool for the default limits would take, above what the processes do.

@@ -11,14 +11,14 @@ from typing import Any
 
 import grpc
 import pytest
-import wirefuzz
-from costs import cpu_seconds, forget_peak, peak_bytes
 from google.protobuf.message import DecodeError
-from harness import SERVING, ServerProcess, serve
-from public_api import violations
-from shard_generate import generate
-from wirefuzz import Rpc
 
+from support.clients import wirefuzz
+from support.clients.public_api import violations
+from support.clients.shard_generate import generate
+from support.clients.wirefuzz import Rpc
+from support.pods.costs import cpu_seconds, forget_peak, peak_bytes
+from support.pods.harness import SERVING, ServerProcess, serve
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 MOST_BYTES = 4 * 1024 * 1024

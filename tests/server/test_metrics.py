@@ -13,10 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import ServerProcess, free_port, serve, wait_for
 from prometheus_client.parser import text_string_to_metric_families
-from public_api import generate, text_request
 
+from support.clients.public_api import generate, text_request
+from support.pods.harness import ServerProcess, free_port, serve
+from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 METHOD = "tokenpod.v1.GenerationService/Generate"

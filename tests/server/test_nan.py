@@ -13,11 +13,11 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from harness import ServerProcess, serve
-from public_api import generate
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from support.clients.public_api import generate
+from support.pods.harness import ServerProcess, serve
 from tokenpod.models import demo
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc

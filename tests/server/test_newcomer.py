@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
-import tei_pod
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import ServerProcess, serve
-from public_api import violations
-from tei.messages import message
 
+from support.clients.public_api import violations
+from support.pods import tei_pod
+from support.pods.harness import ServerProcess, serve
+from support.pods.tei.messages import message
 from tokenpod_client import Client
 
 TEXT = "class Stack:\n    def push"

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from harness import serve
-from public_api import ask, once
 
+from support.clients.public_api import ask, once
+from support.pods.harness import serve
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 

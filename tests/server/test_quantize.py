@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hand_scheduler import HandScheduler
-from harness import ServerProcess, serve
-from public_api import ask, once
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
+from support.clients.public_api import ask, once
+from support.pods.harness import ServerProcess, serve
+from support.steps.hand_scheduler import HandScheduler
 from tokenpod.models.load import load_model
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-DEMO = Path(tokenpod.models.demo.__file__).parent
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 12
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from harness import ServerProcess
 
 from router.conformance import *  # noqa: F403
+from support.pods.harness import ServerProcess
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from groups import ENV, FLAGS, pods, wait_for
-from harness import NOT_SERVING, ServerProcess, serve
 
 from router.client import ShardClient, ShardError, Shards
 from router.double import Router
@@ -18,6 +16,9 @@ from router.records import Batch, CachedBatch, Request
 from router.startup import RouterSettings, agree_on_limits
 from router.streams import GenerationError, Prompt, Result, Stream
 from router.wire import V2, V3, Wire
+from support.pods.groups import ENV, FLAGS, pods
+from support.pods.harness import NOT_SERVING, ServerProcess, serve
+from support.waiting import wait_for
 
 TEXT = "import os\n"
 TOKENS = 400

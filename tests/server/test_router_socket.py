@@ -6,16 +6,13 @@ import asyncio
 import os
 import stat
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from harness import NOT_SERVING, SERVING, ServerProcess, serve
-from public_api import generate, text_request
 
 from router.client import ShardClient, ShardError
 from router.double import Router
@@ -23,6 +20,9 @@ from router.records import Batch, Request
 from router.startup import RouterSettings
 from router.streams import Prompt
 from router.wire import V2, V3, Wire
+from support.clients.public_api import generate, text_request
+from support.pods.harness import NOT_SERVING, SERVING, ServerProcess, serve
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
@@ -65,17 +65,6 @@ def generated(server: ServerProcess, token: str = "secret") -> Any:
     return generate(server.stub(), request, metadata=metadata, timeout=60)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
-def logged(server: ServerProcess, words: str) -> list[str]:
-    return [line for line in server.log.read_text().splitlines() if words in line]
-
-
 def test_the_socket_of_a_killed_server_is_gone_until_the_next_has_its_model() -> None:
     with serve() as server:
         path = server.uds
@@ -84,8 +73,8 @@ def test_the_socket_of_a_killed_server_is_gone_until_the_next_has_its_model() ->
         assert os.path.exists(path)
         again = ("--uds-path", path.removesuffix("-0"))
         with serve(*again, wait=False) as second:
-            wait_until(lambda: not os.path.exists(path))
-            wait_until(lambda: os.path.exists(path))
+            wait_for(lambda: not os.path.exists(path))
+            wait_for(lambda: os.path.exists(path))
             with grpc.insecure_channel(f"unix:{path}") as channel:
                 stub = rpc.TextGenerationServiceStub(channel)
                 # A router asks this first, and exits if the answer is an error.
@@ -153,7 +142,7 @@ async def test_rows_that_a_lost_router_had_come_back(narrow: ServerProcess) -> N
     await client.prefill(batch_of(1, ROWS))
     await client.close()
     await asyncio.to_thread(generated, narrow)
-    assert logged(narrow, "no router has called for a batch")
+    assert narrow.logged("no router has called for a batch")
 
 
 @pytest.mark.parametrize(
@@ -187,9 +176,9 @@ async def test_refused_calls_are_in_the_log(narrow: ServerProcess) -> None:
         with pytest.raises(ShardError):
             await client.decode([unknown])
         await client.prefill(batch_of(78, 1, new=1_000_000))
-    (line,) = logged(narrow, "a shard rpc was refused rpc=Decode batches=[77] code=NOT_FOUND")
+    (line,) = narrow.logged("a shard rpc was refused rpc=Decode batches=[77] code=NOT_FOUND")
     assert "Batch ID 77 not found" in line
-    assert "max_new_tokens is 1000000" in logged(narrow, "request=7800")[-1]
+    assert "max_new_tokens is 1000000" in narrow.logged("request=7800")[-1]
 
 
 async def test_a_drain_serves_those_that_wait_for_a_row() -> None:
@@ -215,11 +204,11 @@ async def test_a_pod_whose_rows_a_router_keeps_says_so_until_they_come_back_and_
         await client.prefill(batch_of(1, ROWS))
         waiting = threading.Thread(target=generated, args=(server,))
         waiting.start()
-        await asyncio.to_thread(wait_until, lambda: server.health() == NOT_SERVING)
+        await asyncio.to_thread(wait_for, lambda: server.health() == NOT_SERVING)
         assert server.health("liveness") == SERVING
         await client.clear_cache()
         await asyncio.to_thread(waiting.join)
-        await asyncio.to_thread(wait_until, lambda: server.health() == SERVING)
+        await asyncio.to_thread(wait_for, lambda: server.health() == SERVING)
         # A drain that is over answers an open Decode.
         await client.prefill(batch_of(1, ROWS))
         waits = (await client.prefill(batch_of(2, 1))).batch

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from groups import ENV, FLAGS
-from harness import ServerProcess, serve
 
 from router.outcomes import Event, Report
 from router.scripts import Act, Script, Stage, Visit, parts, write
@@ -20,6 +18,8 @@ from router.startup import RouterSettings
 from router.stories import lone_texts, play
 from router.streams import OWN_MODEL, Prompt
 from router.wire import V3
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import ServerProcess, serve
 
 TEXTS = (
     "x = 1",

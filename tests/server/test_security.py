@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
-from certificates import make_authority, make_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import SERVING, ServerProcess, serve
-from public_api import generate, text_request
 
+from support.clients.public_api import generate, text_request
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import SERVING, ServerProcess, serve
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 REQUEST = text_request("import os\n", stopping={"max_new_tokens": 3, "ignore_eos": True})
@@ -123,7 +123,7 @@ def test_a_forged_request_id_stays_one_word_of_the_log(guarded: ServerProcess, p
         request = text_request("x", stopping={"max_new_tokens": 1}, request_id=forged)
         metadata = (("authorization", "Bearer first-token"),)
         generate(GenerationServiceStub(opened), request, metadata=metadata)
-    (logged,) = [text for text in guarded.log.read_text().splitlines() if forged in text]
+    (logged,) = guarded.logged(forged)
     assert f'request_id="{forged}"' in logged
 
 
@@ -151,4 +151,4 @@ def test_replaced_certificates_are_served_to_new_connections(tmp_path: Path) -> 
             (tmp_path / "other.key").rename(key)
             assert served(server).strip() == cert.read_text().strip()
             generate(stub, REQUEST)
-        assert "have been read anew" in server.log.read_text()
+        assert server.logged("have been read anew")

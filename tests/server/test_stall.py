@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from harness import serve
-from public_api import generate, text_request
 
+from support.clients.public_api import generate, text_request
+from support.pods.harness import serve
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: Room for one request of two samples with 1900 tokens each and a few short ones, not for two.

@@ -12,17 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 
-import prefork
 import pytest
 import torch
-from faults import kill, stop
-from groups import ENV, FLAGS, wait_for
-from harness import SERVING, ServerProcess, serve
 
-DEMO = Path(str(files("tokenpod.models.demo")))
+from support.checkpoints.demo import DEMO
+from support.pods import prefork
+from support.pods.faults import kill, stop
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import SERVING, ServerProcess, serve
+from support.waiting import wait_for
+
 SECONDS = 60
 
 

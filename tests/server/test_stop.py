@@ -16,9 +16,10 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import NOT_SERVING, SERVING, ServerProcess, free_port, serve, wait_for
-from public_api import collect, generate, text_request, until_refused
 
+from support.clients.public_api import collect, generate, text_request, until_refused
+from support.pods.harness import NOT_SERVING, SERVING, ServerProcess, free_port, serve
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import TokenizeRequest

@@ -8,18 +8,19 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import shard_generate
-from costs import cpu_seconds
-from harness import SERVING, ServerProcess, serve
-from hostile import with_template, with_token, with_tokenizer
-from public_api import generate, text_request, violations
 
+from support.clients import shard_generate
+from support.clients.public_api import generate, text_request, violations
+from support.pods.costs import cpu_seconds
+from support.pods.harness import SERVING, ServerProcess, serve
+from support.texts.hostile import with_template, with_token, with_tokenizer
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
@@ -59,13 +60,6 @@ def routed(*inputs: str) -> Any:
         for at, text in enumerate(inputs)
     ]
     return pb.Batch(id=1, requests=requests, size=len(requests), max_tokens=1000)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def cpu_ticks(pid: int) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from harness import serve
-from public_api import generate
 
+from support.clients.public_api import generate
+from support.pods.harness import serve
 from tokenpod.models import demo
 from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
 from tokenpod_client.protos.generate.v1 import generate_pb2_grpc as rpc_v1

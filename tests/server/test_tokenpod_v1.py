@@ -9,8 +9,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from harness import ServerProcess, wait_for
-from public_api import (
+
+from support.clients.public_api import (
     PROMPT,
     SHORT,
     ask,
@@ -22,8 +22,9 @@ from public_api import (
     tokens_of,
     violations,
 )
-from shard_generate import generate
-
+from support.clients.shard_generate import generate
+from support.pods.harness import ServerProcess
+from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
@@ -418,6 +419,6 @@ def test_a_name_that_is_under_way_is_taken_until_its_call_has_ended(api: Any) ->
 
 def test_labels_are_in_the_log(api: Any, server: ServerProcess) -> None:
     once(api, ask(labels={"team": "search", "job": "night ly"}, request_id="labelled"))
-    (line,) = [line for line in server.log.read_text().splitlines() if "labelled" in line]
+    (line,) = server.logged("labelled")
     assert "team" in line
     assert "night ly" in line

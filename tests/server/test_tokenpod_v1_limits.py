@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.json_format import MessageToDict
-from harness import ServerProcess, wait_for
-from public_api import PROMPT, SHORT, ask, once, refused, said, stream, violations
 
+from support.clients.public_api import PROMPT, SHORT, ask, once, refused, said, stream, violations
+from support.pods.harness import ServerProcess
+from support.waiting import wait_for
 from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from harness import ServerProcess
-from public_api import generate, text_request
 
 from router.client import ShardClient
 from router.conformance.fixtures import ask, tell
 from router.records import Sampling
 from router.wire import WIRES
+from support.clients.public_api import generate, text_request
+from support.pods.harness import ServerProcess
 
 PROMPT = "def add(a, b):\n"
 KNOBS = {

@@ -9,14 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
-from groups import ENV, FLAGS
-from harness import ServerProcess, serve
-from lora_folders import write_lora
-from public_api import ask, once, refused
-from virtual_engine import Engine
-from virtual_folders import PREFIX, PROMPT, write_virtual
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
+from support.checkpoints.lora_folders import write_lora
+from support.checkpoints.virtual_folders import PREFIX, PROMPT, write_virtual
+from support.clients.public_api import ask, once, refused
+from support.engines.virtual_engine import Engine
+from support.pods.groups import ENV, FLAGS
+from support.pods.harness import ServerProcess, serve
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
@@ -27,7 +27,6 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-DEMO = Path(tokenpod.models.demo.__file__).parent
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 8
 TOTAL = 128

@@ -11,12 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import ServerProcess, wait_for
-from public_api import PROMPT, generate, refused, violations
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2 as common
 
+from support.clients.public_api import PROMPT, generate, refused, violations
+from support.pods.harness import ServerProcess
+from support.waiting import wait_for
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as public

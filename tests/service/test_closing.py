@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rpcs import Act, Running, arities, call_kind, nothing, serving
 
+from support.clients.rpcs import Act, Running, arities, call_kind, nothing, serving
+from support.waiting import until
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard
@@ -58,6 +59,11 @@ class Counting(Closing):
         for _ in range(times):
             await asyncio.wait_for(self._come.acquire(), 60)
         await asyncio.sleep(0.1)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that are kept."""
+        return self._kept
 
 
 @dataclass
@@ -153,7 +159,7 @@ async def test_only_so_many_are_kept_and_the_others_are_refused_at_once() -> Non
         await server.closing.called()
         await refused(third)
         kept[0].cancel()
-        await asyncio.sleep(0.1)
+        await until(lambda: server.closing.waiting == 1)
         kept[0] = await server.kept()
         await server.end()
         for call in kept:

@@ -1,10 +1,10 @@
 import random
 
 import pytest
-from byte_runs import ids_of_bytes, known
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from support.texts.byte_runs import ids_of_bytes, known
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 SEQUENCES = 1200

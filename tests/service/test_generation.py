@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
-from quiet_engine import QuietEngine
 
+from support.engines.engine_link import QuietEngine
 from tokenpod.core.outputs import FinishCode, StepOutputs, Top
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

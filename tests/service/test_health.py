@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import floods
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from rpcs import serving
 
+from support.clients import floods
+from support.clients.rpcs import serving
 from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.listen import StartError
@@ -47,8 +47,10 @@ def pulse(
     *, pending: bool = True, age: float = 0.0, silent: float | None = None, usual_step: float = 0.01
 ) -> Pulse:
     """`age`: seconds since the last step; `silent`: since any message."""
-    now, silent = time.monotonic_ns(), age if silent is None else silent
-    return Pulse(pending, now - int(age * SECOND), now - int(silent * SECOND), usual_step)
+    now = time.monotonic_ns()
+    # The clock may have begun, with the machine, less than that ago.
+    ago = [max(now - int(each * SECOND), 1) for each in (age, age if silent is None else silent)]
+    return Pulse(pending, *ago, usual_step)
 
 
 @dataclass

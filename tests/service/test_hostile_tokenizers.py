@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hostile_fields import HOSTILE, attack
 
+from support.clients.hostile_fields import HOSTILE, attack
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.text.tokenizers.generation_defaults import read_defaults
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer

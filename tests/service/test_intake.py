@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
-from rpcs import Running, Scripted, serving
 
+from support.clients.rpcs import Running, Scripted, serving
+from support.waiting import until
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.late_messages import LateMessages
 from tokenpod.service.admission.memory_budget import MemoryBudget
@@ -133,12 +134,6 @@ def backend(admission: Admission) -> Backend:
 def counting(admission: Admission, arrival: float = 60.0) -> Any:
     """A server whose messages are counted."""
     return behind(backend(admission).check, admission.late, arrival)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (what is waited for is not ours to signal)
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

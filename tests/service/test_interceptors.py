@@ -16,9 +16,9 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from public_api import violations
-from rpcs import KINDS, Act, Scripted, arities, call_kind, nothing, outlast, serving
 
+from support.clients.public_api import violations
+from support.clients.rpcs import KINDS, Act, Scripted, arities, call_kind, nothing, outlast, serving
 from tokenpod.service.calls.errors import InvalidArgument, Unavailable
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard

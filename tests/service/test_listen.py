@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import grpc
-from rpcs import Scripted
 
+from support.clients.rpcs import Scripted
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.listen import channel_options
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb

@@ -15,9 +15,9 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from rpcs import Running, serving
 from smg_grpc_proto import vllm_engine_pb2
 
+from support.clients.rpcs import Running, serving
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.calls.errors import FailedPrecondition, Unavailable
 from tokenpod.service.config.sources import ServerSettings

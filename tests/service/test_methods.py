@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import wirefuzz
 from google.protobuf.descriptor import Descriptor
 
+from support.clients import wirefuzz
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.methods import SMALL

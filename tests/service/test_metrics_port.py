@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import make_authority
-from harness import free_port
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.openmetrics.parser import (
@@ -22,6 +20,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.outside.certificates import make_authority
+from support.pods.harness import free_port
 from tokenpod.core.outputs import Ended, Load, StepCounts
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.certificates import expiry

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hub import hub_of
 
+from support.outside.hub import hub_of
 from tokenpod.service.config.sources import load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, model_folder, resolve_model
 from tokenpod.service.pod.placement import lone_options

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
+from support.waiting import until
 from tokenpod.service.admission.call_names import NamedCalls
 from tokenpod.service.admission.counters import PodCounters
 
@@ -23,7 +22,7 @@ async def test_a_call_that_fails_to_end_keeps_no_other_from_ending(
     # Another front end asks for the end of both, then this one for what is left.
     counters.names.end("bad")
     counters.names.end("good")
-    await asyncio.sleep(0.2)
+    await until(lambda: bool(ended))
     assert ended == ["good"]
     assert "could not be ended" in caplog.text
     calls.end("bad")

@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
-from collector import Collector, collecting
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from support.outside.collector import Collector, collecting
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.protocols import TABLE

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from examples import examples
+from support.examples import examples
 from tokenpod.service.calls.parts import Kind, Part, Parts
 from tokenpod.service.config.settings import Settings
 from tokenpod.service.text.parsers.reasoning import ReasoningFormat

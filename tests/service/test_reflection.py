@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
-from rpcs import Running, Scripted, serving
 
+from support.clients.rpcs import Running, Scripted, serving
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from rpcs import outlast
 
+from support.clients.rpcs import outlast
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.calls.errors import Unavailable
 from tokenpod.service.config.sources import ServerSettings

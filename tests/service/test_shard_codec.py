@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from wirefuzz import GENERATIONS
 
+from support.clients.wirefuzz import GENERATIONS
 from tokenpod.service.calls.call import (
     AskedConstraint,
     CachedBatch,

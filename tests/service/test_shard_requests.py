@@ -6,14 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
-import tokenpod.models.demo
+from support.checkpoints.demo import DEMO
 from tokenpod.core.constraints import Constraint, Regex
 from tokenpod.service.calls.call import (
     AskedConstraint,
@@ -28,7 +27,6 @@ from tokenpod.service.serving.shard_requests import ShardRequests
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
-DEMO = Path(tokenpod.models.demo.__file__).parent
 LIMITS = RequestLimits(
     vocab_size=4096,
     max_input_tokens=99,

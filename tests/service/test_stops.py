@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import examples
+from support.examples import examples
 from tokenpod.service.text.stops import StopMatcher, TailStops
 
 # Few letters, so that stops overlap, nest and nearly match all the time.

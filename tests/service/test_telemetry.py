@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import grpc
 import pytest
-from collector import Collector, attributes, collecting
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.instrumentation.grpc import aio_server_interceptor
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -22,8 +21,18 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, outlast, serving
 
+from support.clients.rpcs import (
+    KINDS,
+    SERVICE,
+    Scripted,
+    arities,
+    call_kind,
+    nothing,
+    outlast,
+    serving,
+)
+from support.outside.collector import Collector, attributes, collecting
 from tokenpod.core.outputs import Ended, FinishCode, Load, MaskCounts, Started
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

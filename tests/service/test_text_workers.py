@@ -6,17 +6,18 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from chats import turns
-from harness import children_of
-from hostile import TEMPLATE
 from msgspec import structs
 
+from support.pods.harness import children_of
+from support.texts.chat_templates import turns
+from support.texts.hostile import TEMPLATE
+from support.waiting import until
 from tokenpod.service.calls.chats import Tool
 from tokenpod.service.calls.errors import InvalidArgument, Unavailable
 from tokenpod.service.config.sources import ServerSettings
@@ -110,11 +111,6 @@ async def test_a_job_whose_time_is_over_names_the_limit_and_the_next_one_is_serv
         with pytest.raises(InvalidArgument, match=r"chat takes .* more than 1 s"):
             await workers.run(ENDLESS, field="chat", size=1)
         assert (await workers.run(SHORT, field="text", size=1)).counts
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what happens in the pool
-        await asyncio.sleep(0.01)
 
 
 def the_worker() -> int:

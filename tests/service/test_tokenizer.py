@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from chats import turns
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from support.texts.chat_templates import turns
 from tokenpod.core.messages import MTP
 from tokenpod.service.text.tokenizers.chat_template import (
     MAX_RANGE_STEPS,

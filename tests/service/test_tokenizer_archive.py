@@ -18,11 +18,11 @@ from typing import Any
 
 import grpc
 import pytest
-from costs import forget_peak, peak_bytes
 from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2 as common
 from tokenizers import Tokenizer, models
 
+from support.pods.costs import forget_peak, peak_bytes
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.config.sources import ServerSettings

@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from byte_runs import known
-from chats import turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from examples import examples
+from support.examples import examples
+from support.texts.byte_runs import known
+from support.texts.chat_templates import turns
 from tokenpod.service.text.tokenizers.conversion import converted
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer, TokenizerError
 

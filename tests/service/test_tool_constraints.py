@@ -7,12 +7,12 @@ import random
 from itertools import count
 from typing import Any
 
-import constrained
 import jsonschema
 import numpy as np
 import pytest
 from msgspec import structs
 
+from support.engines import constrained
 from tokenpod.core.constraints import Constraint, Reasoned, Tagged
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool

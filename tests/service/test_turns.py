@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_templates import FAMILIES, PARIS, QWEN, ROME, SPECIAL_TOKENS, Written
 from google.protobuf.json_format import ParseDict
-from quiet_engine import QuietEngine
 from tokenizers import Tokenizer as Backend
 
+from support.engines.engine_link import QuietEngine
+from support.texts.chat_templates import FAMILIES, PARIS, QWEN, ROME, SPECIAL_TOKENS, Written
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import pytest
-from chats import turns
 from msgspec import structs
 
+from support.texts.chat_templates import turns
 from tokenpod.core.requests import BeamParams
 from tokenpod.service.calls.call import (
     GenerateCall,

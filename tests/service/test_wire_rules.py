@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import wirefuzz
 from google.protobuf import struct_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wirefuzz import varint
 
-from examples import examples
+from support.clients import wirefuzz
+from support.clients.wirefuzz import varint
+from support.examples import examples
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.protocols import TABLE

@@ -87,9 +87,9 @@ def check(outcome, *, copies=False):
     assert ended.length == sum(each.output_tokens >= each.max_new_tokens for each in arrivals)
 
 
-def walk(admission, turns, requests, seed, rate=400.0):
+def walk(admission, turns, requests, seed, *, rate=400.0, slots=1200):
     arrivals = load(requests, seed, rate=rate)
-    outcome = simulated(admission, turns, arrivals, overlap=seed % 2 == 1)
+    outcome = simulated(admission, turns, arrivals, overlap=seed % 2 == 1, slots=slots)
     check(outcome)
     # past_future may have drawn well enough.
     assert outcome.load.preemptions or admission != "optimistic"
@@ -98,12 +98,12 @@ def walk(admission, turns, requests, seed, rate=400.0):
 
 
 def test_what_is_swapped_is_not_computed_again():
-    arrivals = load(1500, 11)
-    plain = simulated("optimistic", "mixed", arrivals, overlap=True)
+    arrivals = load(400, 11)
+    plain = simulated("optimistic", "mixed", arrivals, overlap=True, slots=600)
     # A token takes as long to copy as ten to compute, and the host's memory is short, too.
-    for offload_slots, copy_seconds in ((20_000, 0.0), (1600, 2e-5)):
+    for offload_slots, copy_seconds in ((20_000, 0.0), (800, 2e-5)):
         more = {"offload_slots": offload_slots, "copy_seconds": copy_seconds}
-        swapped = simulated("optimistic", "mixed", arrivals, overlap=True, **more)
+        swapped = simulated("optimistic", "mixed", arrivals, overlap=True, slots=600, **more)
         check(swapped, copies=True)
         assert swapped.load.swapped_tokens > 1000
         assert swapped.load.fetched_tokens > 1000
@@ -112,9 +112,11 @@ def test_what_is_swapped_is_not_computed_again():
 
 @pytest.mark.parametrize(("admission", "turns"), PAIRS)
 def test_every_request_gets_its_tokens_in_its_turn(admission, turns):
-    # The queue must grow until the optimistic policy preempts.
-    requests, rate = (2500, 1600.0) if admission == "optimistic" else (800, 400.0)
-    walk(admission, turns, requests, len(admission), rate)
+    if admission == "optimistic":
+        # Memory must get so short that it preempts.
+        walk(admission, turns, 500, len(admission), rate=1600.0, slots=600)
+    else:
+        walk(admission, turns, 800, len(admission))
 
 
 @pytest.mark.slow

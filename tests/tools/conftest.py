@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from package_index import serve_index
+
+from support.outside.package_index import serve_index
 
 
 @pytest.fixture

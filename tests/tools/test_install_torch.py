@@ -13,7 +13,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from package_index import add_wheel, serve_index
+
+from support.outside.package_index import add_wheel, serve_index
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "install_torch.sh"
 

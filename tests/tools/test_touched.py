@@ -39,7 +39,7 @@ def origin(tmp_path: Path) -> Path:
     folder.mkdir()
     git(folder, "init", "--initial-branch", "main")
     tests = ("cli/test_a", "client/test_a", "engine/gpu/test_a", "server/test_a", "service/test_a")
-    commit(folder, *(f"tests/{name}.py" for name in tests), "tests/support/harness.py")
+    commit(folder, *(f"tests/{name}.py" for name in tests), "tests/support/pods/harness.py")
     return folder
 
 
@@ -50,7 +50,7 @@ def clone(origin: Path, tmp_path: Path) -> Path:
 
 
 def test_a_branch_is_compared_with_where_it_left_main(origin: Path, clone: Path) -> None:
-    commit(clone, "engine/loop.py", "tests/support/harness.py")
+    commit(clone, "engine/loop.py", "tests/support/pods/harness.py")
     commit(clone, "commands/size.py", "README.md")
     commit(origin, "service/server.py")
     git(clone, "fetch")

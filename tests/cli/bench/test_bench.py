@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
-from harness import free_port
 
+from support.pods.harness import free_port
+from support.waiting import wait_for
 from tokenpod_client.cli.app import main
 from tokenpod_client.cli.bench.report import SCHEMA_VERSION, Report
 
@@ -197,14 +197,6 @@ def test_plots_without_matplotlib_are_refused_before_the_run(bench, monkeypatch,
 def children(pid: int) -> list[int]:
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in listed.read_text().split()]
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture

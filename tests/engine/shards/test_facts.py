@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.resources import files
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from support.checkpoints.demo import DEMO
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.shards.facts import difference, facts_of
-
-DEMO = Path(str(files("tokenpod.models.demo")))
 
 
 def options(folder: Path = DEMO, **changes: object) -> EngineOptions:

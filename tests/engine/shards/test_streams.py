@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from certificates import make_authority, make_certificate
-from harness import free_port
 
+from support.outside.certificates import make_authority, make_certificate
+from support.pods.harness import free_port
+from support.waiting import wait_for
 from tokenpod.core.errors import EngineError
 from tokenpod.core.group_messages import Drain
 from tokenpod.core.placement import Placement, ShardTls
@@ -127,13 +128,6 @@ def start(address: str) -> Iterator[Callable[[int], Leader]]:
 
 def refusal(follower: Follower) -> str:
     return follower.waiting.get(timeout=SECONDS)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_followers_get_every_plan_in_order(start: Callable[[int], Leader], address: str) -> None:

@@ -15,12 +15,12 @@ from dataclasses import replace
 from importlib import import_module
 
 import torch
-from attention_steps import Spec, lay_out
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from support.kernels.attention_steps import Spec, lay_out
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches
 from tokenpod.kernels.adapters import triton_adapters as adapters
 from tokenpod.kernels.attention import attention_extend

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from interpreted import DEVICE
 from triton.runtime import interpreter
+
+from support.kernels.interpreted import DEVICE
 
 
 def _let_dots_take_bfloat16() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import DEVICE
 
+from support.kernels.interpreted import DEVICE
 from tokenpod.kernels.adapters import (
     adapted,
     adapter_embeddings,

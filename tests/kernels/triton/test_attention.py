@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 
+from support.kernels.attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 from tokenpod.kernels.attention import attention_decode
 from tokenpod.kernels.attention.attention_extend import extend
 from tokenpod.kernels.attention.attention_plan import list_tiles, queries_per_tile

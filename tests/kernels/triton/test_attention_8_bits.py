@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_steps import Spec, agree, lay_out
 
+from support.kernels.attention_steps import Spec, agree, lay_out
 from tokenpod.kernels.operations.attention_ops import AttentionOptions
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

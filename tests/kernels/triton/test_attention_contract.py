@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_steps import Spec, assert_close, draw_inputs, lay_out, truth
 
+from support.kernels.attention_steps import Spec, assert_close, draw_inputs, lay_out, truth
 from tokenpod.kernels.backends import compiled, cpu
 from tokenpod.kernels.backends import triton as triton_backend
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 
+from support.kernels.attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 from tokenpod.kernels.attention.attention_tiles import TILES
 from tokenpod.kernels.attention.triton_attention import attention, plan_attention
 from tokenpod.kernels.operations.attention_ops import AttentionOptions

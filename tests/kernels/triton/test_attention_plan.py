@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_steps import Spec, lay_out
 
+from support.kernels.attention_steps import Spec, lay_out
 from tokenpod.kernels.attention.attention_decode import choose_splits
 from tokenpod.kernels.attention.attention_plan import list_tiles
 from tokenpod.kernels.attention.attention_tiles import DecodeTile, extend_tile_for, tiles_for

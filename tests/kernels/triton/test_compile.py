@@ -29,7 +29,7 @@ DIFFERENT = ["attend_plainly", "store", "multiply", "latents"]
 def compiler(capability: tuple[int, int], families: list[str]) -> subprocess.Popen[str]:
     """The process that compiles these families, or the usual ones."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "tests" / "support"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", str(HERE / "compile_ahead.py"), *map(str, capability)]
     return subprocess.Popen(
         [*command, *families],

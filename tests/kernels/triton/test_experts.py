@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import INTERPRETED
 from torch.nn import functional
 
+from support.kernels.interpreted import INTERPRETED
 from tokenpod.kernels.experts import expert_routing
 from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.experts.expert_products import most_blocks

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_steps import Spec, lay_out
-from latents import SHAPES, draw_latents, truth
 
+from support.kernels.attention_steps import Spec, lay_out
+from support.kernels.latents import SHAPES, draw_latents, truth
 from tokenpod.kernels.attention import composed_latent as composed
 from tokenpod.kernels.attention.triton_latent import plan_tokens
 from tokenpod.kernels.backends import reference, triton

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE
 
+from support.kernels.interpreted import DEVICE
 from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 
 WORDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}

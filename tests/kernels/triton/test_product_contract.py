@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from product_contract import FORMATS, RANKS, ROUNDED, ROWS, Case, made, pairs, product_of
-from quantised_weights import IN_LANES
 
+from support.kernels.product_contract import (
+    FORMATS,
+    RANKS,
+    ROUNDED,
+    ROWS,
+    Case,
+    made,
+    pairs,
+    product_of,
+)
+from support.kernels.quantised_weights import IN_LANES
 from tokenpod.kernels.backends import compiled, cpu
 from tokenpod.kernels.backends import triton as triton_backend
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import DEVICE
-from rank_processes import run_ranks
-from summing_ranks import MATRIX, MULTIPLY_ADD, K, Sum, follow_turns, turn_of
 
+from support.kernels.interpreted import DEVICE
+from support.kernels.summing_ranks import MATRIX, MULTIPLY_ADD, K, Sum, follow_turns, turn_of
+from support.steps.rank_processes import run_ranks
 from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 from tokenpod.kernels.operations.parallel import parallel

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantised_weights import (
+from torch.nn import functional
+
+from support.kernels.quantised_weights import (
     BOUND,
     FP8,
     IN_LANES,
@@ -18,8 +20,6 @@ from quantised_weights import (
     exact_product,
     tiles,
 )
-from torch.nn import functional
-
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantised_weights import (
+from torch.nn import functional
+
+from support.kernels.quantised_weights import (
     BOUND,
     KINDS,
     MATRIX,
@@ -14,8 +16,6 @@ from quantised_weights import (
     exact_product,
     tiles,
 )
-from torch.nn import functional
-
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.products.quantised import products
 from tokenpod.kernels.products.quantised.format_products import (

@@ -9,11 +9,11 @@ import resource
 import shutil
 import subprocess
 
-import medusa_heads
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.checkpoints import medusa_heads
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.medusa import open_medusa, read_medusa

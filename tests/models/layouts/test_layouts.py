@@ -6,12 +6,12 @@ import json
 from functools import partial
 from typing import Any
 
-import packers
 import pytest
 import torch
-from published import CONFIG, CPU, dense_of, make_pair, read
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints import packers
+from support.checkpoints.published import CONFIG, CPU, dense_of, make_pair, read
 from tokenpod.kernels.operations.weight import StackedWeight
 from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from packers import Module, Source
-from published import dense_of, make_pair, read
 
+from support.checkpoints.packers import Module, Source
+from support.checkpoints.published import dense_of, make_pair, read
 from tokenpod.models.shard import Shard
 
 PER_TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token"}

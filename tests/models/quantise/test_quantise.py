@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from packers import in_words
-from published import CONFIG, CPU, dense_of, make_pair, read
 from safetensors.torch import load_file
 
+from support.checkpoints.packers import in_words
+from support.checkpoints.published import CONFIG, CPU, dense_of, make_pair, read
 from tokenpod.core.manifest import digest_of
 from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.int4 import Int4Weight

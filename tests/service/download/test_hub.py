@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from hub import COMMIT, hub_of
 
+from support.outside.hub import COMMIT, hub_of
 from tokenpod.core.manifest import digest_of, read_manifest
 from tokenpod.models.errors import ModelError
 from tokenpod.models.verify import verified

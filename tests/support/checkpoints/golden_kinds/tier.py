@@ -1,0 +1,98 @@
+"""Checkpoints of families that we don't have: transformers computes them, over our pool."""
+
+from __future__ import annotations
+
+from support.checkpoints.golden_kinds.base import GEMMA4, LINEAR, Kind
+
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
+}
+_LLAMA4 = {
+    "intermediate_size_mlp": 96,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "moe_layers": [1],
+    "no_rope_layers": [1, 0, 1],
+    # Texts are longer than that, so that it matters.
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+    "attn_scale": 0.3,
+}
+
+TIER_KINDS: dict[str, Kind] = {
+    "apertus": Kind("Apertus", {}),
+    "gemma4-experts": Kind(
+        "Gemma4",
+        {
+            **GEMMA4,
+            **_GEMMA4_EXPERTS,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    # The last layer reads what the one before it has stored.
+    "gemma4-experts-shared": Kind(
+        "Gemma4",
+        {
+            **GEMMA4,
+            **_GEMMA4_EXPERTS,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+        },
+    ),
+    "llama4": Kind("Llama4", _LLAMA4),
+    # Values are shorter than keys, which are turned in part.
+    "minicpm3": Kind(
+        "MiniCPM3",
+        {
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "jetmoe": Kind(
+        "JetMoe",
+        {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
+#: Checkpoints of families with caches of their own.
+PADDED_KINDS: dict[str, Kind] = {
+    "qwen3-next": Kind("Qwen3Next", {**LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "jamba": Kind(
+        "Jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "mamba2": Kind("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2}),
+    "rwkv": Kind("Rwkv", {"attention_hidden_size": 64}),
+    "lfm2": Kind("Lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], **_ENDS}),
+    "t5": Kind("T5ForConditionalGeneration", {**_ENDS, "d_ff": 96, "d_kv": 16}),
+    "bart": Kind(
+        "BartForConditionalGeneration",
+        {
+            **_ENDS,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "forced_eos_token_id": None,
+        },
+    ),
+}

@@ -202,7 +202,8 @@ def search(case: Case, among: list[int], report: Report) -> None:
 def tiles_tried(case: Case, tokens: int) -> list[Tile]:
     """For so many tokens, the table's first."""
     layer = case.layer
-    table = table_for(DTYPE.itemsize, CAPABILITY, dense=case.kind == "bf16")
+    form = "dense" if case.kind == "bf16" else "bytes" if "8" in case.kind else "lanes"
+    table = table_for(DTYPE.itemsize, CAPABILITY, form)
     served = choose_tile(table, tokens * layer.per_token, layer.experts)
     mean = tokens * layer.per_token / layer.experts
     sizes = next(sizes for most, sizes in TRIED.items() if mean <= most)

@@ -67,5 +67,5 @@ def _all(n: int, k: int, tokens: int, *, gated: bool) -> Iterator[LaneTile]:
                 )
             )
             tile = LaneTile(rows // parts, block_t, inputs, parts, warps, stages, splits)
-            # Tiles of 256 tokens gave wrong results when the engine fetched them (Triton 3.6).
-            yield replace(tile, described=64 <= block_t <= 128)
+            yield tile
+            yield replace(tile, described=block_t >= 64)

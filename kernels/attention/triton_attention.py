@@ -150,9 +150,7 @@ def attention(
     if batch.single_rows:
         pairs = batch.single_rows * kv_heads
         decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs, group)
-        splits = choose_splits(
-            batch.single_rows, kv_heads, device.processors, decoded, plan.window
-        )
+        splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded, plan.window)
         decode(
             q,
             keys,

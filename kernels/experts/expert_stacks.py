@@ -74,6 +74,18 @@ class Stacks(NamedTuple):
         """Features of an expert."""
         return self.down.shape[2]
 
+    @property
+    def form(self) -> str:
+        """ "dense", "bytes" or "lanes", by which tiles are chosen: of both."""
+        found = {_form(stack) for stack in self}
+        return found.pop() if len(found) == 1 else "bytes"
+
+
+def _form(stack: torch.Tensor | KernelStack) -> str:
+    if isinstance(stack, torch.Tensor):
+        return "dense"
+    return "lanes" if isinstance(stack.rows, Lanes) else "bytes"
+
 
 def stack_of(
     weights: Stack, dtype: torch.dtype, capability: tuple[int, int] | None

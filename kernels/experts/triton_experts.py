@@ -43,8 +43,7 @@ def prepare_experts(
         stack_of(weights.gate_up, router.dtype, generation),
         stack_of(weights.down, router.dtype, generation),
     )
-    dense = all(isinstance(stack, torch.Tensor) for stack in stacks)
-    table = tiles or table_for(router.element_size(), generation, dense=dense)
+    table = tiles or table_for(router.element_size(), generation, stacks.form)
 
     def add_experts(
         residual: torch.Tensor,

@@ -140,7 +140,10 @@ def capacity(
         free = memory - weights - sum(reserve.values())
         rows = own.rows(free, options.memory_fraction, rows)
         if rows > 0:
-            reserve["states"] = own.taken(rows, options.memory_fraction)
+            snapshots = own.snapshots(free, options.memory_fraction, rows)
+            reserve["states"] = own.taken(
+                rows, options.memory_fraction, snapshots if options.prefix_caching else 0
+            )
     slot_bytes = model.slot_bytes(ranks, kv_dtype)
     if draft is not None:
         own_slot = draft.slot_bytes(1, dtype)

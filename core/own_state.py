@@ -1,4 +1,4 @@
-"""What sequences take of models that keep their states by themselves: arithmetic, without torch."""
+"""What sequences take of models that keep states of rows: arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ _COPIES = 2
 _PADDING = 2
 #: Bytes of a token's id, which states that don't grow with texts cost all the same.
 _LEAST_SLOT = 8
+#: Snapshots for each row, at most, and what share of the memory that may be used they take.
+_MOST_SNAPSHOTS = 8
+_SNAPSHOT_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class OwnState:
-    """What a model says that keeps sequences' states by itself, row by row."""
+    """What a model says that keeps states of rows."""
 
     #: Bytes of a running row's state, whatever its length.
     row_bytes: int
@@ -22,6 +25,9 @@ class OwnState:
     token_bytes: int
     #: Whether prompts' tokens have log probabilities: those that an encoder reads have none.
     scores_prompts: bool = True
+    #: Whether states are in a pool of one size, beside keys and values in slots; else batches of
+    #: rows keep all that there is.
+    pooled: bool = False
 
     @property
     def slot_bytes(self) -> int:
@@ -38,9 +44,22 @@ class OwnState:
         """
         if not self.row_bytes:
             return most
-        usable = int(free * fraction) // (2 if self.token_bytes else 1)
-        return min(usable // (_COPIES * self.row_bytes) - 1, most)
+        usable = int(free * fraction) // (2 if self.token_bytes or self.pooled else 1)
+        return min(usable // (self._copies * self.row_bytes) - 1, most)
 
-    def taken(self, rows: int, fraction: float) -> int:
+    def snapshots(self, free: int, fraction: float, rows: int) -> int:
+        """States that no row has, for prompts to begin with, beside those of so many rows."""
+        if not self.pooled:
+            return 0
+        usable = int(free * fraction)
+        left = usable // 2 - (rows + 1) * self.row_bytes
+        room = min(usable // _SNAPSHOT_SHARE, left) // self.row_bytes
+        return max(min(room, _MOST_SNAPSHOTS * rows), 0)
+
+    def taken(self, rows: int, fraction: float, snapshots: int = 0) -> int:
         """Bytes that are no longer free for texts, of which `fraction` may be used too."""
-        return int((rows + 1) * _COPIES * self.row_bytes / fraction)
+        return int((rows + 1 + snapshots) * self._copies * self.row_bytes / fraction)
+
+    @property
+    def _copies(self) -> int:
+        return 1 if self.pooled else _COPIES

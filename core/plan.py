@@ -45,6 +45,8 @@ _PerScored = Annotated[Ints, "scored tokens of prompts"]
 _PerFreed = Annotated[Ints, "freed rows"]
 _PerNew = Annotated[Ints, "new rows"]
 _PerPrefix = Annotated[Ints, "slots of cached prefixes"]
+_PerSaved = Annotated[Ints, "rows' states that are kept"]
+_PerLoaded = Annotated[Ints, "rows that begin with kept states"]
 _PerCopy = Annotated[Ints, "copies"]
 _PerAdapted = Annotated[Ints, "rows, if any has an adapter"]
 _PerMasked = Annotated[Ints, "rows, if any is masked"]
@@ -100,6 +102,12 @@ class StepPlan:
     n_flags: _PerNew
     n_prefix: _PerNew
     prefix_slot: _PerPrefix
+    #: Where rows keep states: of which rows they are copied to which snapshots, before rows are
+    #: taken; and which snapshots new rows begin with. Snapshots are numbered behind all rows.
+    saved_row: _PerSaved
+    saved_to: _PerSaved
+    loaded_from: _PerLoaded
+    loaded_row: _PerLoaded
     #: Keys and values to be copied before anything else, from slot to slot: one of the two is
     #: behind the pool's last one, in the host's memory. First all go out that do, then all come in
     #: that do, which may take longer than the step.

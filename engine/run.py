@@ -202,6 +202,7 @@ def load(
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,
+        snapshots=room.snapshot_limits,
         scores_prompts=own is None or own.scores_prompts,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
@@ -210,7 +211,8 @@ def load(
         offload_slots=assembled.offload_slots,
         offload_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
-        forced=MOST_AHEAD if device.type == "cpu" else options.speculate,
+        # And a state goes no step back.
+        forced=MOST_AHEAD if device.type == "cpu" and own is None else options.speculate,
         # On a CPU no buffer is of a fixed size.
         drafts=MOST_DRAFTS if device.type == "cpu" else step_limits(options).drafts,
     )

@@ -72,8 +72,7 @@ class Decoder:
             self.pool_class = partial(
                 StatePool, state_layouts=config.state_layouts, state_dtype=self._dtype
             )
-        #: Whether steps can be captured: what goes on from states can't, so far.
-        self.captures = not config.state_layouts
+        self.captures = True
         mixers = [layer.mixer for layer in config.layers]
         self._plans = StepPlans(mixers, ops, self._dtype, self.device)
         self._layers = [

@@ -10,13 +10,18 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn import functional
 
 from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
-from tokenpod.kernels.operations.attention_ops import Heads
-from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import DeltaShape, DeltaStates, DeltaWeights
+from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
+from tokenpod.kernels.operations.delta_ops import (
+    DeltaInputs,
+    DeltaPlan,
+    DeltaShape,
+    DeltaStates,
+    DeltaWeights,
+)
 from tokenpod.kernels.operations.ops import Operations
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layer_tensors import LayerTensors
 from tokenpod.models.mixer import Cache, MixerParts
@@ -54,7 +59,7 @@ class GatedDeltaNet:
         """Nothing of a token: the convolution's last inputs, and a memory of each head."""
         shape = self.shape
         memory = (shape.value_heads, shape.key_dim, shape.value_dim)
-        return Cache(None, None, StateLayout((shape.channels, shape.width - 1), memory))
+        return Cache(None, None, StateLayout((shape.channels, shape.width), memory))
 
     @property
     def reads_layer(self) -> None:
@@ -80,26 +85,38 @@ class GatedDeltaNet:
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """One product of all that a token says, the convolution, decays, the norm, and `output`."""
-        names, at = tensors.names.delta, tensors.at
+        names, hidden = tensors.names.delta, tensors.hidden
         keys, values, each = self._axes
-        parts = (keys, keys, values)
-        sizes = tuple(axis.length for axis in parts)
-
-        def cut(stored: str, *more: Axis) -> tuple[Source, ...]:
-            return tuple(
-                Source(f"{at}{stored}.weight", (axis, *more), Segment(sizes, i))
-                for i, axis in enumerate(parts)
+        if names.by_heads is None:
+            others = ((names.gate, values), (names.write, each), (names.decay, each))
+            rest = (tensors.source(stored, axis, hidden, None) for stored, axis in others)
+            sources = (*self._cut(tensors, names.qkv, (keys, keys, values), hidden), *rest)
+        else:
+            most, scalars = names.by_heads
+            heads = self.shape.key_heads
+            sources = (
+                *self._cut(tensors, most, (keys, keys, values, values), hidden, groups=heads),
+                *self._cut(tensors, scalars, (each, each), hidden, groups=heads),
             )
-
-        others = ((names.gate, values), (names.write, each), (names.decay, each))
-        rest = (tensors.source(stored, axis, tensors.hidden, None) for stored, axis in others)
-        yield Weight("delta_in", (*cut(names.qkv, tensors.hidden), *rest), multiplied=True)
-        yield Weight("conv", cut(names.conv, Axis(1), Axis(self.shape.width)))
+        yield Weight("delta_in", sources, multiplied=True)
+        width = Axis(1), Axis(self.shape.width)
+        yield Weight("conv", self._cut(tensors, names.conv, (keys, keys, values), *width))
         yield replace(tensors.single("log_rate", names.log_rate, each), dtype=torch.float32)
         yield replace(tensors.single("shift", names.shift, each), dtype=torch.float32)
         norm = Norm("rms", self.epsilon)
         yield from tensors.norm("delta_norm", norm, names.norm, Axis(self.shape.value_dim))
         yield from tensors.product("output", names.output, tensors.hidden, values, False)
+
+    @staticmethod
+    def _cut(
+        tensors: LayerTensors, stored: str, parts: tuple[Axis, ...], *more: Axis, groups: int = 1
+    ) -> tuple[Source, ...]:
+        """The parts of one tensor, which has them group by group."""
+        sizes = tuple(axis.length // groups for axis in parts)
+        return tuple(
+            Source(f"{tensors.at}{stored}.weight", (axis, *more), Segment(sizes, i, groups))
+            for i, axis in enumerate(parts)
+        )
 
     def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
         """There are none."""
@@ -122,15 +139,17 @@ class GatedDeltaNet:
 
     @property
     def plan_key(self) -> Hashable:
-        """Nothing is planned."""
+        """One plan for all."""
         return GatedDeltaNet
 
-    def plan(self, ops: Operations, batch: ForwardBatch) -> None:
-        """Rows are in the batch."""
+    def plan(self, ops: Operations, batch: ForwardBatch) -> DeltaPlan:
+        """The step's rows, and what their chunks are."""
+        return ops.plan_delta(batch)
 
-    def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:
-        """Steps of these models are not captured."""
-        return None
+    def captured(self, dtype: torch.dtype, device: torch.device) -> TileKind:
+        """Rows of several tokens are walked along in chunks."""
+        del dtype, device
+        return CHUNKS
 
     def make(self, parts: MixerParts, norm: Norm | None) -> GatedDeltaLayer:
         """With the layer's weights."""
@@ -143,24 +162,23 @@ class GatedDeltaLayer:
     def __init__(self, spec: GatedDeltaNet, parts: MixerParts, norm: Norm | None) -> None:
         products, shape = parts.products, spec.shape
         self._ops, self._shape, self._cache = products.ops, shape, parts.cache
+        self._plan_key = spec.plan_key
         self._in = normed_product(
             products, parts.named("delta_in"), norm, parts.named("attention_in")
         )
         values = shape.value_heads * shape.value_dim
         self._parts = [shape.channels, values, shape.value_heads, shape.value_heads]
         conv = products.tensor(parts.named("conv"))[:, 0].contiguous()
-        self._weights = DeltaWeights(
-            conv, *(products.tensor(parts.named(name)) for name in ("log_rate", "shift"))
+        log_rate, shift, scale = (
+            products.tensor(parts.named(name)) for name in ("log_rate", "shift", "delta_norm")
         )
-        self._norm, self._epsilon = products.tensor(parts.named("delta_norm")), spec.epsilon
+        self._weights = DeltaWeights(conv, log_rate, shift, RowNorm(scale, spec.epsilon))
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The states of the step's rows have gone on afterwards."""
-        pool, ops = step.pool, self._ops
+        pool = step.pool
         assert isinstance(pool, StatePool)
         states = DeltaStates(*pool.states[self._cache])
-        mixed, gate, write, decay = torch.split(self._in(x, step.batch), self._parts, dim=1)
-        found = ops.gated_delta(mixed, decay, write, self._weights, self._shape, states, step.batch)
-        normed = ops.rms_norm(found, self._norm, self._epsilon)
-        gates = functional.silu(gate.float()).view(normed.shape)
-        return (normed * gates).to(x.dtype).flatten(1)
+        inputs = DeltaInputs(*torch.split(self._in(x, step.batch), self._parts, dim=1))
+        plan = step.plans[self._plan_key]
+        return self._ops.gated_delta(inputs, self._weights, self._shape, states, plan)

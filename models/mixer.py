@@ -16,7 +16,7 @@ from tokenpod.core.model_size import Expansion
 from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.kernels.operations.attention_ops import Heads
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.batch import ForwardBatch, TileKind
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.layer_tensors import LayerTensors
 from tokenpod.models.linear import Products
@@ -123,7 +123,7 @@ class Mixer(Protocol):
         """What all layers of this kind share of a step."""
         ...
 
-    def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:
+    def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | TileKind | None:
         """What captured steps must know to describe rows of several tokens; None: nothing."""
         ...
 

@@ -48,6 +48,9 @@ class DeltaNames:
     shift: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm"
     output: str = "linear_attn.out_proj"
+    #: Two tensors in place of the first four, of each key head in turn all that it has: queries,
+    #: keys, values and gates in one, `write` and `decay` in the other.
+    by_heads: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,8 @@ class ModelSpec:
         """The same of a model whose numbers take so many bytes."""
         if not self.state_layouts:
             return None
-        return OwnState(sum(layout.nbytes(item_bytes) for layout in self.state_layouts), 0)
+        row_bytes = sum(layout.nbytes(item_bytes) for layout in self.state_layouts)
+        return OwnState(row_bytes, 0, pooled=True)
 
     @property
     def expansion(self) -> Expansion | None:

@@ -94,6 +94,7 @@ class Scheduler:
             caching=limits.caching,
             by_uses=limits.prefix_eviction == "lfu",
             offload=offload_of(limits),
+            snapshots=limits.snapshots,
         )
         self.adapters = AdapterSlots(
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters

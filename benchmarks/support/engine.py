@@ -130,6 +130,8 @@ class Engine:
         self.warm_s = time.perf_counter() - began
         self.rows, self.positions, self.prefill = rows, positions, prefill
         self.vocabulary = model.config.vocab_size
+        #: Whether prefixes are shared.
+        self.shares = model.config.own_state is None
 
     def loop(
         self,
@@ -146,10 +148,10 @@ class Engine:
         `serve` has for adapters and masks, the latter by `masks` if those are given.
         """
         self.made.executor.release(range(self.rows + 1))
-        more = {"slots": self.made.slots, **(limits or {})}
+        more = {"slots": self.made.slots, "sharing": self.shares, **(limits or {})}
         scheduler = Scheduler(
             Limits(
-                max_rows=self.rows,
+                max_rows=min(self.rows, self.made.room.rows),
                 max_positions=self.positions,
                 prefill_tokens=self.prefill,
                 **more,

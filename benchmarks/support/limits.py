@@ -6,6 +6,7 @@ import math
 
 from tokenpod.models.attention import Attention
 from tokenpod.models.families import FAMILIES
+from tokenpod.models.gated_delta import GatedDeltaNet
 from tokenpod.models.latent import Latent
 from tokenpod.models.layer_spec import Experts, LayerSpec
 from tokenpod.models.spec import ModelSpec
@@ -39,10 +40,12 @@ def multiplied(config: ModelSpec, rows: float) -> float:
 
 
 def kv_bytes(config: ModelSpec, context: float, number: int = 2) -> float:
-    """Of keys and values that one more token of a sequence reads."""
-    return sum(
-        number * layer.mixer.cache.kv.numbers * min(context, layer.mixer.cache.window or math.inf)
-        for layer in config.layers
+    """Of keys and values that one more token of a sequence reads, and of states that it changes."""
+    states = sum(2 * layout.nbytes(number) for layout in config.state_layouts)
+    return states + sum(
+        number * cache.kv.numbers * min(context, cache.window or math.inf)
+        for cache in (layer.mixer.cache for layer in config.layers)
+        if cache.kv is not None
     )
 
 
@@ -57,8 +60,14 @@ def decode_bytes(
 
 
 def attention_operations(layer: LayerSpec, tokens: int) -> float:
-    """Of queries with keys and weights with values, causal, within the window."""
+    """Of queries with keys and weights with values, causal, within the window.
+
+    Of states: they are read by a key and by a query, and written, once for each token.
+    """
     attention = layer.mixer
+    if isinstance(attention, GatedDeltaNet):
+        shape = attention.shape
+        return 6.0 * tokens * shape.value_heads * shape.key_dim * shape.value_dim
     reach = min(tokens, attention.cache.window or tokens)
     pairs = reach * tokens - reach * reach / 2
     if isinstance(attention, Latent):

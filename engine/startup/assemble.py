@@ -131,6 +131,7 @@ def _on_cpu(
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
     pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype)
+    pool.reserve(room.states)
     drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
@@ -261,6 +262,7 @@ def _on_device(
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
+    pool.reserve(room.states)
     if model.captures:
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.

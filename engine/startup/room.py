@@ -15,6 +15,7 @@ from tokenpod.engine.startup.memory import FreeMemory, size
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.facts import LoadedModel
+from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,18 @@ class Room:
     rows: int
     #: What `slots` was computed from, for the operator.
     slots_from: str
+    #: Snapshots of rows' states.
+    snapshots: int = 0
+
+    @property
+    def snapshot_limits(self) -> SnapshotLimits | None:
+        """Of these; None: there are none."""
+        return SnapshotLimits(self.snapshots, self.rows + 1) if self.snapshots else None
+
+    @property
+    def states(self) -> int:
+        """Rows' states, a liveness probe's among them, and snapshots."""
+        return self.rows + 1 + self.snapshots
 
 
 def room_for(
@@ -41,33 +54,45 @@ def room_for(
 
     `draft`: has keys and values at the same slots.
     """
-    own, rows = model.config.own_state, options.max_batch_size
+    own, rows, snapshots = model.config.own_state, options.max_batch_size, 0
     if own is None:
         slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
         if draft is not None:
             layouts = draft.config.kv_layouts
             slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
     else:
-        rows = _rows(own, options, free)
+        rows, snapshots = _rows(own, options, free, group)
         slot_bytes = own.slot_bytes
         slot_bytes += KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
-        free = free.less(own.taken(rows, options.memory_fraction), f"{rows} rows' states take")
+        taken = own.taken(rows, options.memory_fraction, snapshots)
+        free = free.less(taken, f"states of {rows} rows and {snapshots} snapshots take")
     slots, slots_from = _slots(options, (rows, positions), free, slot_bytes, group)
     if own is not None:
         slots_from += f"; {rows} sequences at once, with {size(own.row_bytes)} of state each"
-    return Room(slots, rows, slots_from)
+        if snapshots:
+            slots_from += f", and {snapshots} snapshots of states for cached prefixes"
+        elif options.prefix_caching:
+            slots_from += "; no prefixes are cached, since there are no snapshots of states"
+    return Room(slots, rows, slots_from, snapshots)
 
 
-def _rows(own: OwnState, options: EngineOptions, free: FreeMemory) -> int:
-    """How many fit. Raises EngineError if none does."""
+def _rows(
+    own: OwnState, options: EngineOptions, free: FreeMemory, group: Group | None
+) -> tuple[int, int]:
+    """How many fit on every rank, and snapshots beside them. Raises EngineError if none does."""
     rows = own.rows(free.bytes, options.memory_fraction, options.max_batch_size)
+    snapshots = 0
+    if options.prefix_caching:
+        snapshots = own.snapshots(free.bytes, options.memory_fraction, rows)
+    if group is not None:
+        rows, snapshots = group.least(max(rows, 0)), group.least(snapshots)
     if rows < 1:
         raise EngineError(
             f"a row's state takes {size(own.row_bytes)}: two rows, one of them for liveness probes,"
             f" do not fit into {options.memory_fraction:.0%} of the {size(free.bytes)} left "
             f"{free.source}"
         )
-    return rows
+    return rows, snapshots
 
 
 def _slots(

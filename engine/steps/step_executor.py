@@ -129,8 +129,12 @@ class StepExecutor(ABC, Generic[S]):
                 assert self._copies is not None, "a plan copies to memory that there is not"
                 self._copies.begin(plan)
             self._place_adapters(plan)
+            if len(plan.saved_row):
+                self._pool.copy_states(plan.saved_row.tolist(), plan.saved_to.tolist())
             if len(plan.n_row):
                 self._take_rows(plan)
+            if len(plan.loaded_row):
+                self._pool.copy_states(plan.loaded_from.tolist(), plan.loaded_row.tolist())
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
@@ -205,8 +209,10 @@ class StepExecutor(ABC, Generic[S]):
 
     def _take_rows(self, plan: StepPlan) -> None:
         self._sampler.take_rows(plan)
+        prompts = [len(new.request.prompt) for new in plan.asks] or [0] * len(plan.n_row)
+        for row, prompt in zip(plan.n_row.tolist(), prompts, strict=True):
+            self._pool.take_row(row, prompt)
         for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
-            self._pool.take_row(row, len(new.request.prompt))
             if new.request.prompt_logprobs:
                 self._wanted[row] = Wanted.of(new.request)
         for row, prefix in _new_rows(plan):

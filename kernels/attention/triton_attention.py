@@ -24,8 +24,15 @@ from tokenpod.kernels.attention.attention_plan import (
     unpack_tiles,
 )
 from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
+from tokenpod.kernels.mixers.delta_plan import cut_chunks
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
-from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows, TileKind
+from tokenpod.kernels.operations.batch import (
+    CHUNKS,
+    ForwardBatch,
+    PagedRows,
+    RaggedRows,
+    TileKind,
+)
 
 #: Heads of at most so many numbers; sizes between powers of two run padded to the next.
 LARGEST_HEAD_DIM = 512
@@ -87,39 +94,53 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTiles:
-    """A captured step's rows with several tokens.
+    """A captured step's rows with several tokens: both lists of tiles of each kind, filled up.
 
-    For each kind both lists of tiles, filled up with empty ones.
+    Of chunks there is one list, behind the others.
     """
 
     kinds: tuple[TileKind, ...]
     #: Rows with several tokens that a captured step has room for.
     rows: int
+    #: Whether there are chunks.
+    chunks: bool = False
+
+    @property
+    def _lists(self) -> int:
+        return 2 * len(self.kinds) + self.chunks
 
     def count(self, tokens: int) -> int:
         """Tiles have several queries, but for a row's last."""
         tiles = tokens // LEAST_CAPTURED_TILE + self.rows
-        return len(self.kinds) * 2 * tiles * FIELDS
+        return self._lists * tiles * FIELDS
 
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
         """Write the tiles of these rows; False: there is no room for them."""
-        lists = into.reshape(len(self.kinds), 2, -1, FIELDS)
-        for kind, packed in zip(self.kinds, lists, strict=True):
-            for tiles, room in zip(cut_rows(rows, *kind), packed, strict=True):
-                if len(tiles) > len(room):
-                    return False
-                room[: len(tiles)], room[len(tiles) :] = tiles, 0
+        found = [tiles for kind in self.kinds for tiles in cut_rows(rows, *kind)]
+        if self.chunks:
+            if rows.rows - rows.single_rows > self.rows:
+                return False
+            found.append(cut_chunks(rows))
+        for tiles, room in zip(found, into.reshape(self._lists, -1, FIELDS), strict=True):
+            if len(tiles) > len(room):
+                return False
+            room[: len(tiles)], room[len(tiles) :] = tiles, 0
         return True
 
     def by_kind(self, numbers: torch.Tensor) -> dict[TileKind, torch.Tensor]:
         """Parts of `numbers` on the device by window and queries of a tile, without a copy."""
-        return dict(zip(self.kinds, numbers.view(len(self.kinds), -1), strict=True))
+        lists = numbers.view(self._lists, -1)
+        tiles = lists[: 2 * len(self.kinds)].view(len(self.kinds), 2 * lists.shape[1])
+        found = dict(zip(self.kinds, tiles, strict=True))
+        return {**found, CHUNKS: lists[-1]} if self.chunks else found
 
 
-def prepare_capture(shapes: Sequence[Heads], rows: int) -> CapturedTiles:
+def prepare_capture(shapes: Sequence[Heads | TileKind], rows: int) -> CapturedTiles:
     """Room for the tiles of layers of these shapes, in steps of up to so many rows."""
-    kinds = dict.fromkeys((heads.window, _queries_per_tile(heads)) for heads in shapes)
-    return CapturedTiles(tuple(kinds), min(rows, MOST_CAPTURED_EXTENDS) if kinds else 0)
+    heads = [shape for shape in shapes if isinstance(shape, Heads)]
+    kinds = dict.fromkeys((each.window, _queries_per_tile(each)) for each in heads)
+    room = min(rows, MOST_CAPTURED_EXTENDS) if shapes else 0
+    return CapturedTiles(tuple(kinds), room, CHUNKS in shapes)
 
 
 def _queries_per_tile(heads: Heads) -> int:

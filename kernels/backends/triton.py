@@ -9,7 +9,7 @@ from tokenpod.kernels.attention.triton_attention import attention, plan_attentio
 from tokenpod.kernels.attention.triton_latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.cache.triton_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.triton_experts import prepare_experts
-from tokenpod.kernels.mixers.chunked_delta import gated_delta
+from tokenpod.kernels.mixers.triton_delta import gated_delta, plan_delta
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.pointwise.triton_pointwise import (
     act_mul,
@@ -44,6 +44,7 @@ OPERATIONS = Operations(
     store_latent=store_latent,
     plan_latent=plan_latent,
     attend_latent=attend_latent,
+    plan_delta=plan_delta,
     gated_delta=gated_delta,
     act_mul=act_mul,
     activate=activate,

@@ -95,8 +95,17 @@ class KVPool:
         self.stored += scales
         return scales
 
+    def reserve(self, rows: int) -> None:
+        """Have whatever so many rows need besides slots: here that is nothing."""
+
     def take_row(self, row: int, prompt: int) -> None:
-        """A sequence with so many prompt tokens gets a row. All that it has lies in slots."""
+        """A sequence with so many prompt tokens gets a row. All that it has lies in slots.
+
+        Followers are not told of prompts: theirs are 0 tokens long.
+        """
+
+    def copy_states(self, sources: Sequence[int], places: Sequence[int]) -> None:
+        """Copy what rows have besides slots, one by one: here that is nothing."""
 
     def release_rows(self, rows: Sequence[int]) -> None:
         """Rows are free again; their slots are the scheduler's."""

@@ -16,18 +16,20 @@ class StateLayout(NamedTuple):
 
     #: Shape of its last inputs, in the model's type.
     inputs: tuple[int, ...]
-    #: Shape of its memory, float32.
+    #: Shape of its memory, float32: of each head one.
     memory: tuple[int, ...]
 
     def nbytes(self, item_bytes: int) -> int:
         """Bytes of a row, of a model whose numbers take `item_bytes`."""
-        return math.prod(self.inputs) * item_bytes + math.prod(self.memory) * 4
+        heads = self.memory[0]
+        return math.prod(self.inputs) * item_bytes + math.prod(self.memory) * 4 + heads * 4
 
 
 class StatePool(KVPool):
     """Keys and values by slot, as `KVPool` has them, and states by row.
 
-    There are as many states as rows were seen at once: a server that is asked little keeps few.
+    Captured steps know where states lie: those of all rows are reserved before anything is
+    captured. Rows of padding have none.
 
     Args:
         state_layouts: of the layers that have states.
@@ -42,28 +44,45 @@ class StatePool(KVPool):
         self._layouts, self._type = tuple(state_layouts), state_dtype
         self._device: torch.device = named["device"]
         self._rows = 0
-        #: Of each such layer: inputs [rows, ...] and memories [rows, ...].
-        self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: Of layers that have the same, together: inputs [layers, rows, ...], memories [layers,
+        #: rows, ...], and how many positions each head's memory has been through, [layers, rows,
+        #: heads] int32.
+        self._stacks: list[torch.Tensor] = []
+        #: Of each layer.
+        self.states: list[tuple[torch.Tensor, ...]] = []
         self.reserve(1)
+
+    def take_pages(self) -> None:
+        """Have the system give all memory now, that of states too."""
+        super().take_pages()
+        for stack in self._stacks:
+            stack.zero_()
 
     def take_row(self, row: int, prompt: int) -> None:
         """A new sequence has a row: it begins with states of zeros."""
         del prompt
         self.reserve(row + 1)
-        for inputs, memory in self.states:
-            inputs[row].zero_()
-            memory[row].zero_()
+        for stack in self._stacks:
+            stack[:, row].zero_()
+
+    def copy_states(self, sources: Sequence[int], places: Sequence[int]) -> None:
+        """Copy rows' states, one by one; rows that there are no sequences of keep snapshots."""
+        for source, place in zip(sources, places, strict=True):
+            for stack in self._stacks:
+                stack[:, place].copy_(stack[:, source])
 
     def reserve(self, rows: int) -> None:
         """Have states for so many rows at least; those that are there are kept."""
         if rows <= self._rows:
             return
-        rows = max(rows, 2 * self._rows)
-        made = []
-        for i, layout in enumerate(self._layouts):
-            inputs = torch.zeros((rows, *layout.inputs), dtype=self._type, device=self._device)
-            memory = torch.zeros((rows, *layout.memory), device=self._device)
-            if self._rows:
-                inputs[: self._rows], memory[: self._rows] = self.states[i]
-            made.append((inputs, memory))
-        self.states, self._rows = made, rows
+        before, self._stacks, places = self._stacks, [], {}
+        for layout in dict.fromkeys(self._layouts):
+            shapes = (layout.inputs, self._type), (layout.memory, torch.float32)
+            for shape, dtype in (*shapes, (layout.memory[:1], torch.int32)):
+                size = self._layouts.count(layout), rows, *shape
+                self._stacks.append(torch.zeros(size, dtype=dtype, device=self._device))
+            places[layout] = iter(zip(*self._stacks[-3:], strict=True))
+        for old, new in zip(before, self._stacks, strict=bool(before)):
+            new[:, : self._rows] = old
+        self.states = [next(places[layout]) for layout in self._layouts]
+        self._rows = rows

@@ -9,9 +9,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.mixers.reference_delta import heads_of, log_decay
+from tokenpod.kernels.mixers.reference_delta import gated_norm, heads_of, log_decay
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import DeltaShape, DeltaStates, DeltaWeights
+from tokenpod.kernels.operations.delta_ops import (
+    DeltaInputs,
+    DeltaShape,
+    DeltaStates,
+    DeltaWeights,
+)
 
 #: Tokens of a chunk.
 CHUNK = 64
@@ -20,27 +25,34 @@ AT_ONCE = 1 << 24
 
 
 def gated_delta(
-    mixed: torch.Tensor,
-    decay: torch.Tensor,
-    write: torch.Tensor,
+    inputs: DeltaInputs,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: DeltaStates,
-    batch: ForwardBatch,
+    plan: ForwardBatch,
 ) -> torch.Tensor:
-    """What the rows of a step read of their states, which they write: [T, heads · value_dim]."""
+    """Rows of one token together, others in chunks; `GatedDelta` says what."""
+    mixed, gate, write, decay = inputs
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     falls, share = log_decay(decay, weights), write.float().sigmoid()
     many = max(AT_ONCE // states.memory[0].numel(), 1)
-    rows = torch.tensor(batch.b_row[: batch.single_rows], device=mixed.device)
-    for first in range(0, batch.single_rows, many):
-        own = slice(first, min(first + many, batch.single_rows))
-        made = _steps(mixed[own], rows[own], weights, shape, states)
-        out[own] = _singles(made, falls[own].exp(), share[own], rows[own], shape, states)
-    for row in range(batch.single_rows, batch.rows):
-        own = slice(batch.b_start[row], batch.b_start[row + 1])
-        state = batch.b_row[row]
-        made = _run(mixed[own], state, weights, shape, states)
+    rows, contexts = (
+        torch.tensor(each[: plan.single_rows], device=mixed.device)
+        for each in (plan.b_row, plan.b_context)
+    )
+    for first in range(0, plan.single_rows, many):
+        own = slice(first, min(first + many, plan.single_rows))
+        positions = contexts[own] - 1
+        made = _steps(mixed[own], rows[own], positions, weights, shape, states)
+        fresh = positions >= states.seen[rows[own], 0]
+        # Where the memory has been through the position, nothing decays and nothing is written.
+        kept, written = falls[own] * fresh[:, None], share[own] * fresh[:, None]
+        out[own] = _singles(made, kept.exp(), written, rows[own], shape, states)
+        states.seen[rows[own]] = positions.int()[:, None] + 1
+    for row in range(plan.single_rows, plan.rows):
+        own = slice(plan.b_start[row], plan.b_start[row + 1])
+        state, end = plan.b_row[row], plan.b_context[row]
+        made = _run(mixed[own], state, end, weights, shape, states)
         q, k, v = heads_of(made, shape)
         memory = states.memory[state]
         found = []
@@ -49,33 +61,41 @@ def gated_delta(
             part = (q[some], k[some], v[some], falls[own][some], share[own][some])
             found.append(_chunk(*part, memory))
         out[own] = torch.cat(found).to(out.dtype)
-    return out
+        states.seen[state] = end
+    return gated_norm(out, gate, weights)
 
 
 def _steps(
     mixed: torch.Tensor,
     rows: torch.Tensor,
+    positions: torch.Tensor,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: DeltaStates,
 ) -> torch.Tensor:
     """The convolution of one token of each row: [n, channels]."""
-    seen = torch.cat([states.inputs.index_select(0, rows), mixed[:, :, None]], dim=2)
-    states.inputs.index_copy_(0, rows, seen[:, :, 1:])
+    states.inputs[rows, :, positions % shape.width] = mixed
+    places = torch.arange(1, shape.width + 1, device=rows.device) + positions[:, None]
+    seen = states.inputs.index_select(0, rows)
+    seen = seen.gather(2, (places % shape.width)[:, None].expand_as(seen))
     return functional.silu((seen.float() * weights.conv.float()).sum(2)).to(mixed.dtype)
 
 
 def _run(
     mixed: torch.Tensor,
     state: int,
+    end: int,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: DeltaStates,
 ) -> torch.Tensor:
-    """The convolution of one row's tokens: [n, channels]."""
-    seen = torch.cat([states.inputs[state], mixed.T], dim=1)
-    states.inputs[state] = seen[:, seen.shape[1] - shape.width + 1 :]
-    windows = seen.float().unfold(1, shape.width, 1)
+    """The convolution of one row's tokens, the last of `end` positions: [n, channels]."""
+    width, ring = shape.width, states.inputs[state]
+    # The oldest input lies where the next one goes; nobody sees it any more.
+    before = ring.roll(-((end - len(mixed)) % width), 1)[:, 1:]
+    seen = torch.cat([before, mixed.T], dim=1)
+    ring.copy_(seen[:, seen.shape[1] - width :].roll(end % width, 1))
+    windows = seen.float().unfold(1, width, 1)
     return functional.silu(torch.einsum("ctw,cw->tc", windows, weights.conv.float())).to(
         mixed.dtype
     )

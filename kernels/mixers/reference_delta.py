@@ -6,39 +6,52 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import DeltaShape, DeltaStates, DeltaWeights
+from tokenpod.kernels.operations.delta_ops import (
+    DeltaInputs,
+    DeltaShape,
+    DeltaStates,
+    DeltaWeights,
+)
+from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
 #: Added to the squares of a key's or query's numbers before their root is taken.
 EPSILON = 1e-6
 
 
+def plan_delta(batch: ForwardBatch) -> ForwardBatch:
+    """The rows are in the batch."""
+    return batch
+
+
 def gated_delta(
-    mixed: torch.Tensor,
-    decay: torch.Tensor,
-    write: torch.Tensor,
+    inputs: DeltaInputs,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: DeltaStates,
-    batch: ForwardBatch,
+    plan: ForwardBatch,
 ) -> torch.Tensor:
-    """One token after the other; see `GatedDelta`."""
+    """One token after the other; `GatedDelta` says what."""
+    mixed, gate, write, decay = inputs
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     kept = log_decay(decay, weights).exp()
     share = write.float().sigmoid()
-    for row, state in enumerate(batch.b_row):
-        start, end = batch.b_start[row], batch.b_start[row + 1]
-        seen = torch.cat([states.inputs[state].T, mixed[start:end]])
-        states.inputs[state] = seen[len(seen) - shape.width + 1 :].T
-        memory = states.memory[state]
+    for row, state in enumerate(plan.b_row):
+        start, end = plan.b_start[row], plan.b_start[row + 1]
+        ring, memory = states.inputs[state], states.memory[state]
+        first = plan.b_context[row] - (end - start)
         for token in range(start, end):
-            window = seen[token - start : token - start + shape.width].float()
-            made = functional.silu((window.T * weights.conv.float()).sum(1)).to(mixed.dtype)
+            position = first + token - start
+            ring[:, position % shape.width] = mixed[token]
+            window = ring.roll(-(position + 1) % shape.width, 1).float()
+            made = functional.silu((window * weights.conv.float()).sum(1)).to(mixed.dtype)
             q, k, v = heads_of(made[None], shape)
-            memory *= kept[token, :, None, None]
-            missing = (v[0] - (k[0, :, :, None] * memory).sum(1)) * share[token, :, None]
-            memory += k[0, :, :, None] * missing[:, None]
+            if position >= states.seen[state, 0]:
+                memory *= kept[token, :, None, None]
+                missing = (v[0] - (k[0, :, :, None] * memory).sum(1)) * share[token, :, None]
+                memory += k[0, :, :, None] * missing[:, None]
+                states.seen[state] = position + 1
             out[token] = (q[0, :, :, None] * memory).sum(1).to(out.dtype)
-    return out
+    return gated_norm(out, gate, weights)
 
 
 def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
@@ -56,6 +69,12 @@ def heads_of(
     each = shape.value_heads // shape.key_heads
     q, k = (_unit(x.view(len(x), -1, shape.key_dim)).repeat_interleave(each, 1) for x in (q, k))
     return q * shape.key_dim**-0.5, k, v.reshape(len(v), -1, shape.value_dim)
+
+
+def gated_norm(found: torch.Tensor, gate: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
+    """What heads find [T, H, value_dim], and gates [T, H · value_dim] -> [T, H · value_dim]."""
+    normed = rms_norm(found, weights.norm.weight, weights.norm.epsilon).flatten(1)
+    return (normed * functional.silu(gate.float())).to(found.dtype)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

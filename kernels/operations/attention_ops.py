@@ -130,8 +130,8 @@ class StepTiles(Protocol):
 class PrepareCapture(Protocol):
     """Choose, once, how a model's steps are captured."""
 
-    def __call__(self, shapes: Sequence[Heads], rows: int) -> StepTiles:
-        """For layers of these shapes, and steps of up to so many rows."""
+    def __call__(self, shapes: Sequence[Heads | TileKind], rows: int) -> StepTiles:
+        """For layers of these shapes, or kinds of tiles, and steps of up to so many rows."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ Run = tuple[int, int]
 
 #: What tiles of rows with several tokens depend on: a layer's window, and the most queries of one.
 TileKind = tuple[int | None, int]
+
+#: In the place of such tiles: chunks of rows that go on from states.
+CHUNKS: Final[TileKind] = (None, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
+
+#: What `PlanDelta` makes; each implementation has its own.
+DeltaPlan = Any
 
 
 class DeltaShape(NamedTuple):
@@ -26,6 +30,22 @@ class DeltaShape(NamedTuple):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
+class DeltaInputs(NamedTuple):
+    """What the layer's first product says of T tokens; parts of one tensor, whose rows they share.
+
+    Queries, keys and values before their convolution, the gate of what heads find, and of each head
+    the logits of how much is written and of the decay.
+    """
+
+    #: [T, channels]
+    mixed: torch.Tensor
+    #: [T, H · value_dim]
+    gate: torch.Tensor
+    #: [T, H] each
+    write: torch.Tensor
+    decay: torch.Tensor
+
+
 class DeltaWeights(NamedTuple):
     """Of one layer."""
 
@@ -34,35 +54,47 @@ class DeltaWeights(NamedTuple):
     #: [H] float32: a token's decay is exp(-exp(log_rate) · softplus(a + shift)).
     log_rate: torch.Tensor
     shift: torch.Tensor
+    #: Of what each head finds: weight [value_dim].
+    norm: RowNorm
 
 
 class DeltaStates(NamedTuple):
     """Of one layer, by row of the batch."""
 
-    #: [rows, channels, width - 1]: inputs of the convolution before the next token.
+    #: [rows, channels, width]: the last inputs of the convolution, that of position p at p % width.
     inputs: torch.Tensor
     #: [rows, H, key_dim, value_dim] float32
     memory: torch.Tensor
+    #: [rows, H] int32: how many positions the memory has been through.
+    seen: torch.Tensor
+
+
+class PlanDelta(Protocol):
+    """What all layers of a step share."""
+
+    def __call__(self, batch: ForwardBatch) -> DeltaPlan:
+        """Of the step's rows."""
+        ...
 
 
 class GatedDelta(Protocol):
-    """A convolution, then a memory that each token reads, decays and corrects."""
+    """A convolution, a memory that each token reads, decays and corrects, and a gated norm."""
 
     def __call__(
         self,
-        mixed: torch.Tensor,
-        decay: torch.Tensor,
-        write: torch.Tensor,
+        inputs: DeltaInputs,
         weights: DeltaWeights,
         shape: DeltaShape,
         states: DeltaStates,
-        batch: ForwardBatch,
+        plan: DeltaPlan,
     ) -> torch.Tensor:
-        """Mixed [T, channels], decay and write [T, H] -> [T, H, value_dim], in mixed's dtype.
+        """Inputs of T tokens -> [T, H · value_dim], in their dtype.
 
         Rows b of the batch go on from the states of row `b_row[b]`, which are changed in place. Of
         silu(convolution) come queries, keys and values; queries and keys are divided by their
         lengths, queries by the root of theirs. S = S · decay; S += key ⊗ (value - key · S) ·
-        sigmoid(write); the result is query · S. A row's results depend on no other row.
+        sigmoid(write); a head finds query · S, which is normed as `RmsNorm` does, times silu(gate).
+        A row of one token at a position that its memory has been through finds the same again and
+        changes nothing. A row's results depend on no other row.
         """
         ...

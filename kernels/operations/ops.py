@@ -30,7 +30,7 @@ from tokenpod.kernels.operations.attention_ops import (
     StoreKeyValue,
     StoreLatent,
 )
-from tokenpod.kernels.operations.delta_ops import GatedDelta
+from tokenpod.kernels.operations.delta_ops import GatedDelta, PlanDelta
 from tokenpod.kernels.operations.expert_ops import PrepareExperts
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.pointwise_ops import (
@@ -154,6 +154,7 @@ class Operations:
     store_latent: StoreLatent
     plan_latent: PlanLatent
     attend_latent: AttendLatent
+    plan_delta: PlanDelta
     gated_delta: GatedDelta
     act_mul: ActMul
     activate: Activate

@@ -44,8 +44,9 @@ from tokenpod.models.families.phimoe import PHIMOE
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.families.qwen2_moe import QWEN2_MOE
 from tokenpod.models.families.qwen3 import QWEN3
-from tokenpod.models.families.qwen3_5 import QWEN3_5
+from tokenpod.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from tokenpod.models.families.qwen3_moe import QWEN3_MOE
+from tokenpod.models.families.qwen3_next import QWEN3_NEXT
 from tokenpod.models.families.seed_oss import SEED_OSS
 from tokenpod.models.families.smollm3 import SMOLLM3
 from tokenpod.models.families.stablelm import STABLELM
@@ -104,7 +105,9 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     SEED_OSS,
     SMOLLM3,
     STABLELM,

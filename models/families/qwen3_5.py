@@ -1,11 +1,24 @@
-"""Qwen3.5 (dense text): gated delta nets in most layers, gated attention in the others."""
+"""Qwen3.5 and 3.6, text: gated delta nets in most layers, gated attention in the others.
+
+With a dense feed-forward block, or with a mixture of experts and a shared one in each layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from tokenpod.kernels.operations.delta_ops import DeltaShape
 from tokenpod.models.errors import ModelError
+from tokenpod.models.families.experts import (
+    MOST_FEATURES,
+    experts_of,
+    gate_names,
+    shared_of,
+    softmax_routing,
+    stacked,
+    with_experts,
+)
 from tokenpod.models.families.family import Family, each_layer, gated_decoder, with_attention
 from tokenpod.models.fields import Fields
 from tokenpod.models.gated_delta import GatedDeltaNet
@@ -17,7 +30,8 @@ from tokenpod.models.spec import ModelSpec
 _KINDS = {"linear_attention", "full_attention"}
 
 
-def _spec(fields: Fields, served: int | None) -> ModelSpec:
+def delta_spec(fields: Fields, served: int | None) -> ModelSpec:
+    """Of a model with dense blocks."""
     fields.only("hidden_act", "silu")
     bias = fields.flag("attention_bias", False)
     epsilon = fields.real("rms_norm_eps", 1e-6)
@@ -67,4 +81,35 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     return kinds
 
 
-QWEN3_5 = Family(("Qwen3_5ForCausalLM",), _spec, Names(beside=("mtp.", "model.visual.")))
+def with_mixtures(
+    fields: Fields, spec: ModelSpec, *, normalised: bool, layers: Collection[int] | None = None
+) -> ModelSpec:
+    """The same with experts, and a shared one whose share each token decides, in these layers."""
+    experts = experts_of(fields, spec, softmax_routing(normalised=normalised))
+    shared = fields.integer("shared_expert_intermediate_size", 512, most=MOST_FEATURES)
+    experts = replace(experts, shared=shared_of(experts, shared), shared_gate=True)
+    return with_experts(spec, experts, layers)
+
+
+def _sparse_spec(fields: Fields, served: int | None) -> ModelSpec:
+    # There are no dense blocks whose width could be said.
+    width = fields.integer("moe_intermediate_size", 512, most=MOST_FEATURES)
+    fields = fields.defaulting(
+        intermediate_size=width,
+        moe_intermediate_size=width,
+        num_experts=256,
+        num_experts_per_tok=8,
+    )
+    return with_mixtures(fields, delta_spec(fields, served), normalised=True)
+
+
+#: Tensors that are not the text model's.
+BESIDE = ("mtp.", "model.visual.")
+
+QWEN3_5 = Family(("Qwen3_5ForCausalLM",), delta_spec, Names(beside=BESIDE))
+QWEN3_5_MOE = Family(
+    ("Qwen3_5MoeForCausalLM",),
+    _sparse_spec,
+    Names(experts=gate_names(shared="shared_expert"), beside=BESIDE),
+    layouts=(stacked(), stacked(transposed=True)),
+)

@@ -18,12 +18,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from tokenpod.scheduler.kv.offload import Offload
+from tokenpod.scheduler.kv.states import States
 from tokenpod.scheduler.pool.radix import RadixTree, Slots
 from tokenpod.scheduler.pool.slot_allocator import Extent, SlotAllocator, covers, slots_of
 from tokenpod.scheduler.pool.slot_pool import SlotPool
 from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
+from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 #: For so many sequences without room the best place is looked for, also if little is free.
 MOST_ONE_BY_ONE = 8
@@ -40,6 +42,8 @@ class KV:
             request share its prompt.
         by_uses: evict what few requests have used, and not what was used longest ago.
         offload: what the host's memory holds; None: nothing.
+        snapshots: of rows' states, behind which prompts begin; None: rows keep none, or nothing is
+            cached.
     """
 
     def __init__(
@@ -49,12 +53,14 @@ class KV:
         caching: bool = True,
         by_uses: bool = False,
         offload: Offload | None = None,
+        snapshots: SnapshotLimits | None = None,
     ) -> None:
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
         self.table = Table()
         self._caching = caching
         self.tree = RadixTree(by_uses=by_uses)
+        self.states = States(self.tree, snapshots) if snapshots and caching else None
         self._allocator = SlotAllocator(slots)
         self.offload = offload
         #: Takes and frees the slots.
@@ -82,6 +88,8 @@ class KV:
         if not self._caching or (request.prompt_logprobs and sequence.scored):
             usable = usable[: sequence.ready_tokens]
         node, length = self.tree.match(usable, request.salt)
+        if self.states is not None and not sequence.ready_tokens:
+            node, length = self.states.begin(sequence, node, length)
         self.tree.lock(node)
         sequence.begin_after(node, length)
         if self.offload is not None and sequence.owner is not Owner.PROBE:
@@ -119,6 +127,8 @@ class KV:
         offload = self.offload
         if sequence.node is not None:
             return sequence.computed + (0 if offload is None else offload.to_fetch(sequence))
+        if self.states is not None:
+            return self.states.known(sequence)
         cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
         cached = max(cached, sequence.ready_tokens)
         return cached if offload is None else offload.known(sequence, cached)
@@ -136,6 +146,8 @@ class KV:
         """Undo `begin`."""
         if self.offload is not None:
             self.offload.withdraw(sequence)
+        if self.states is not None:
+            self.states.forget(sequence)
         self._unlock(sequence)
         sequence.shared = sequence.computed = 0
 
@@ -180,6 +192,7 @@ class KV:
     def take_back(self, sequence: Sequence, n: int) -> None:
         """Uncompute the last `n` positions, which are private: the next ones take their slots."""
         sequence.computed -= n
+        sequence.behind = True
         extents = sequence.extents
         while (over := n - extents[-1].used) > 0:
             self._allocator.release(extents.pop())
@@ -253,8 +266,14 @@ class KV:
             awaited: whether siblings wait for its prompt.
         """
         assert sequence.node is not None
-        if not sequence.node.listed:
-            return
+        if sequence.node.listed:
+            self._publish_inputs(sequence, awaited=awaited)
+        if self.states is not None:
+            # Those of a prefix that the tree has by another, too.
+            self.states.publish(sequence)
+
+    def _publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
+        assert sequence.node is not None
         node, known = self.tree.match(sequence.inputs, sequence.request.salt)
         end = sequence.needed
         if known <= sequence.shared and self._caching:
@@ -283,12 +302,17 @@ class KV:
             sequence.tails = None
             self._unlock(sequence)
             return
+        if self.states is not None:
+            self.states.ended(sequence)
         computed = min(sequence.computed, sequence.length)
         if self._caching and sequence.keep and computed > sequence.shared:
             tokens = sequence.all_tokens(computed)
             node, known = self.tree.match(tokens, sequence.request.salt)
             if known < computed and covers(sequence.extents, known):
                 self.tree.append(node, tokens[known:], self._hand_over(sequence, known, computed))
+        if self.states is not None:
+            self.states.publish(sequence)
+            self.states.forget(sequence)
         self.pool.release(sequence.extents)
         self._keep(sequence, [])
         self._unlock(sequence)
@@ -319,6 +343,8 @@ class KV:
         assert sum(parts) == self.total, (*parts, self.total)
         if self.offload is not None:
             self.offload.check(sequences)
+        if self.states is not None:
+            self.states.check(sequences)
 
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None

@@ -262,7 +262,7 @@ class Batcher(Planner):
                 continue
             if budget <= 0:
                 break
-            n = min(sequence.to_compute, budget)
+            n = min(sequence.next_piece, budget)
             step.prompt(sequence, n)
             budget -= n
             if not sequence.prefilling:

@@ -196,7 +196,7 @@ class RouterSteps(Planner):
                 decoding.append(sequence)
                 n = 1
             elif left > 0:
-                n = min(owed, left)
+                n = min(owed, left, sequence.next_piece)
                 step.prompt(sequence, n)
                 left -= n
             else:

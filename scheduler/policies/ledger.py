@@ -270,8 +270,11 @@ class Ledger:
         shared[sample] = needed[sample] - 1
         computed = np.where(prompt, needed, table.computed[at])
         to_compute = np.where(sample, 1, needed - table.computed[at]) * prompt
-        so_far = self._prompt_tokens + to_compute.cumsum()
-        self._prompt_tokens += int(to_compute.sum())
+        # A piece that ends early may leave a step with less than is counted on.
+        cuts = (table.branch[at] > table.computed[at]) * prompt
+        pieces = to_compute + cuts * self._policy.quantum
+        so_far = self._prompt_tokens + pieces.cumsum()
+        self._prompt_tokens += int(pieces.sum())
         beams, late = self._beams_and_late(added, kinds)
         needs = Needs(
             computed=computed,

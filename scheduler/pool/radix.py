@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.scheduler.pool.block_keys import Key, root_key
+from tokenpod.scheduler.pool.snapshots import Snapshot, SnapshotPool
 
 Tokens = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]
@@ -53,6 +54,7 @@ class Node:
         "rank",
         "seen_by",
         "slots",
+        "state",
         "tokens",
         "uses",
     )
@@ -76,6 +78,8 @@ class Node:
         self.kept_until: list[int] = []
         #: What `spill` notes of it: keys of blocks that end in it, and perhaps of some before it.
         self.keys: list[Key] = []
+        #: Of models whose rows keep states: that behind its last token, if there is one.
+        self.state: Snapshot | None = None
 
 
 class Log(Protocol):
@@ -117,6 +121,8 @@ class RadixTree:
         self.log: Log | None = None
         #: Called with a leaf and how many of its tokens stay, before the others are evicted.
         self.spill: Callable[[Node, int], None] | None = None
+        #: What nodes' states are of; None: there are none.
+        self.snapshots: SnapshotPool | None = None
 
     @property
     def evictable(self) -> int:
@@ -159,6 +165,16 @@ class RadixTree:
                 if common < len(node.tokens):
                     break
         return at
+
+    def ends(self, tokens: Tokens, salt: str = "") -> Iterator[tuple[Node, int]]:
+        """The nodes whose tokens are all of a prefix of `tokens`, and where they end in it."""
+        node, at = self._roots.get(salt), 0
+        while node is not None and at < len(tokens):
+            node = node.children.get(int(tokens[at]))
+            if node is None or _common_prefix(node.tokens, tokens[at:]) < len(node.tokens):
+                return
+            at += len(node.tokens)
+            yield node, at
 
     def append(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
         """Add `tokens` below `node`; no child there may begin with the same token."""
@@ -239,6 +255,8 @@ class RadixTree:
                 self.log.cut(leaf, keep)
             if self.spill is not None:
                 self.spill(leaf, keep)
+            if leaf.state is not None and self.snapshots is not None:
+                self.snapshots.drop(leaf.state)
             freed.append(leaf.slots[keep:])
             n -= len(leaf.tokens) - keep
             self.tokens -= len(leaf.tokens) - keep

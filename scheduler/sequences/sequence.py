@@ -12,6 +12,7 @@ from tokenpod.core.requests import BeamParams, Request
 from tokenpod.scheduler.pool.offload_tier import Offloaded
 from tokenpod.scheduler.pool.radix import Node, Tokens
 from tokenpod.scheduler.pool.slot_allocator import Extent
+from tokenpod.scheduler.pool.snapshots import Snapshot
 from tokenpod.scheduler.pool.tails import Tails
 from tokenpod.scheduler.sequences.beam_search import BeamSearch, Top
 from tokenpod.scheduler.sequences.table import Table
@@ -186,6 +187,15 @@ class Sequence:
         self.tails: Tails | None = None
         #: Of a beam: its search.
         self.group: Group | None = None
+        # Where rows keep states; see `States`.
+        #: Those that it has made and the tree does not hold yet, by position.
+        self.snapshots: list[Snapshot] = []
+        #: Behind how many positions it has made the last one.
+        self.snapped = 0
+        #: What its row begins with, until it has.
+        self.origin: Snapshot | None = None
+        #: Whether its row's states are further than it: a late mask has taken a position back.
+        self.behind = False
 
     def leave(self) -> None:
         """Give the place in the table back: the sequence has ended and has no slots."""
@@ -215,7 +225,7 @@ class Sequence:
         assert not self.in_flight
         assert self.node is None
         self.inputs = self.all_tokens(self.length)
-        self.proven = False
+        self.proven = self.behind = False
         self.table.needed[self.place] = self.needed
         self.computed = self.shared = 0
 
@@ -226,6 +236,8 @@ class Sequence:
     in_flight = Counted("Steps launched and not settled.")
     paused = Counted("Whether its next mask is late; nothing of it is planned until it comes.")
     drafted = Counted("Drafted tokens in the step in flight.")
+
+    branch = Counted("Where a piece of its prompt ends, because others may go on otherwise; 0: no.")
 
     @property
     def owner(self) -> Owner:
@@ -276,6 +288,12 @@ class Sequence:
     def to_compute(self) -> int:
         """While it prefills: positions to launch before an output can be sampled."""
         return len(self.inputs) - self.computed
+
+    @property
+    def next_piece(self) -> int:
+        """Of these, how many a step may compute at most."""
+        cut = self.branch if self.branch > self.computed else self.needed
+        return cut - self.computed
 
     @property
     def prefilling(self) -> bool:

@@ -55,6 +55,8 @@ class Table:
     masked: Ints
     #: 1: its next mask is late; it has no part in steps until that is there.
     paused: Ints
+    #: The end of a piece of its prompt, behind which others may go on otherwise; 0: there is none.
+    branch: Ints
 
     def __init__(self) -> None:
         self._columns = np.zeros((len(_NAMES), _FIRST_PLACES), np.int64)

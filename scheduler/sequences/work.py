@@ -11,6 +11,21 @@ from tokenpod.core.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotLimits:
+    """Of snapshots of rows' states; see `States`."""
+
+    #: How many there are, and the number of the first: they are numbered behind all rows.
+    total: int
+    first: int
+    #: A snapshot is at least so many tokens behind the one before it.
+    least: int = 64
+    #: So many tokens of a prompt are computed without one, and what a step computes besides.
+    stride: int = 1024
+    #: Of one prefix, at most.
+    per_path: int = 16
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The engine's resources."""
 
@@ -29,6 +44,9 @@ class Limits:
     #: Whether sequences can begin with slots that another has computed: samples of a request with
     #: its prompt, later ones with a cached prefix. Not where each row keeps a state of its own.
     sharing: bool = True
+    #: Snapshots of rows' states, where rows keep any: prompts can begin behind them. None: there is
+    #: no room for any.
+    snapshots: SnapshotLimits | None = None
     #: Whether the model gives tokens of prompts log probabilities.
     scores_prompts: bool = True
     #: Adapters that running sequences can have at once, and those that have been read.
@@ -52,7 +70,7 @@ class Limits:
     @property
     def caching(self) -> bool:
         """Whether later prompts find what has been computed."""
-        return self.prefix_caching and self.sharing
+        return self.prefix_caching and (self.sharing or self.snapshots is not None)
 
     @property
     def step(self) -> StepLimits:

@@ -25,6 +25,9 @@ from tokenpod.scheduler.steps.prompt_pieces import ChosenToken, Piece
 #: By the names of `StepPlan`; all arrays but where few numbers are.
 Columns = dict[str, Any]
 
+#: Columns of what is ready, and of what `States.take` returns.
+_READY = "ready_slot", "ready_adapter", "ready_index"
+_STATE_COPIES = ("saved_row", "saved_to"), ("loaded_from", "loaded_row")
 _NOBODY: Ints = np.empty(0, np.int64)
 
 
@@ -148,6 +151,8 @@ class StepBuilder:
         sequence.launched += not sequence.prefilling
         self._pieces.append(Piece(sequence, start, slots))
         self.prompt_tokens += n
+        if self._kv.states is not None:
+            self._kv.states.computed(sequence)
 
     def draft(self, sequence: Sequence, drafts: list[int], *, forced: bool = False) -> None:
         """Add the next token of a sequence that decodes, and what may follow it.
@@ -237,8 +242,11 @@ class StepBuilder:
         if puts:
             columns["put_slot"], columns["put_adapter"] = zip(*puts, strict=True)
         if ready:
-            names = "ready_slot", "ready_adapter", "ready_index"
-            columns |= zip(names, zip(*ready, strict=True), strict=True)
+            columns |= zip(_READY, zip(*ready, strict=True), strict=True)
+        if (states := self._kv.states) is not None:
+            for names, copies in zip(_STATE_COPIES, states.take(fresh), strict=True):
+                if copies:
+                    columns |= zip(names, zip(*copies, strict=True), strict=True)
         if (offload := self._kv.offload) is not None:
             columns["copy_from"], columns["copy_to"], columns["awaited"] = offload.take()
         plan = StepPlan.of(number, asks, freed=freed, **columns)

@@ -43,7 +43,6 @@ TOLERANCE = 1e-4
 #: What each of these classes does rightly: which rows decode in one batch, and whether pieces of
 #: prompts follow each other.
 ABILITIES = {
-    "qwen3-next": (Together.PADDED, True),
     "jamba": (Together.PADDED, False),
     "mamba2": (Together.ANY, True),
     "rwkv": (Together.ALONE, True),
@@ -114,7 +113,7 @@ def test_samples_compute_the_prompt_by_themselves(engine_of, text):
 
 
 def test_who_is_cancelled_frees_its_state_and_leaves_the_others(golden, engine_of, text):
-    checkpoint, engine = golden("qwen3-next"), engine_of("qwen3-next")
+    checkpoint, engine = golden("lfm2"), engine_of("lfm2")
     prompts = [text(9 + i, seed=i) for i in range(3)]
     client = engine.answer(requests_of(prompts, scored=False), abort=[1])
     assert len(client.tokens[1]) < 5
@@ -207,7 +206,7 @@ def test_it_is_sized_as_it_is_loaded(name, golden, engine_of):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("qwen3-next", marks=pytest.mark.slow), "mamba2"], indirect=True
+    "name", [pytest.param("lfm2", marks=pytest.mark.slow), "mamba2"], indirect=True
 )
 def test_a_state_in_half_precision_is_sized_as_it_is_loaded(name, golden):
     folder = golden(name, dtype=torch.bfloat16).folder

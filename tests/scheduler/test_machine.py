@@ -13,6 +13,7 @@ from support.engines.scheduler_driver import Driver, Guesses, request
 from support.examples import examples
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
+from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 #: Prompts are cut from few texts, so that many begin alike.
 TEXTS = [[1] * 60, [1, 2] * 30, [2, 2, 1] * 20, [1] * 10 + [2] * 50]
@@ -55,6 +56,10 @@ class SchedulerLife(RuleBasedStateMachine):
         admission=st.sampled_from(["exact", "exact", *ADMISSIONS]),
         alternate=st.sampled_from([False, False, True]),
         drafts=st.sampled_from([0, 0, 1, 3]),
+        # How many snapshots, and tokens between them; rows have states, but for 0.
+        snapshots=st.sampled_from([0, 0, 1, 4, 20]),
+        least=st.sampled_from([1, 2, 5]),
+        stride=st.sampled_from([2, 8, 100]),
     )
     def begin(
         self,
@@ -69,6 +74,9 @@ class SchedulerLife(RuleBasedStateMachine):
         admission,
         alternate,
         drafts,
+        snapshots,
+        least,
+        stride,
     ):
         chance = random.Random(seed)
 
@@ -78,7 +86,11 @@ class SchedulerLife(RuleBasedStateMachine):
                 return -1
             return chance.choice((EOS, STOP)) if draw < nan + end else chance.randint(1, 2)
 
+        self.states = snapshots > 0
+        drafts = 0 if self.states else drafts
         self.driver = Driver(
+            sharing=not self.states,
+            snapshots=SnapshotLimits(snapshots, rows + 1, least, stride, 3) if snapshots else None,
             overlap=overlap,
             choose=choose,
             slots=slots,
@@ -113,6 +125,7 @@ class SchedulerLife(RuleBasedStateMachine):
     )
     def submit(self, prompt, stops, n, priority, salt, adapter, score, deadline, limit, turns):
         now = self.driver.now
+        adapter = self.fitting(adapter)
         self.driver.submit(
             request(
                 self.new_ids(n),
@@ -183,7 +196,9 @@ class SchedulerLife(RuleBasedStateMachine):
                     salt=str(adapter) if adapter else "",
                     **virtual(adapter),
                 )
-                for prompt, stops, _, adapter in starts
+                for prompt, stops, _, adapter in (
+                    (*start[:3], self.fitting(start[3])) for start in starts
+                )
             ],
             [end for _, _, end, _ in starts],
             pick.sample(held, pick.randint(0, len(held))),
@@ -202,6 +217,10 @@ class SchedulerLife(RuleBasedStateMachine):
         for _ in range(rounds):
             self.driver.advance(1000 + len(self.driver.ops), resume=self.alive(held=True))
             self.turns(2)
+
+    def fitting(self, adapter):
+        """No row begins behind keys and values without a state."""
+        return 4 if self.states and adapter == 5 else adapter
 
     def alive(self, held=False):
         sequences = self.driver.sequences.items()

@@ -55,8 +55,8 @@ _EXPERTS = {
 #: Over our pool, with a cache of its own, and ours with states: class, settings, whether it pads.
 MODELS = {
     "pool": ("Apertus", {}, False),
-    "padded": ("Qwen3Next", {**_LINEAR, **_EXPERTS}, True),
-    "ours": ("Qwen3_5", _LINEAR, False),
+    "padded": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, True),
+    "ours": ("Qwen3Next", {**_LINEAR, **_EXPERTS}, False),
 }
 
 

@@ -2,7 +2,8 @@
 
 Each is tried in a fork of this process, which has imported all that they share, with limits on
 memory and time: a tiny random checkpoint is saved and loaded as a server would load it, self-check
-included. There are as many at a time as processors.
+included. There are as many at a time as processors. With names as arguments these alone are tried,
+and what came of others stays as it was.
 """
 
 from __future__ import annotations
@@ -54,12 +55,11 @@ def main() -> int:
     for name, outcome, seconds in _tried([name for name in wanted if name not in native]):
         found[name] = outcome
         print(f"{name:44}{seconds:5.1f} s  {outcome}", flush=True)
-    classes = {name: {**found[name], **_described(name)} for name in wanted}
-    if not sys.argv[1:]:
-        classes |= {name: _nested(name, classes) for name in NESTED}
-        classes = dict(sorted(classes.items()))
-        told = {"transformers": transformers.__version__, "classes": classes}
-        DATA.write_text(json.dumps(told, indent=1) + "\n")
+    classes = json.loads(DATA.read_text())["classes"] if sys.argv[1:] else {}
+    classes |= {name: {**found[name], **_described(name)} for name in wanted}
+    classes |= {name: _nested(name, classes) for name in NESTED}
+    told = {"transformers": transformers.__version__, "classes": dict(sorted(classes.items()))}
+    DATA.write_text(json.dumps(told, indent=1) + "\n")
     untried = sum(entry["served"] == "untried" for entry in classes.values())
     return int(untried > len(classes) / 10)
 

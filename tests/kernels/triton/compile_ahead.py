@@ -21,6 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from support.kernels.attention_steps import Spec, lay_out
+from support.kernels.delta_steps import drawn_inputs, drawn_states, drawn_weights
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches
 from tokenpod.kernels.adapters import triton_adapters as adapters
 from tokenpod.kernels.attention import attention_extend
@@ -31,6 +32,7 @@ from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales, LatentShape
+from tokenpod.kernels.operations.delta_ops import DeltaShape
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.operations.weight import StackedWeight
@@ -319,6 +321,19 @@ def latents() -> None:
         OPERATIONS.attend_latent(q, pool, draw(heads, 256, 512), shape, plan, 0.1)
 
 
+def delta_nets() -> None:
+    """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests."""
+    step = lay_out([Spec(1, 40), Spec(9, 50), Spec(100, 100)], CPU)
+    shape = DeltaShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, width=4)
+    for dtype in (BF16, torch.float32):
+        inputs, weights = (
+            drawn(shape, *more, dtype)
+            for drawn, more in ((drawn_inputs, (step.batch.tokens,)), (drawn_weights, ()))
+        )
+        states = drawn_states(shape, step.batch, dtype)
+        OPERATIONS.gated_delta(inputs, weights, shape, states, OPERATIONS.plan_delta(step.batch))
+
+
 def adapted() -> None:
     """One token, some, and many; one part and three, with a bias and without."""
     ranks = torch.ones(4, dtype=torch.int32)
@@ -419,6 +434,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         stored_experts,
         stored_experts_of_every_format,
         latents,
+        delta_nets,
         adapted,
         others,
         sample,

@@ -36,6 +36,14 @@ GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
 }
+DELTA = {
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 #: name -> (kind, more settings).
 MODELS = {
     "llama": ("llama", {"head_dim": 128}),
@@ -53,17 +61,9 @@ MODELS = {
     "granite-moe": ("granite-moe", {"intermediate_size": 512}),
     "gemma4": ("gemma4-shared", GEMMA4),
     "gemma4-values": ("gemma4-varied", {**GEMMA4, "num_kv_shared_layers": 0}),
-    "qwen3-5": (
-        "qwen3-5",
-        {
-            "head_dim": 128,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-    ),
+    "qwen3-5": ("qwen3-5", DELTA),
+    "qwen3-5-moe": ("qwen3-5-moe", {**DELTA, "moe_intermediate_size": 512}),
+    "qwen3-next": ("qwen3-next", {**DELTA, "moe_intermediate_size": 512}),
     "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
     "glm4-moe-lite": (
         "glm4-moe-lite",

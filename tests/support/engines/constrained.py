@@ -172,6 +172,7 @@ def serve(
     clock=None,
     price=None,
     trials=False,
+    sharing=True,
 ):
     """Answer a client's requests; by chance masks are late, and sequences preempted.
 
@@ -180,7 +181,7 @@ def serve(
     """
     kv = KVPool(slots=slots, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=CPU)
     executor = executor or CpuExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
-    resources = Limits(slots - 16, rows - 1, POSITIONS, prefill, forced=forced)
+    resources = Limits(slots - 16, rows - 1, POSITIONS, prefill, forced=forced, sharing=sharing)
     costs = Costs() if price else None
     scheduler = Scheduler(resources, drafting=drafting, forced_costs=costs)
     clock = clock or Clock()

@@ -155,6 +155,10 @@ class ReferenceExecutor:
         self.arrived = 0
         self.chance = random.Random(1)
         self.restored = 0
+        #: Where rows keep states: of each row and snapshot, how many positions it has been through,
+        #: and the fingerprint of these. And how many rows have begun with a snapshot.
+        self.states: dict[int, tuple[int, int]] = {}
+        self.begun = 0
 
     def launch(self, step: Step) -> list[int]:
         """Run a step; the tokens it samples, one for each sample of each work."""
@@ -167,12 +171,19 @@ class ReferenceExecutor:
         ):
             assert self.users[slot] == 0, "a slot is filled that a row attends to"
             self.memory[slot] = hash((adapter, int(index)))
+        for row, snapshot in zip(plan.saved_row.tolist(), plan.saved_to.tolist(), strict=True):
+            assert snapshot > self.scheduler.limits.max_rows >= row
+            self.states[snapshot] = self.states[row]
         prefix = iter(plan.prefix_slot.tolist())
         for number, ask, cached in zip(
             plan.n_row.tolist(), plan.asks, plan.n_prefix.tolist(), strict=True
         ):
             self._add_row(number, ask, [*islice(prefix, cached)])
         assert not [*prefix]
+        for snapshot, row in zip(plan.loaded_from.tolist(), plan.loaded_row.tolist(), strict=True):
+            assert row in plan.n_row.tolist()
+            self.states[row] = self.states[snapshot]
+            self.begun += 1
         works = works_of(step)
         self._check_shape(works)
         self._check_adapters(plan, works)
@@ -234,6 +245,7 @@ class ReferenceExecutor:
         self._mark(row)
         self.users.update(prefix)
         self.rows[number] = row
+        self.states[number] = 0, row.marks[0]
 
     @staticmethod
     def _mark(row: Row) -> None:
@@ -283,6 +295,11 @@ class ReferenceExecutor:
             row.slots.append(slot)
         found = [self.memory[slot] for slot in row.slots]
         assert found == marks[1 : end + 1], "attended slots hold another prefix"
+        if not self.scheduler.limits.sharing:
+            # A position that the state has been through is computed again by itself alone.
+            through = [work.start, end] if work.n_tokens == 1 else [work.start]
+            assert self.states[work.row] in [(at, marks[at]) for at in through], "another's state"
+            self.states[work.row] = end, marks[end]
 
     def _sample_each(self, work: Work, shared: set[int]) -> list[int]:
         """Behind a wrong draft nothing is drawn, and what it wrote is overwritten."""
@@ -307,6 +324,8 @@ class ReferenceExecutor:
             for position in range(row.unproven_from, len(row.tokens)):
                 if row.slots[position] not in shared:
                     self.memory[row.slots[position]] = row.marks[position + 1] = -row.sequence_id
+            end = len(row.slots)
+            self.states[work.row] = end, row.marks[min(end, len(row.marks) - 1)]
         else:
             row.unproven_from = len(row.tokens)
         row.tokens.append(token if token >= 0 else -1 - row.sequence_id)

@@ -54,17 +54,26 @@ class Engine:
             POSITIONS,
             PREFILL,
             sharing=own is None,
+            snapshots=made.room.snapshot_limits,
             scores_prompts=own is None or own.scores_prompts,
             offload_slots=made.offload_slots,
         )
 
-    def answer(self, requests, *, preempt=0.0, abort=()):
-        """Serve all; before each turn every sequence is preempted by chance."""
+    def answer(self, requests, *, preempt=0.0, abort=(), one_by_one=False, limits=None):
+        """Serve all, at once or one behind the other; before each turn every sequence is preempted
+        by chance.
+        """
         self.executor.release(range(ROWS + 1))
-        client, scheduler = Client(requests), Scheduler(self.limits)
+        waiting = list(requests) if one_by_one else []
+        client = Client([waiting.pop(0)] if waiting else requests)
+        scheduler = Scheduler(limits or self.limits)
         loop = EngineLoop(client, scheduler, self.executor)
         chance, self.preempted, turns = random.Random(3), 0, 0
-        while client.left:
+        while client.left or waiting:
+            if not client.left:
+                request = waiting.pop(0)
+                client.inbox.append(request)
+                client.left |= {*request.sequence_ids}
             for sequence in sorted(client.left):
                 if chance.random() < preempt:
                     self.preempted += preempt_sequence(scheduler, sequence)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from support.checkpoints.golden_kinds.base import MAX_POSITIONS, Kind, rope
+from support.checkpoints.golden_kinds.base import LINEAR, MAX_POSITIONS, Kind, rope
 
 Tensors = dict[str, torch.Tensor]
 
@@ -163,7 +163,37 @@ def without(settings: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != name}
 
 
+#: Gated delta nets: an epsilon of the size of what heads read, as in `gated`.
+DELTA = {**LINEAR, **QWEN2, "rms_norm_eps": 1e-1}
+DELTA_VARIED = {
+    **VARIED,
+    **DELTA,
+    **rope("default", partial_rotary_factor=0.5),
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 12,
+    "rms_norm_eps": 8e-2,
+    "num_experts_per_tok": 3,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+}
+
 KINDS: dict[str, Kind] = {
+    "qwen3-next": Kind("Qwen3Next", DELTA),
+    "qwen3-next-varied": Kind(
+        "Qwen3Next",
+        {
+            **DELTA_VARIED,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 1,
+        },
+        QWEN_STACKED,
+    ),
+    "qwen3-5-moe": Kind("Qwen3_5Moe", DELTA),
+    "qwen3-5-moe-varied": Kind("Qwen3_5Moe", DELTA_VARIED, QWEN_STACKED),
     "mixtral-stacked": Kind(
         "Mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2},

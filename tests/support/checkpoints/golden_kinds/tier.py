@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.checkpoints.golden_kinds.base import GEMMA4, LINEAR, Kind
+from support.checkpoints.golden_kinds.base import GEMMA4, Kind
 
 _GEMMA4_EXPERTS = {
     "enable_moe_block": True,
@@ -63,11 +63,9 @@ TIER_KINDS: dict[str, Kind] = {
         {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
 #: Checkpoints of families with caches of their own.
 PADDED_KINDS: dict[str, Kind] = {
-    "qwen3-next": Kind("Qwen3Next", {**LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "jamba": Kind(
         "Jamba",
         {

@@ -1,0 +1,299 @@
+"""Rows of several tokens through a gated delta net, in chunks.
+
+What each token of a chunk writes depends on what those before it wrote. With the WY representation
+(Yang, Kautz and Hatamizadeh 2024; Yang et al., "Parallelizing Linear Transformers with the Delta
+Rule", 2024) that is a triangular system, which all chunks solve at once; what is left from chunk to
+chunk are products. Within a chunk, G is the sum of logarithms of decays up to a token:
+
+    N[i, j] = share[i] · (k[i] · k[j]) · exp(G[i] - G[j])      for j < i
+    u, w    = (I + N)⁻¹ (share · v), (I + N)⁻¹ (share · exp(G) · k)
+    written = u - w · S
+    found   = exp(G) · q · S + (q · kᵀ · exp(G[i] - G[j]), j ≤ i) · written
+    S       = exp(G_last) · S + (k · exp(G_last - G))ᵀ · written
+
+A chunk is [first token, tokens, position of the first, and of a row's first chunk the tokens of the
+row]; chunks of no tokens are padding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.mixers.delta_step import gated_norm, log_decay, unit
+
+#: Numbers that say what a chunk is.
+FIELDS: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def convolve_chunks(
+    mixed,
+    conv,
+    inputs,
+    made,
+    chunks,
+    t_row,
+    stride,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Made [T, channels] of queries, keys and values behind their convolution."""
+    chunk = chunks + tl.program_id(0) * FIELDS
+    first, count, position = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    t = tl.arange(0, CHUNK)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    some = channel < CHANNELS
+    await_inputs(OVERLAP)
+    if count > 0:
+        row = tl.load(t_row + first)
+        ring = inputs + row * CHANNELS * WIDTH
+        token = (first + t).to(tl.int64)
+        total = tl.zeros((CHUNK, BLOCK), tl.float32)
+        for tap in tl.static_range(WIDTH):
+            back = WIDTH - 1 - tap
+            source = token - back
+            # A row's tokens lie together: who is of another row is before the row's first.
+            own = (t < count) & (source >= 0)
+            own &= tl.load(t_row + source, mask=own, other=-1) == row
+            x = tl.load(
+                mixed + source[:, None] * stride + channel[None, :],
+                mask=own[:, None] & some[None, :],
+                other=0.0,
+            )
+            if tap < WIDTH - 1:
+                at = position + t - back
+                kept = (t < count) & (own == 0) & (at >= 0)
+                x += tl.load(
+                    ring + channel[None, :] * WIDTH + ((at + WIDTH) % WIDTH)[:, None],
+                    mask=kept[:, None] & some[None, :],
+                    other=0.0,
+                )
+            weight = tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0)
+            total += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+        tl.store(
+            made + token[:, None] * CHANNELS + channel[None, :],
+            (total * tl.sigmoid(total)).to(made.dtype.element_ty),
+            mask=(t < count)[:, None] & some[None, :],
+        )
+
+
+@triton.jit
+def solve_chunks(
+    made,
+    write,
+    decay,
+    log_rate,
+    shift,
+    chunks,
+    u,
+    w,
+    fallen,
+    stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """u [T, H, value_dim] and w [T, H, key_dim] of all chunks, and G [T, H] float32."""
+    chunk = chunks + tl.program_id(0) * FIELDS
+    head = tl.program_id(1)
+    first, count = tl.load(chunk), tl.load(chunk + 1)
+    rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+    await_inputs(OVERLAP)
+    if count > 0:
+        t = tl.arange(0, CHUNK)
+        i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+        some = t < count
+        token = (first + t).to(tl.int64)
+        at = token * VALUE_HEADS + head
+        key = KEY_HEADS * KEY_DIM + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+        value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+        channels = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+        some_k = some[:, None] & (i < KEY_DIM)[None, :]
+        some_v = some[:, None] & (j < VALUE_DIM)[None, :]
+        k = tl.load(made + token[:, None] * channels + key + i[None, :], mask=some_k, other=0.0)
+        v = tl.load(made + token[:, None] * channels + value + j[None, :], mask=some_v, other=0.0)
+        own = token * stride + head
+        fall = log_decay(tl.load(decay + own, mask=some, other=0.0).to(tl.float32), rate, shifted)
+        fall = tl.cumsum(tl.where(some, fall, 0.0), 0)
+        share = tl.sigmoid(tl.load(write + own, mask=some, other=0.0).to(tl.float32))
+        share = tl.where(some, share, 0.0)
+        wide = unit(k.to(tl.float32))
+        k = wide.to(k.dtype)
+        alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        # [j, i], so that a row of N lies along the axis that sums run over.
+        later = t[:, None] < t[None, :]
+        between = tl.exp(tl.where(later, fall[None, :] - fall[:, None], 0.0))
+        turned = tl.where(later, alike * between * share[None, :], 0.0)
+        solved = (t[:, None] == t[None, :]).to(tl.float32)
+        for at_row in range(1, count):
+            factors = tl.sum(tl.where(t[None, :] == at_row, turned, 0.0), 1)
+            known = tl.sum(factors[:, None] * solved, 0)
+            solved -= tl.where(t[:, None] == at_row, known[None, :], 0.0)
+        solved = solved.to(k.dtype)
+        shared_v = (v.to(tl.float32) * share[:, None]).to(v.dtype)
+        shared_k = (wide * (share * tl.exp(fall))[:, None]).to(k.dtype)
+        tl.store(
+            u + at[:, None] * VALUE_DIM + j[None, :],
+            tl.dot(solved, shared_v, input_precision=PRECISION).to(u.dtype.element_ty),
+            mask=some_v,
+        )
+        tl.store(
+            w + at[:, None] * KEY_DIM + i[None, :],
+            tl.dot(solved, shared_k, input_precision=PRECISION).to(w.dtype.element_ty),
+            mask=some_k,
+        )
+        tl.store(fallen + at, fall, mask=some)
+
+
+@triton.jit
+def scan_chunks(
+    mixed,
+    made,
+    u,
+    w,
+    fallen,
+    inputs,
+    memory,
+    seen,
+    found,
+    chunks,
+    t_row,
+    stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What heads find [T, H, value_dim], and rows' states behind their last tokens.
+
+    A program walks along a row with some of the values of one head. Only the first chunks of rows
+    have work here; they are listed first.
+    """
+    chunk = chunks + tl.program_id(0) * FIELDS
+    head = tl.program_id(1)
+    block = tl.program_id(2)
+    first, position, count = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    await_inputs(OVERLAP)
+    if count > 0:
+        row = tl.load(t_row + first)
+        t = tl.arange(0, CHUNK)
+        i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+        query = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+        key = KEY_HEADS * KEY_DIM + query
+        value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+        channels = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+        state = row * VALUE_HEADS + head
+        held = memory + (state * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+        some_held = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
+        kept = tl.load(held, mask=some_held, other=0.0)
+        for start in tl.range(0, count, CHUNK, num_stages=STAGES):
+            some = t < count - start
+            token = (first + start + t).to(tl.int64)
+            at = token * VALUE_HEADS + head
+            some_k = some[:, None] & (i < KEY_DIM)[None, :]
+            some_v = some[:, None] & (j < VALUE_DIM)[None, :]
+            made_at = made + token[:, None] * channels + i[None, :]
+            q = tl.load(made_at + query, mask=some_k, other=0.0)
+            k = tl.load(made_at + key, mask=some_k, other=0.0)
+            own_w = tl.load(w + at[:, None] * KEY_DIM + i[None, :], mask=some_k, other=0.0)
+            own_u = tl.load(u + at[:, None] * VALUE_DIM + j[None, :], mask=some_v, other=0.0)
+            fall = tl.load(fallen + at, mask=some, other=0.0)
+            last = tl.minimum(count - start, CHUNK) - 1
+            whole = tl.sum(tl.where(t == last, fall, 0.0))
+            wide_q = unit(q.to(tl.float32)) * (KEY_DIM**-0.5)
+            wide_k = unit(k.to(tl.float32))
+            narrow = kept.to(q.dtype)
+            written = own_u.to(tl.float32) - tl.dot(own_w, narrow, input_precision=PRECISION)
+            written = tl.where(some[:, None], written, 0.0).to(q.dtype)
+            earlier = (t[:, None] >= t[None, :]) & some[:, None]
+            between = tl.exp(tl.where(earlier, fall[:, None] - fall[None, :], 0.0))
+            alike = tl.dot(
+                wide_q.to(q.dtype), tl.trans(wide_k.to(q.dtype)), input_precision=PRECISION
+            )
+            alike = tl.where(earlier, alike * between, 0.0).to(q.dtype)
+            since = (wide_q * tl.exp(fall)[:, None]).to(q.dtype)
+            heard = tl.dot(since, narrow, input_precision=PRECISION)
+            heard += tl.dot(alike, written, input_precision=PRECISION)
+            tl.store(
+                found + at[:, None] * VALUE_DIM + j[None, :],
+                heard.to(found.dtype.element_ty),
+                mask=some_v,
+            )
+            left = tl.where(some, tl.exp(whole - fall), 0.0)
+            rest = (wide_k * left[:, None]).to(q.dtype)
+            kept = kept * tl.exp(whole) + tl.dot(tl.trans(rest), written, input_precision=PRECISION)
+        tl.store(held, kept, mask=some_held)
+        if block == 0:
+            end = position + count
+            tl.store(seen + state, end)
+            # The ring gets the row's last inputs; the convolution has been made of the old ones.
+            ring = inputs + row * channels * WIDTH
+            for back in tl.static_range(WIDTH):
+                at_end = count - 1 - back
+                own = mixed + (first + at_end).to(tl.int64) * stride
+                place = (end - 1 - back + WIDTH) % WIDTH
+                there = at_end >= 0
+                if head % (VALUE_HEADS // KEY_HEADS) == 0:
+                    some_q = (i < KEY_DIM) & there
+                    keep_input(ring, own, query + i, place, some_q, WIDTH)
+                    keep_input(ring, own, key + i, place, some_q, WIDTH)
+                for part in tl.static_range((VALUE_DIM + BLOCK_V - 1) // BLOCK_V):
+                    n = part * BLOCK_V + tl.arange(0, BLOCK_V)
+                    keep_input(ring, own, value + n, place, (n < VALUE_DIM) & there, WIDTH)
+
+
+@triton.jit
+def keep_input(ring, own, channel, place, some, WIDTH: tl.constexpr):
+    """A token's inputs of channels [n] into the ring."""
+    tl.store(
+        ring + channel * WIDTH + place, tl.load(own + channel, mask=some, other=0.0), mask=some
+    )
+
+
+@triton.jit
+def norm_chunks(
+    gate,
+    norm,
+    out,
+    chunks,
+    stride,
+    epsilon,
+    VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What heads have found, in `out` [T, H · value_dim], normed and gated."""
+    chunk = chunks + tl.program_id(0) * FIELDS
+    head = tl.program_id(1)
+    first, count = tl.load(chunk), tl.load(chunk + 1)
+    t, j = tl.arange(0, CHUNK), tl.arange(0, BLOCK_V)
+    scale = tl.load(norm + j, mask=j < VALUE_DIM, other=0.0)
+    await_inputs(OVERLAP)
+    if count > 0:
+        token = (first + t).to(tl.int64)
+        some = (t < count)[:, None] & (j < VALUE_DIM)[None, :]
+        place = (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + j[None, :]
+        own = tl.load(out + place, mask=some, other=0.0)
+        opened = gate + token[:, None] * stride + head * VALUE_DIM + j[None, :]
+        opened = tl.load(opened, mask=some, other=0.0)
+        tl.store(out + place, gated_norm(own, opened, scale, epsilon, VALUE_DIM), mask=some)

@@ -1,0 +1,163 @@
+"""Rows that go on from states: an executor of a GPU, captured steps too, says what a CPU's says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support.engines import constrained
+from support.engines.engine_link import Client
+from support.kernels.interpreted import DEVICE
+from tokenpod.core.constraints import Regex
+from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.cpu.cpu_executor import CpuExecutor
+from tokenpod.engine.gpu.device_executor import DeviceExecutor
+from tokenpod.engine.gpu.device_sampler import DeviceSampler
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.kernels.backends import cpu, reference, triton
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.families.qwen3_5 import QWEN3_5
+from tokenpod.models.fields import Fields
+from tokenpod.models.weight_table import weights_of
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+pytestmark = pytest.mark.compute
+
+CPU = torch.device("cpu")
+ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY = 4, 200, 64, 12, 97
+
+
+def spec(vocab_size=VOCABULARY, positions=POSITIONS):
+    """Of two layers, one with states and one with keys and values."""
+    fields = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "float32",
+    }
+    return QWEN3_5.spec(Fields(fields, "a test's"), None)
+
+
+CONFIG = spec()
+
+#: Interpreted, products take minutes; they have their own tests.
+OPERATIONS = triton.OPERATIONS
+if DEVICE.type == "cpu":
+    OPERATIONS = replace(
+        triton.OPERATIONS,
+        rotate=reference.OPERATIONS.rotate,
+        store_key_value=reference.OPERATIONS.store_key_value,
+        prepare_linear=reference.OPERATIONS.prepare_linear,
+        prepare_norm_linear=reference.OPERATIONS.prepare_norm_linear,
+        prepare_add_linear=reference.OPERATIONS.prepare_add_linear,
+    )
+
+
+def model(ops, device, config=CONFIG):
+    generator = torch.Generator().manual_seed(4)
+    weights = {}
+    for weight in weights_of(config, QWEN3_5.names_of(config)[0], "model."):
+        made = torch.randn(weight.shape, generator=generator) * 0.3
+        weights[weight.name] = made.to(device)
+    return Decoder(config, weights, ops)
+
+
+def pool(made, device, slots=SLOTS, rows=ROWS):
+    layouts = made.config.kv_layouts
+    held = made.pool_class(slots=slots, layouts=layouts, dtype=torch.float32, device=device)
+    held.reserve(rows + 1)
+    return held
+
+
+def said(executor, requests, overlap):
+    """Each sequence's tokens."""
+    limits = Limits(
+        slots=SLOTS - PROBE_TOKENS,
+        max_rows=ROWS,
+        max_positions=POSITIONS,
+        prefill_tokens=PREFILL,
+        sharing=False,
+    )
+    client = Client(requests)
+    loop = EngineLoop(client, Scheduler(limits), executor, overlap=overlap)
+    while client.left:
+        loop.turn()
+    assert not client.failures
+    return client.tokens
+
+
+def requests():
+    """More than there are rows, so that rows are taken again; prompts longer than a step's."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = (9, 1, 30, 4, 17, 2)
+    prompts = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    stopping = StoppingParams(max_new_tokens=9)
+    return [Request([i], prompt, SamplingParams(), stopping) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    made = model(cpu.OPERATIONS, CPU)
+    executor = CpuExecutor(made, pool(made, CPU), rows=ROWS + 1, vocab_size=VOCABULARY)
+    return said(executor, requests(), overlap=False)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_tokens_are_those_of_a_cpu(expected, captured):
+    made = model(OPERATIONS, DEVICE)
+    executor = DeviceExecutor(
+        made,
+        pool(made, DEVICE),
+        DeviceSampler(rows=ROWS + 1, vocab_size=VOCABULARY, device=DEVICE, most_edits=4),
+        rows=ROWS + 1,
+        max_positions=POSITIONS,
+        max_tokens=PREFILL + PROBE_TOKENS,
+        device=DEVICE,
+    )
+    if captured:
+        executor.capture()
+    assert said(executor, requests(), overlap=True) == expected
+
+
+def test_late_masks_change_no_token():
+    """A row whose mask is late computes its last token again: its states are one ahead."""
+    made = model(cpu.OPERATIONS, CPU, spec(constrained.VOCABULARY, constrained.POSITIONS))
+    wanted = Regex("[a-z ]{20,60}")
+    said = []
+    for late in (0.0, 0.4):
+        held = pool(made, CPU, slots=600, rows=8)
+        executor = CpuExecutor(made, held, rows=9, vocab_size=constrained.VOCABULARY)
+        client = constrained.Client(
+            [
+                constrained.ask(
+                    i, wanted, new=30, prompt=range(5, 8 + i), reports={"logprobs": True}
+                )
+                for i in range(5)
+            ]
+        )
+        constrained.serve(
+            made, client, executor=executor, late=late, slots=600, forced=0, sharing=False
+        )
+        assert not client.failures
+        said.append(client)
+    prompt, late = said
+    assert prompt.tokens == late.tokens
+    assert sum(map(len, prompt.tokens.values())) > 50
+    for i, logprobs in prompt.logprobs.items():
+        assert late.logprobs[i] == pytest.approx(logprobs, abs=1e-4)

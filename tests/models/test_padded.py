@@ -153,7 +153,7 @@ def test_rows_that_are_mixed_up_in_a_batch_are_left_alone(golden, monkeypatch):
     assert Engine(golden("mamba2").folder).model.can == Abilities(Together.ALONE, continues=True)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "lfm2"], indirect=True)
+@pytest.mark.parametrize("name", ["lfm2", "jamba"], indirect=True)
 def test_lengths_are_mixed_only_if_a_long_and_a_short_text_are_right(name, golden, monkeypatch):
     """A mask that is right for the first tokens of texts alone is found out."""
     right = padded._mask

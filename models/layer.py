@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights
+from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Shared
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.layer_spec import SAME, Experts, Join, LayerSpec, Mlp, PerLayer
 from tokenpod.models.linear import AddProduct, Product, Products
@@ -318,25 +318,21 @@ class ExpertsBranch:
     def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
         """See `Branch`."""
         into = x if self._plain else torch.zeros_like(x)
-        self._experts(inner, into)
-        if self._shared is not None:
-            self._shared(inner, into, step)
+        self._experts(inner, into, None if self._shared is None else self._shared(inner, step))
         if into is not x:
             x.add_(self._after(into), alpha=self._scale)
 
 
 class SharedExpert:
-    """The block that works for every token; its gate, a number per token, acts before its end."""
+    """The block that works for every token, and its gate, a number per token."""
 
     def __init__(self, spec: Mlp, has_gate: bool, parts: MixerParts) -> None:
         products = parts.products
         self._up = _up(spec, products, parts.named("shared_up"), None, "")
         self._gate = products.linear(parts.named("shared_gate")) if has_gate else None
-        self._down = products.add_linear(parts.named("shared_down"))
+        self._down = products.part_linear(parts.named("shared_down"))
 
-    def __call__(self, normed: torch.Tensor, into: torch.Tensor, step: Step) -> None:
-        """What is read [T, hidden] is normed; the result is added to `into`."""
-        inner = self._up(normed, step.batch)
-        if self._gate is not None:
-            inner = inner * self._gate(normed, step.batch).sigmoid()
-        self._down(inner, into, step.batch)
+    def __call__(self, normed: torch.Tensor, step: Step) -> Shared:
+        """Of what is normed [T, hidden]: this rank's part, which ends in the experts' sum."""
+        made = self._down(self._up(normed, step.batch), step.batch)
+        return Shared(made, None if self._gate is None else self._gate(normed, step.batch))

@@ -98,13 +98,24 @@ class Products:
             fused = NormedBase(plain, norm, ops.rms_norm, activation, ops.act_mul)
         return self._adapted(name, fused, plain, _dense(weight, bias), norm, activation)
 
+    def part_linear(self, name: str) -> Product:
+        """The product `name` whose inputs ranks divide: this rank's summand."""
+        product, late = self._divided(name)
+        if late is None or (self.ops.group is not None and self.ops.group.rank):
+            return product
+        return BiasedProduct(product, late)
+
+    def _divided(self, name: str) -> tuple[Product, torch.Tensor | None]:
+        """The product of a rank's inputs, and the bias that follows the sum: none of one rank."""
+        weight, bias = self._take(name)
+        own, late = (bias, None) if self.ops.group is None else (None, bias)
+        plain = self._plain(weight, own)
+        return self._adapted(name, plain, plain, _dense(weight, own)), late
+
     def sum_linear(self, name: str) -> Product:
         """The product `name` whose inputs ranks divide: the sum over all of them."""
-        weight, bias = self._take(name)
+        product, late = self._divided(name)
         group = self.ops.group
-        own, late = (bias, None) if group is None else (None, bias)
-        plain = self._plain(weight, own)
-        product = self._adapted(name, plain, plain, _dense(weight, own))
         return product if group is None else SummedProduct(product, group, late)
 
     def add_linear(self, name: str) -> AddProduct:
@@ -276,6 +287,18 @@ class AdaptedProduct:
         """By what the step's adapters make of the weight's name."""
         added = self.delta(self.name, step)
         return self.base(x) if added is None else self.adapted(x, added)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasedProduct:
+    """The first rank's summand of a product whose inputs ranks divide, and the bias."""
+
+    product: Product
+    bias: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        """Of this rank; ranks are summed elsewhere."""
+        return self.product(x, step).add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,15 @@ SMOKE = {
     "cpu": "--decode 1x40 --prompts 16/24",
     "gpu": "--decode 1x256 16x1024 --prompts 512/512",
 }
+#: What a search tries besides: tiles of long heads in which several programs share the values.
+IN_PARTS = [
+    ExtendTile(128, 32, 8, 2, parts=2),
+    ExtendTile(128, 32, 8, 1, parts=2),
+    ExtendTile(128, 64, 8, 1, parts=2),
+    ExtendTile(128, 16, 8, 3, parts=2),
+    ExtendTile(64, 64, 8, 1),
+    ExtendTile(64, 32, 4, 3, parts=2),
+]
 #: Where scores of queries with keys are so many at most, results are compared.
 CHECKED = 40_000_000
 #: Of ‖got - truth‖ / ‖truth‖.
@@ -238,7 +247,10 @@ def time_extend(case: ExtendCase, asked: argparse.Namespace, report: Report) -> 
     """The table's tile; others with --search."""
     table = TILES[case.shape.head_dim, 2].extend
     found: list[tuple[float, str]] = []
-    for tile in neighbours(table) if asked.search else [table]:
+    tried = [tile for tile in neighbours(table) if tile.parts] if asked.search else [table]
+    if asked.search and case.shape.head_dim > 256:
+        tried += IN_PARTS
+    for tile in dict.fromkeys(tried):
         with reporting(str(tile)):
             found.append((graph_seconds(case.launcher(tile)), str(tile)))
             off = case.error()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile
 
@@ -32,19 +33,15 @@ _SHAPES = {
         (128, 1, 64, 128, 8, 4),
         (64, 1, 64, 256, 4, 3),
     ),
-    128: (
-        (256, 1, 128, 64, 8, 6),
-        (256, 1, 128, 128, 8, 4),
-        (128, 1, 128, 128, 8, 4),
-        (256, 1, 64, 256, 8, 3),
-        (128, 1, 64, 128, 8, 4),
-    ),
     1 << 30: (
         (128, 1, 256, 128, 8, 3),
-        (256, 1, 128, 64, 8, 6),
         (256, 1, 128, 128, 8, 4),
         (128, 1, 128, 128, 8, 4),
-        (256, 1, 64, 256, 8, 3),
+        (128, 1, 128, 128, 8, 2),
+        (128, 1, 128, 128, 4, 2),
+        (128, 1, 128, 256, 8, 2),
+        (64, 1, 128, 128, 4, 3),
+        (64, 1, 128, 256, 4, 2),
     ),
 }
 
@@ -69,4 +66,6 @@ def _all(n: int, k: int, tokens: int, *, gated: bool) -> Iterator[LaneTile]:
                     and k // inputs % (parts * s) == 0
                 )
             )
-            yield LaneTile(rows // parts, block_t, inputs, parts, warps, stages, splits)
+            tile = LaneTile(rows // parts, block_t, inputs, parts, warps, stages, splits)
+            yield tile
+            yield replace(tile, described=block_t >= 64)

@@ -43,7 +43,10 @@ def linear(
     activation: Activation | None = None,
     tiles: Tiles | None = None,
 ) -> AdaptedLinear:
-    """See `PrepareAdaptedLinear`; one token's norm is the product's own. `tiles`: what to try."""
+    """The product of steps in which some tokens have adapters.
+
+    One token's norm is the product's own. `tiles` None means those measured.
+    """
     base = _base(product, dense, norm, tiles)
 
     def adapted(x: torch.Tensor, added: Added) -> torch.Tensor:
@@ -60,7 +63,7 @@ def linear(
 def add_linear(
     product: BaseLinear, dense: DenseWeight | None, tiles: Tiles | None = None
 ) -> AdaptedAdd:
-    """See `PrepareAdaptedAdd`.
+    """The same, added to the stream.
 
     The product is made apart from the stream: an adapter may scale it, and not what was there.
     """

@@ -26,7 +26,7 @@ def adapt_rows(
     t_adapter: torch.Tensor,
     ranks: torch.Tensor,
 ) -> None:
-    """See `AdaptRows`."""
+    """Add to embeddings x [T, n] what adapters make of their rows of the table, in place."""
     tokens, width = x.shape
     slot, _, rank, _ = weights.down.stride()
     _adapt_rows[(tokens, triton.cdiv(width, OUTPUTS))](

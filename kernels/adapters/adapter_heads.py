@@ -19,7 +19,7 @@ OUTPUTS, INPUTS, MOST_TOKENS = 64, 128, 64
 def own_linear(
     x: torch.Tensor, weights: torch.Tensor, t_adapter: torch.Tensor, has: torch.Tensor
 ) -> torch.Tensor:
-    """See `OwnLinear`. Rows of x are contiguous."""
+    """Products of x [T, in] with each token's adapter's own weight. Rows of x are contiguous."""
     tokens, (slots, outputs, inputs) = len(x), weights.shape
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     block = max(16, min(triton.next_power_of_2(tokens), MOST_TOKENS))

@@ -27,7 +27,7 @@ def plan_tiles(
     S_PADDED: tl.constexpr,
     N_PADDED: tl.constexpr,
 ):
-    """See `AdaptedTokens`; one program."""
+    """Sort tokens by adapter, as `AdaptedTokens` has them; one program."""
     token = tl.arange(0, T_PADDED)
     # Padding is behind all slots.
     own = tl.load(t_adapter + token, mask=token < tokens, other=S_PADDED).to(tl.int32)

@@ -23,7 +23,10 @@ def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
 def own_linear(
     x: torch.Tensor, weights: torch.Tensor, t_adapter: torch.Tensor, has: torch.Tensor
 ) -> torch.Tensor:
-    """See `OwnLinear`. On a GPU it waits for the device."""
+    """Products of x [T, in] with each token's adapter's own weight.
+
+    On a GPU it waits for the device.
+    """
     y = x.new_zeros(len(x), weights.shape[1])
     for slot in has.nonzero().flatten().tolist():
         tokens = (t_adapter == slot + 1).nonzero().flatten()
@@ -39,7 +42,10 @@ def adapt_rows(
     t_adapter: torch.Tensor,
     ranks: torch.Tensor,
 ) -> None:
-    """See `AdaptRows`. On a GPU it waits for the device."""
+    """Add to embeddings x [T, n] what adapters make of their rows of the table, in place.
+
+    On a GPU it waits for the device.
+    """
     inside = (t_row >= 0) & (t_row < weights.down.shape[3])
     for slot, rank in enumerate(ranks.tolist()):
         tokens = ((t_adapter == slot + 1) & inside).nonzero().flatten()
@@ -50,7 +56,10 @@ def adapt_rows(
 
 
 def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
-    """See `Adapt`. On a GPU it waits for the device."""
+    """Add to y [T, out] what each token's adapter makes of x [T, in], in place.
+
+    On a GPU it waits for the device.
+    """
     segments: Segments = plan
     for slot, rank, tokens in segments:
         own, parts, first = x[tokens].float(), [], 0

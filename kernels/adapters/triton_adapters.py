@@ -141,7 +141,10 @@ def _planned(t_adapter: torch.Tensor, ranks: torch.Tensor, cut: AdapterTiles) ->
 
 
 def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> None:
-    """See `Adapt`. Rows of x and y are contiguous."""
+    """Add to y [T, out] what each token's adapter makes of x [T, in], in place.
+
+    Rows of x and y are contiguous.
+    """
     expand(shrink(x, weights, plan), weights, plan, y)
 
 

@@ -41,10 +41,16 @@ LINE: tl.constexpr = tl.constexpr(128)
 MERGED_SPLITS, MERGED_NUMBERS = 32, 1 << 13
 
 
-def choose_splits(rows: int, kv_heads: int, processors: int, tile: DecodeTile) -> int:
-    """Programs per row and key/value head that fill `processors`: from shapes alone."""
+def choose_splits(
+    rows: int, kv_heads: int, processors: int, tile: DecodeTile, window: int | None = None
+) -> int:
+    """Programs per row and key/value head that fill `processors`: from shapes alone.
+
+    Each has a block of the window at least: others would leave nothing to merge.
+    """
     wanted = round(processors * tile.programs / (rows * kv_heads))
-    return min(max(wanted, 1), tile.most_splits)
+    most = tile.most_splits if window is None else min(tile.most_splits, -(-window // tile.block))
+    return min(max(wanted, 1), most)
 
 
 def decode(

@@ -49,10 +49,11 @@ def extend(
         if not len(listed):
             continue
         described = is_contiguous and _can_describe(keys) and _can_describe(values)
-        _attend[(kv_heads, len(listed))](
+        columns = head_block(head_dim) // tile.parts
+        _attend[(kv_heads * tile.parts, len(listed))](
             q,
-            _describe(keys, tile) if described else keys,
-            _describe(values, tile) if described else values,
+            _describe(keys, tile.block_n, head_dim) if described else keys,
+            _describe(values, tile.block_n, columns) if described else values,
             *(out, row_table, listed, options.alibi_slopes, options.sinks),
             *((scales.keys, scales.values) if scales else (None, None)),
             *(q.stride(0), q.stride(1), out.stride(0)),
@@ -64,6 +65,7 @@ def extend(
             GROUP=heads // kv_heads,
             HEAD_DIM=head_dim,
             DIM=head_block(head_dim),
+            COLUMNS=columns,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             CONTIGUOUS=is_contiguous,
@@ -84,8 +86,8 @@ def _can_describe(pool: torch.Tensor) -> bool:
     return has_engine and whole and pool.data_ptr() % 16 == 0
 
 
-def _describe(pool: torch.Tensor, tile: ExtendTile) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(pool.flatten(1), [tile.block_n, pool.shape[2]])
+def _describe(pool: torch.Tensor, slots: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(pool.flatten(1), [slots, columns])
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -114,6 +116,7 @@ def _attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
@@ -121,7 +124,9 @@ def _attend(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
+    """A tile's result, COLUMNS of its DIM: programs that make the others are beside each other."""
+    kv_head = tl.program_id(0) // (DIM // COLUMNS)
+    column = tl.program_id(0) % (DIM // COLUMNS) * COLUMNS
     tile = tiles + tl.program_id(1) * 4
     token = tl.load(tile)
     count = tl.load(tile + 1)
@@ -139,12 +144,13 @@ def _attend(
     asked = position + queries
     dims = tl.arange(0, DIM)
     is_query = (queries < count)[:, None]
+    is_asked = is_query
     if DIM != HEAD_DIM:
-        is_query = is_query & (dims < HEAD_DIM)[None, :]
+        is_asked = is_query & (dims < HEAD_DIM)[None, :]
     tokens = (token + queries).to(tl.int64)
     query = tl.load(
         q + tokens[:, None] * q_token_stride + heads[:, None] * q_head_stride + dims[None, :],
-        mask=is_query,
+        mask=is_asked,
         other=0.0,
     )
     slopes = None
@@ -161,7 +167,7 @@ def _attend(
     else:
         most = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-    result = tl.zeros([BLOCK_M, DIM], tl.float32)
+    result = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
 
     # Blocks that all queries see whole need no masks; they lie between those at the window's edge
     # and those on the diagonal.
@@ -185,10 +191,10 @@ def _attend(
             for at in tl.range(low, high, BLOCK_N):
                 most, total, result, slots = _add_keys(
                     most, total, result, slots, query, at, end, asked, slopes,
-                    keys, values, row_table, source, kv_head,
+                    keys, values, row_table, source, kv_head, column,
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
                     table_stride, scale, softcap, window,
-                    HEAD_DIM, DIM, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
+                    HEAD_DIM, DIM, COLUMNS, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
                     ALIBI, SCALED, stage != 1,
                 )  # fmt: skip
 
@@ -196,8 +202,11 @@ def _attend(
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     if SCALED:
         result *= tl.load(value_scales + kv_head)
+    made = column + tl.arange(0, COLUMNS)
+    if DIM != HEAD_DIM:
+        is_query = is_query & (made < HEAD_DIM)[None, :]
     tl.store(
-        out + tokens[:, None] * out_token_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        out + tokens[:, None] * out_token_stride + heads[:, None] * HEAD_DIM + made[None, :],
         result.to(out.dtype.element_ty),
         mask=is_query,
     )
@@ -232,6 +241,7 @@ def _add_keys(
     row_table,
     source,
     kv_head,
+    column,
     key_slot_stride,
     key_head_stride,
     value_slot_stride,
@@ -242,6 +252,7 @@ def _add_keys(
     window,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -258,7 +269,7 @@ def _add_keys(
     seen = at + tl.arange(0, BLOCK_N)
     if DESCRIBED:
         key = keys.load([source + at, kv_head * HEAD_DIM])
-        value = values.load([source + at, kv_head * HEAD_DIM])
+        value = values.load([source + at, kv_head * HEAD_DIM + column])
         if SCALED:
             value = value.to(query.dtype)
         if MASKED:
@@ -267,6 +278,7 @@ def _add_keys(
     else:
         is_key = (seen < end)[:, None]
         dims = tl.arange(0, DIM)
+        made = column + tl.arange(0, COLUMNS)
         from_keys = (
             keys + kv_head * key_head_stride + slots[:, None] * key_slot_stride + dims[None, :]
         )
@@ -274,12 +286,12 @@ def _add_keys(
             values
             + kv_head * value_head_stride
             + slots[:, None] * value_slot_stride
-            + dims[None, :]
+            + made[None, :]
         )
         if MASKED or DIM != HEAD_DIM:
-            is_key = is_key & (dims < HEAD_DIM)[None, :]
-            key = tl.load(from_keys, mask=is_key, other=0.0)
-            value = tl.load(from_values, mask=is_key, other=0.0)
+            is_value = is_key & (made < HEAD_DIM)[None, :]
+            key = tl.load(from_keys, mask=is_key & (dims < HEAD_DIM)[None, :], other=0.0)
+            value = tl.load(from_values, mask=is_value, other=0.0)
         else:
             key = tl.load(from_keys)
             value = tl.load(from_values)

@@ -38,7 +38,7 @@ def logits_of(
 
 @triton.jit
 def base2_factor(scale, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """See `logits_of`."""
+    """What makes logits of `logits_of` those in base 2: the scale too, if they lack it."""
     if SOFTCAP or ALIBI:
         return LOG2E
     else:

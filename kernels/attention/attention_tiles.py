@@ -44,6 +44,9 @@ class ExtendTile:
     block_n: int
     warps: int
     stages: int
+    #: Programs of a tile, each with so many times fewer numbers of the values: sums of long heads
+    #: take the registers that more queries could have. Each multiplies queries with keys anew.
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ TILES = {
     (64, 2): HeadTiles(always(DecodeTile(128, 4, 4, 4)), ExtendTile(128, 128, 8, 2)),
     (128, 2): HeadTiles(_DECODE_128, ExtendTile(128, 64, 8, 3)),
     (256, 2): HeadTiles(always(DecodeTile(64, 4, 3, 2)), ExtendTile(128, 64, 8, 2)),
-    (512, 2): HeadTiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(64, 32, 8, 2)),
+    (512, 2): HeadTiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(128, 64, 8, 1, parts=2)),
     # For tests: three products of TF32 make one of float32.
     (64, 4): HeadTiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
     (128, 4): HeadTiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),

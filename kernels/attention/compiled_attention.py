@@ -60,7 +60,7 @@ class LoopPlan:
 
 
 def plan_attention(batch: ForwardBatch, window: int | None) -> LoopPlan:
-    """See `ops.PlanAttention`."""
+    """What layers with this window share of a step."""
     firsts, runs = [0], []
     for row in range(batch.single_rows):
         runs += visible_runs(batch, row, 1, window)
@@ -83,7 +83,9 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attend`; scales of int8 alone.
+    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+
+    Scales of int8 alone.
 
     Raises:
         NotImplementedError: there are others.

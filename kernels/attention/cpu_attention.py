@@ -98,7 +98,7 @@ class RunsPlan:
 
 
 def plan_attention(batch: ForwardBatch, window: int | None) -> RunsPlan:
-    """See `ops.PlanAttention`."""
+    """What layers with this window share of a step."""
     singles = [
         _plan_single(visible_runs(batch, row, 1, window)) for row in range(batch.single_rows)
     ]
@@ -123,7 +123,9 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attend`; scales of int8 alone.
+    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+
+    Scales of int8 alone.
 
     Raises:
         NotImplementedError: there are others.
@@ -152,7 +154,10 @@ def attend_rows(
     window: int | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """See `ops.Attend`: row by row by the definition, what a window hides left out."""
+    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+
+    Row by row by the definition, what a window hides left out.
+    """
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
     for row in range(batch.rows):

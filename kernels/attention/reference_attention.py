@@ -22,7 +22,7 @@ class ReferencePlan:
 
 
 def plan_attention(batch: ForwardBatch, window: int | None) -> ReferencePlan:
-    """See `ops.PlanAttention`."""
+    """What layers with this window share of a step."""
     return ReferencePlan(batch, window)
 
 
@@ -34,7 +34,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attend`."""
+    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D]."""
     batch = plan.batch
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)

@@ -17,7 +17,10 @@ def store_latent(
     pool: torch.Tensor,
     t_slot: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.StoreLatent`."""
+    """Queries [T, H, nope + rope] with turned ends.
+
+    Latent rows go to the pool, normed and turned.
+    """
     rank = len(norm.weight)
     rope = row.shape[1] - rank
     key = apply_rotation(row[:, None, rank:], rotation)[:, 0]

@@ -1,6 +1,6 @@
 """Attention over the paged pool: decode rows by one kernel, the others by another.
 
-See `attention_decode` and `attention_extend`. Both read slots through the row table, so that it
+Both (`attention_decode`, `attention_extend`) read slots through the row table, so that it
 does not matter where a row's KV lies.
 """
 
@@ -70,7 +70,7 @@ class PagedPlan:
 
 
 def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
-    """See `ops.PlanAttention`.
+    """What layers with this window share of a step.
 
     Of a batch of single rows only, nothing but their number is read on the host: a graph captured
     with this plan stays right when contexts, rows and slots on the device change.
@@ -85,7 +85,7 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTiles:
-    """See `ops.StepTiles`: for each kind both lists of tiles, filled up with empty ones.
+    """A captured step's rows with several tokens: both lists of tiles of each kind, filled up.
 
     Of chunks there is one list, behind the others.
     """
@@ -106,7 +106,7 @@ class CapturedTiles:
         return self._lists * tiles * FIELDS
 
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
-        """See `ops.StepTiles.fill`."""
+        """Write the tiles of these rows; False: there is no room for them."""
         found = [tiles for kind in self.kinds for tiles in cut_rows(rows, *kind)]
         if self.chunks:
             if rows.rows - rows.single_rows > self.rows:
@@ -119,7 +119,7 @@ class CapturedTiles:
         return True
 
     def by_kind(self, numbers: torch.Tensor) -> dict[TileKind, torch.Tensor]:
-        """See `ops.StepTiles.by_kind`."""
+        """Parts of `numbers` on the device by window and queries of a tile, without a copy."""
         lists = numbers.view(self._lists, -1)
         tiles = lists[: 2 * len(self.kinds)].view(len(self.kinds), 2 * lists.shape[1])
         found = dict(zip(self.kinds, tiles, strict=True))
@@ -127,7 +127,7 @@ class CapturedTiles:
 
 
 def prepare_capture(shapes: Sequence[Heads | TileKind], rows: int) -> CapturedTiles:
-    """See `ops.PrepareCapture`."""
+    """Room for the tiles of layers of these shapes, in steps of up to so many rows."""
     heads = [shape for shape in shapes if isinstance(shape, Heads)]
     kinds = dict.fromkeys((each.window, _queries_per_tile(each)) for each in heads)
     room = min(rows, MOST_CAPTURED_EXTENDS) if shapes else 0
@@ -148,7 +148,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attend`.
+    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
 
     Raises:
         ValueError: heads larger than 512, or more than 128 of them to a key/value head.
@@ -162,7 +162,7 @@ def attention(
     if batch.single_rows:
         pairs = batch.single_rows * kv_heads
         decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs, group)
-        splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded)
+        splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded, plan.window)
         decode(
             q,
             keys,

@@ -72,7 +72,10 @@ def store_latent(
     pool: torch.Tensor,
     t_slot: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.StoreLatent`. Turns the ends of `q` where they are."""
+    """Queries [T, H, nope + rope] with turned ends; latent rows go to the pool, normed and turned.
+
+    Turns the ends of `q` where they are.
+    """
     tokens, heads, head_dim = q.shape
     rank = len(norm.weight)
     half = (row.shape[1] - rank) // 2

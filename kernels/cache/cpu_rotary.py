@@ -22,7 +22,7 @@ def store_key_value(
     t_slot: torch.Tensor,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.StoreKeyValue`."""
+    """Queries [T, H, D], normed and turned; keys and values go to the pool at t_slot."""
     refuse_other_scales(keys, scales)
     _, kv_heads, head_dim = keys.shape
     tokens = qkv.shape[0]

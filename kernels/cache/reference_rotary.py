@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
 def rotate(
     t_position: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> Rotation:
-    """See `ops.Rotate`."""
+    """Cosines and sines of positions [T] times frequencies [D/2]."""
     angles = (t_position.float()[:, None] * inverse_frequencies)[:, None, :]
     scales = torch.where(inverse_frequencies == 0, 1.0, scale)
     return Rotation((angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype))
@@ -46,7 +46,7 @@ def store_key_value(
     t_slot: torch.Tensor,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.StoreKeyValue`."""
+    """Queries [T, H, D], normed and turned; keys and values go to the pool at t_slot."""
     kv_heads, head_dim = keys.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     split = qkv.view(len(qkv), -1, head_dim)

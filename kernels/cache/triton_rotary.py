@@ -41,7 +41,10 @@ class Angles(NamedTuple):
 def rotate(
     t_position: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> Angles:
-    """See `ops.Rotate`. Sines and cosines stay float32 whatever `dtype`."""
+    """Cosines and sines of positions [T] times frequencies [D/2].
+
+    Sines and cosines stay float32 whatever `dtype`.
+    """
     tokens, half = len(t_position), len(inverse_frequencies)
     angles = Angles(t_position, inverse_frequencies, scale)
     if tokens < MANY_TOKENS:
@@ -71,7 +74,10 @@ def store_key_value(
     t_slot: torch.Tensor,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.StoreKeyValue`. Leaves `qkv` as it is."""
+    """Queries [T, H, D], normed and turned; keys and values go to the pool at t_slot.
+
+    Leaves `qkv` as it is.
+    """
     kv_heads, head_dim = keys.shape[1:]
     tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     heads = all_heads - 2 * kv_heads

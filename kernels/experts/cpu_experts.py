@@ -14,6 +14,7 @@ from tokenpod.kernels.operations.expert_ops import (
     ExpertWeights,
     PrepareExperts,
     Routing,
+    Shared,
     Stack,
 )
 from tokenpod.kernels.operations.ops import FormatProducts, Linear, PrepareLinear
@@ -35,7 +36,9 @@ def experts_of(
         gate_ups = _products(prepare_linear, quantised, weights.gate_up, weights.gate_up_bias)
         downs = _products(prepare_linear, quantised, weights.down, weights.down_bias)
 
-        def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        def add_experts(
+            residual: torch.Tensor, into: torch.Tensor | None = None, shared: Shared | None = None
+        ) -> None:
             x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
             logits = functional.linear(x.float(), router, router_bias)
             scale, chosen = choose(logits, routing, weights.correction)
@@ -47,6 +50,8 @@ def experts_of(
                 inner = act_mul(gate_ups[expert](x.index_select(0, token)), activation)
                 outer = downs[expert](inner).float()
                 total.index_add_(0, token, outer.mul_(scale[picks, None]))
+            if shared is not None:
+                total += shared.gated()
             target = residual if into is None else into
             target += total
 

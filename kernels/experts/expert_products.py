@@ -1,4 +1,4 @@
-"""The products of all experts as one launch, whoever chose whom.
+"""The products of all experts as one launch, whoever chose whom, and the sum of what they make.
 
 An expert's assignments are cut into blocks of BLOCK_T. How many blocks there are is known on the
 device only, but it has a bound, so the grid has its size and what is surplus does nothing. Each
@@ -12,12 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.experts.expert_walks import byte_sums, dense_sums, lane_sums
 from tokenpod.kernels.gpu.launch import await_inputs
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
-from tokenpod.kernels.products.quantised.stored import row_scales, walk_stored
 
 #: Outputs of the sum that one program makes.
 SUM_BLOCK = 1024
+#: Rows of a tile that are gates, then as many that these open, and so on: so far apart, both are in
+#: the registers of one thread, where the matrix unit leaves its sums.
+APART: tl.constexpr = tl.constexpr(8)
 
 
 def most_blocks(assignments: int, experts: int, block_t: int) -> int:
@@ -32,8 +35,6 @@ def product(
     x_scale,
     weight,
     scale,
-    zero,
-    table,
     bias,
     y,
     order,
@@ -43,13 +44,18 @@ def product(
     experts,
     n,
     k,
-    row_bytes,
     columns,
     scale_rows,
     their_columns,
+    FORM: tl.constexpr,
     KIND: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    TABLE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SCALES_APART: tl.constexpr,
     PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PER_GROUP: tl.constexpr,
     PER_THEIR: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -67,94 +73,59 @@ def product(
     """With ACTIVATION from tokens to the table's order, else from there to assignments' own order.
 
     Gated: x [T, k], weight [E, 2n, k], gates first, y [T · K, n]. Else x [T · K, k], weight
-    [E, n, k], y [T · K, n]. The weight is the left factor: its rows are many. The bias, if there is
-    one, has the weight's rows. Of KIND "dense" the weight is numbers; else bytes, rows below each
-    other, which `walk_stored` reads in runs of BLOCK_K inputs: the arguments between are its own.
+    [E, n, k], y [T · K, n]. The bias, if there is one, has the weight's rows. FORM is "dense",
+    "lanes" or "bytes": `expert_walks` has what they need, in steps of BLOCK_K inputs.
     """
-    GATED: tl.constexpr = ACTIVATION != "none"
+    GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
     block, row_block = _swizzled(tl.program_id(0), blocks, tl.cdiv(n, BLOCK_N), GROUP)
-    row = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(row, n - 1).to(tl.int64)
+    tile_row = tl.arange(0, GATES * BLOCK_N)
+    row, half = tile_row, 0
+    if GATES == 2:
+        row = tile_row // (2 * APART) * APART + tile_row % APART
+        half = tile_row // APART % 2
     await_inputs(OVERLAP)
     expert, first, end = _block(start, assignments, experts, block, EXPERTS, BLOCK_T)
     if first < end:
         position = first + tl.arange(0, BLOCK_T)
         is_own = position < end
         assignment = tl.load(order + position, mask=is_own, other=0)
-        source = assignment // PER_TOKEN if GATED else position
+        source = assignment // PER_TOKEN if GATES == 2 else position
         at_x = x + source.to(tl.int64) * k
-        of_expert = expert.to(tl.int64) * n * (2 if GATED else 1)
-        if KIND == "dense":
-            at_w = weight + (of_expert + own) * k
-            at_up = weight + (of_expert + own + n) * k
-            sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-            up_sums = tl.zeros((BLOCK_N, BLOCK_T) if GATED else (1, 1), tl.float32)
-            for start_k in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-                i = start_k + tl.arange(0, BLOCK_K)
-                w = load_tile(at_w[:, None] + i[None, :], i[None, :] < k, EVEN)
-                is_x = is_own[None, :] & ((i[:, None] < k) | EVEN)
-                v = tl.load(at_x[None, :] + i[:, None], mask=is_x, other=0.0)
-                sums = tl.dot(w, v, sums, input_precision="ieee")
-                if GATED:
-                    up = load_tile(at_up[:, None] + i[None, :], i[None, :] < k, EVEN)
-                    up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
+        own = expert.to(tl.int64) * (GATES * n) + half * n
+        own += tl.minimum(row_block * BLOCK_N + row, n - 1)
+        if FORM == "dense":
+            sums = dense_sums(at_x, is_own, weight, own, k, EVEN, BLOCK_K, STAGES)
+        elif FORM == "lanes":
+            sums = lane_sums(
+                at_x, is_own, weight, scale, own, experts * (GATES * n), k, columns,
+                KIND, TABLE, SCALES, ZEROS, SCALES_APART, PLANES, WIDTH, x.dtype.element_ty,
+                ASSEMBLY, EVEN, BLOCK_K // (PLANES * WIDTH), STAGES,
+            )  # fmt: skip
         else:
-            s_at = (of_expert + own) // scale_rows * columns
-            up_at = (of_expert + own + n) // scale_rows * columns
-            sums, up_sums = walk_stored(
-                at_x,
-                is_own,
-                weight + (of_expert + own) * row_bytes,
-                weight + (of_expert + own + n) * row_bytes,
-                x_scale + source * their_columns,
-                scale,
-                zero,
-                table,
-                s_at,
-                up_at,
-                0,
-                tl.cdiv(k, PLANES * BLOCK_K),
-                k,
-                columns,
-                their_columns,
-                KIND,
-                ROUNDED,
-                GATED,
-                x.dtype.element_ty,
-                PLANES,
-                BLOCK_K,
-                PER_GROUP,
-                PER_THEIR,
-                EVEN,
-                ASSEMBLY,
+            at_their = x_scale + source * their_columns
+            sums = byte_sums(
+                at_x, is_own, at_their, weight, scale, own, k, columns, scale_rows, their_columns,
+                KIND, ROUNDED, PER_GROUP, PER_THEIR, x.dtype.element_ty, ASSEMBLY, EVEN, BLOCK_K,
                 STAGES,
-                BLOCK_N,
-                BLOCK_T,
-            )
-            sums = sums.to(tl.float32) * row_scales(scale, s_at, PER_GROUP)
-            if GATED:
-                up_sums = up_sums.to(tl.float32) * row_scales(scale, up_at, PER_GROUP)
-            if ROUNDED and PER_THEIR == 0:
-                theirs = tl.load(x_scale + source, mask=is_own, other=0.0)[None, :]
-                sums *= theirs
-                if GATED:
-                    up_sums *= theirs
+            )  # fmt: skip
         if bias is not None:
-            of_bias = bias + expert.to(tl.int64) * n * (2 if GATED else 1) + own
-            sums += tl.load(of_bias).to(tl.float32)[:, None]
-            if GATED:
-                up_sums += tl.load(of_bias + n).to(tl.float32)[:, None]
-        if GATED:
-            sums = gated_unit(sums, up_sums, ACTIVATION)
-        target = position if GATED else assignment
-        at_y = y + target.to(tl.int64)[None, :] * n + row[:, None]
-        tl.store(at_y, sums.to(y.dtype.element_ty), mask=is_own[None, :] & (row[:, None] < n))
+            sums += tl.load(bias + own).to(tl.float32)[:, None]
+        if GATES == 2:
+            pairs = tl.reshape(sums, (BLOCK_N // APART, 2, APART, BLOCK_T))
+            gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+            sums = tl.reshape(gated_unit(gate, up, ACTIVATION), (BLOCK_N, BLOCK_T))
+        made = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        target = position if GATES == 2 else assignment
+        at_y = y + target.to(tl.int64)[None, :] * n + made[:, None]
+        tl.store(at_y, sums.to(y.dtype.element_ty), mask=is_own[None, :] & (made[:, None] < n))
 
 
 @triton.jit
 def weighted_sum(
     x,
     scale,
+    shared,
+    shared_gate,
     residual,
     residual_stride,
     n,
@@ -162,7 +133,10 @@ def weighted_sum(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Residual [T, n] += Σ scale [T, K] · x [T, K, n] over K, in order, rounded once."""
+    """Residual [T, n] += Σ scale [T, K] · x [T, K, n] over K, in order, rounded once.
+
+    Plus shared [T, n] times the sigmoid of shared_gate [T], where there are such.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     await_inputs(OVERLAP)
@@ -170,6 +144,11 @@ def weighted_sum(
     for place in range(PER_TOKEN):
         one = tl.load(x + (token * PER_TOKEN + place) * n + i, mask=i < n, other=0.0)
         total += tl.load(scale + token * PER_TOKEN + place) * one.to(tl.float32)
+    if shared is not None:
+        beside = tl.load(shared + token * n + i, mask=i < n, other=0.0).to(tl.float32)
+        if shared_gate is not None:
+            beside *= tl.sigmoid(tl.load(shared_gate + token).to(tl.float32))
+        total += beside
     at = residual + token * residual_stride + i
     total += tl.load(at, mask=i < n, other=0.0).to(tl.float32)
     tl.store(at, total.to(residual.dtype.element_ty), mask=i < n)
@@ -203,13 +182,3 @@ def _block(start, assignments, experts, block, EXPERTS: tl.constexpr, BLOCK_T: t
         tl.sum(tl.where(is_it, first + skipped, 0), axis=0),
         tl.sum(tl.where(is_it, end, 0), axis=0),
     )
-
-
-@triton.jit
-def load_tile(at, inside, EVEN: tl.constexpr):
-    """Numbers at `at`, zeros where not inside; EVEN: all are."""
-    if EVEN:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=inside, other=0.0)
-    return tile

@@ -31,17 +31,6 @@ class Tile:
     down: ProductTile
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTile:
-    """Both products of a block for one token; stages of 1 read straight into registers."""
-
-    gate_up: ProductTile
-    down: ProductTile
-
-
-#: Fits everywhere.
-TOKEN_TILE = TokenTile(ProductTile(4, 1024, 4, 1), ProductTile(4, 1024, 4, 3))
-
 #: (most tokens of an expert on average, tile), ascending; the last is for any number.
 Table = tuple[tuple[float, Tile], ...]
 
@@ -51,7 +40,7 @@ TILES: Table = (
     (8, Tile(16, ProductTile(64, 128, 4, 4), ProductTile(64, 128, 4, 4))),
     (24, Tile(32, ProductTile(128, 64, 4, 5), ProductTile(128, 64, 4, 5))),
     (48, Tile(64, ProductTile(128, 64, 4, 4), ProductTile(128, 64, 4, 4))),
-    (ANY, Tile(128, ProductTile(256, 64, 8, 4), ProductTile(256, 64, 8, 3))),
+    (ANY, Tile(128, ProductTile(256, 64, 8, 4), ProductTile(256, 64, 8, 4))),
 )
 
 #: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory).
@@ -66,9 +55,8 @@ SMALL_TILES: Table = (
 WIDE_TILES: Table = ((ANY, Tile(16, ProductTile(64, 32, 4, 2), ProductTile(64, 32, 4, 2))),)
 
 
-#: Of weights in fewer bits, whose tiles are widened in registers: `block_k` is inputs of a byte
-#: each, of which a format may take fewer at a time.
-STORED_TILES: Table = (
+#: Of weights of a byte for each number: a format may have shorter steps than `block_k`.
+BYTE_TILES: Table = (
     # Less than a token for an expert: there are hardly programs enough.
     (0.5, Tile(16, ProductTile(64, 128, 4, 5), ProductTile(64, 128, 4, 5))),
     (8, Tile(16, ProductTile(128, 128, 4, 4), ProductTile(64, 128, 4, 5))),
@@ -77,21 +65,28 @@ STORED_TILES: Table = (
     (ANY, Tile(128, ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 3))),
 )
 
+#: Of weights in lanes, whose tiles are widened in registers: steps of a block of lanes at least.
+LANE_TILES: Table = (
+    (0.5, Tile(16, ProductTile(64, 256, 4, 3), ProductTile(64, 256, 4, 3))),
+    (8, Tile(16, ProductTile(128, 128, 4, 4), ProductTile(128, 128, 4, 4))),
+    (24, Tile(32, ProductTile(128, 128, 4, 4), ProductTile(128, 128, 4, 4))),
+    (48, Tile(64, ProductTile(128, 128, 4, 3), ProductTile(128, 128, 4, 3))),
+    (ANY, Tile(128, ProductTile(256, 128, 8, 4), ProductTile(256, 128, 8, 4))),
+)
 
-def table_for(
-    number_bytes: int, capability: tuple[int, int] | None, *, dense: bool = True
-) -> Table:
+
+def table_for(number_bytes: int, capability: tuple[int, int] | None, form: str = "dense") -> Table:
     """The tiles for numbers of so many bytes; capability None where kernels are interpreted.
 
     Args:
         number_bytes: of the model's numbers.
         capability: of the GPU.
-        dense: whether weights are such numbers, too.
+        form: of the weights: "dense", "bytes" or "lanes", as `expert_stacks` has them.
     """
     if number_bytes == 4:
         return WIDE_TILES
-    if not dense:
-        return STORED_TILES
+    if form != "dense":
+        return LANE_TILES if form == "lanes" else BYTE_TILES
     return TILES if capability is None or HOPPER <= capability < (12, 0) else SMALL_TILES
 
 

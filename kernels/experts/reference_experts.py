@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Routing, Score, Stack
+from tokenpod.kernels.operations.expert_ops import (
+    AddExperts,
+    ExpertWeights,
+    Routing,
+    Score,
+    Shared,
+    Stack,
+)
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.reference_pointwise import act_mul, rms_norm
 
@@ -90,11 +97,16 @@ def _product(
 def prepare_experts(
     weights: ExpertWeights, norm: RowNorm | None, activation: Activation, routing: Routing
 ) -> AddExperts:
-    """See `ops.PrepareExperts`."""
+    """A sparse block, one expert after the other."""
 
-    def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+    def add_experts(
+        residual: torch.Tensor, into: torch.Tensor | None = None, shared: Shared | None = None
+    ) -> None:
         x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
+        made = mixture(x, weights, activation, routing)
+        if shared is not None:
+            made += shared.gated()
         target = residual if into is None else into
-        target += mixture(x, weights, activation, routing)
+        target += made
 
     return add_experts

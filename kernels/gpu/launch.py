@@ -26,6 +26,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: The first compute capability whose kernels can start before their predecessor has ended.
 OVERLAPPING_CAPABILITY = (9, 0)
+#: Bytes of shared memory that a program can have: A100 and H100, and the least of others.
+SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10}
+LEAST_SHARED_BYTES = 99 << 10
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -85,6 +88,12 @@ def launch_options(device: torch.device) -> LaunchOptions:
 def options(overlap: bool) -> LaunchOptions:
     """As launch arguments; the interpreter does not know `launch_pdl`."""
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+
+
+def most_stages(device: torch.device, step: int) -> int:
+    """How many steps of so many bytes a multiprocessor holds, one at least."""
+    held = SHARED_BYTES.get(capability(device) or OVERLAPPING_CAPABILITY, LEAST_SHARED_BYTES)
+    return max(held // step, 1)
 
 
 @triton.jit

@@ -77,15 +77,18 @@ class SymmetricBuffers:
         return x.nbytes <= 4 * self.capacity and x.nbytes % 4 == 0
 
     def sum(self, x: torch.Tensor) -> None:
-        """See `Group.sum`; contiguous numbers of 16 or 32 bits."""
+        """Add up x of all ranks, in place; contiguous numbers of 16 or 32 bits."""
         self._sum(x, x, add=False)
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """See `Group.add`; contiguous numbers of 16 or 32 bits."""
+        """Add the sum of x of all ranks to the residual stream.
+
+        Contiguous numbers of 16 or 32 bits.
+        """
         self._sum(partial, residual, add=True)
 
     def tell(self, tokens: torch.Tensor) -> None:
-        """See `Group.broadcast`; tokens of less than 32 bits."""
+        """Rank 0's x on all ranks; tokens of less than 32 bits."""
         words = len(tokens)
         assert words <= self.capacity, f"{words} tokens; {self.capacity} fit"
         _tell[(triton.cdiv(words, BLOCK),)](

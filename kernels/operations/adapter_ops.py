@@ -187,7 +187,7 @@ class PrepareAdaptedAdd(Protocol):
     """Prepare a product which adapters finish, and which ends in the stream."""
 
     def __call__(self, product: BaseLinear, dense: DenseWeight | None, /) -> AdaptedAdd:
-        """See `PrepareAdaptedLinear`."""
+        """The product of steps in which some tokens have adapters."""
         ...
 
 

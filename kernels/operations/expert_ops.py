@@ -11,13 +11,33 @@ from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.operations.weight import StackedWeight
 
 
+class Shared(NamedTuple):
+    """What a block that works for every token made of the same input: it ends in the same sum."""
+
+    #: [T, hidden], rows contiguous.
+    result: torch.Tensor
+    #: [T, 1]: the sigmoid of it multiplies the result; None: nothing does.
+    gate: torch.Tensor | None = None
+
+    def gated(self) -> torch.Tensor:
+        """[T, hidden] float32, or float64 where the result is."""
+        wide = self.result.to(torch.promote_types(self.result.dtype, torch.float32))
+        return wide if self.gate is None else wide * self.gate.to(wide.dtype).sigmoid()
+
+
 class AddExperts(Protocol):
     """A sparse feed-forward block: reads the residual stream, norms it, adds its result."""
 
-    def __call__(self, residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        into: torch.Tensor | None = None,
+        shared: Shared | None = None,
+    ) -> None:
         """Residual [T, hidden]; the result is added in place to it, or to `into` instead.
 
-        A block that was made without a norm reads what is normed already.
+        A block that was made without a norm reads what is normed already. What is `shared` is
+        added to the result first: all is rounded together, once.
         """
         ...
 

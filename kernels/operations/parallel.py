@@ -23,6 +23,7 @@ from tokenpod.kernels.operations.expert_ops import (
     ExpertWeights,
     PrepareExperts,
     Routing,
+    Shared,
 )
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.ops import AddLinear, Operations, PrepareAddLinear
@@ -100,9 +101,11 @@ def _prepare_experts(prepare_experts: PrepareExperts, group: Group) -> PrepareEx
             weights = weights._replace(down_bias=None)
         block = prepare_experts(weights, norm, activation, routing)
 
-        def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        def add_experts(
+            residual: torch.Tensor, into: torch.Tensor | None = None, shared: Shared | None = None
+        ) -> None:
             partial = torch.zeros_like(residual)
-            block(residual, partial)
+            block(residual, partial, shared)
             group.add(partial, residual if into is None else into)
 
         return add_experts

@@ -27,7 +27,7 @@ _F = np.float32
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See `ops.RmsNorm`."""
+    """Rows of x divided by the root of their mean square, times weight [n]."""
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -39,7 +39,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `ops.ActMul`."""
+    """Activation(gate) · up [T, n] of both beside each other [T, 2n]."""
     if activation is not Activation.SILU:
         return cpu.act_mul(gate_up, activation)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

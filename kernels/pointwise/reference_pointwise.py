@@ -31,7 +31,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
-    """See `ops.Embed`."""
+    """Rows of the table [V, n] by tokens [T]: [T, n]."""
     x = table[t_token]
     if add is not None:
         add(x, t_token)
@@ -39,7 +39,7 @@ def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = No
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See `ops.RmsNorm`."""
+    """Rows of x divided by the root of their mean square, times weight [n]."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     # Rounded before the weight is applied, as in the models' own training code.
@@ -49,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """See `ops.LayerNorm`."""
+    """Rows of x less their mean, divided by their deviation, times weight [n] plus bias [n]."""
     if weight is None or weight.dtype == x.dtype:
         return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
     wide = None if bias is None else bias.to(weight.dtype)
@@ -59,12 +59,12 @@ def layer_norm(
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `ops.Activate`."""
+    """The activation of each number."""
     return ACTIVATIONS[activation](x)
 
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `ops.ActMul`."""
+    """Activation(gate) · up [T, n] of both beside each other [T, 2n]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation is Activation.SWIGLU_CLAMPED:
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)

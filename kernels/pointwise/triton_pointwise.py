@@ -19,7 +19,7 @@ SWIGLU_LIMIT: tl.constexpr = tl.constexpr(reference.SWIGLU_LIMIT)
 
 
 def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
-    """See `ops.Embed`."""
+    """Rows of the table [V, n] by tokens [T]: [T, n]."""
     x = table.index_select(0, t_token)
     if add is not None:
         add(x, t_token)
@@ -27,7 +27,7 @@ def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = No
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See `ops.RmsNorm`."""
+    """Rows of x divided by the root of their mean square, times weight [n]."""
     n = x.shape[-1]
     rows = x.reshape(-1, n)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -49,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """See `ops.LayerNorm`."""
+    """Rows of x less their mean, divided by their deviation, times weight [n] plus bias [n]."""
     rows, n = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(n)
@@ -69,7 +69,7 @@ def layer_norm(
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `ops.Activate`."""
+    """The activation of each number."""
     tokens, n = x.shape
     out = torch.empty_like(x)
     _activate[(tokens, triton.cdiv(n, GATE_BLOCK))](
@@ -85,7 +85,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `ops.ActMul`."""
+    """Activation(gate) · up [T, n] of both beside each other [T, 2n]."""
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, n), dtype=gate_up.dtype, device=gate_up.device)
     _act_mul[(tokens, triton.cdiv(n, GATE_BLOCK))](
@@ -174,7 +174,10 @@ def _act_mul(
 
 @triton.jit
 def gated_unit(gate, up, ACTIVATION: tl.constexpr):
-    """See `ops.ActMul`; gates and what they open float32."""
+    """Activation(gate) · up [T, n] of both beside each other [T, 2n].
+
+    Gates and what they open float32.
+    """
     if ACTIVATION == "swiglu_clamped":
         # Not minima: NaN must stay NaN.
         gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)

@@ -26,7 +26,10 @@ _F = np.float32
 
 
 def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
-    """See `Int8Weight.multiply`; for inputs of any float type, summed in float32."""
+    """The product x · weightᵀ + bias of inputs that are rounded if the format says so.
+
+    For inputs of any float type, summed in float32.
+    """
     numbers, scale = weight.numbers.contiguous(), weight.scale.contiguous()
     n, k = numbers.shape
     offset = torch.zeros(n) if bias is None else bias.float().contiguous()

@@ -305,7 +305,10 @@ def _product(planes: int, bits: int, dtype: torch.dtype) -> Loop:
 
 
 def prepare_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Linear | None:
-    """See `ops.FormatProducts.linear`; None: not this processor, or not this weight."""
+    """The product x · weightᵀ + bias with a weight of the format.
+
+    None: not this processor, or not this weight.
+    """
     rounding, (outputs, inputs) = weight.rounding, weight.shape
     if not available() or inputs > MOST_IN_GROUP:
         return None
@@ -323,7 +326,10 @@ def prepare_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Linear | None
 
 
 def prepare_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Linear | None:
-    """See `ops.FormatProducts.linear`; None: not this processor, or not this weight."""
+    """The product x · weightᵀ + bias with a weight of the format.
+
+    None: not this processor, or not this weight.
+    """
     inputs = weight.width
     group = min(weight.group, inputs)
     if not available() or group > MOST_IN_GROUP or weight.index is not None:

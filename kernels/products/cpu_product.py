@@ -26,7 +26,10 @@ LAYOUT_ROWS = 32
 
 
 def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """See `ops.PrepareLinear`. Keeps a copy of `weight` in another layout, not `weight`."""
+    """The product x · weightᵀ + bias with a weight [out, in].
+
+    Keeps a copy of `weight` in another layout, not `weight`.
+    """
     if not can_lay_out(weight.dtype):
         return reference.prepare_linear(weight, bias)
     laid_out = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), LAYOUT_ROWS)
@@ -45,7 +48,10 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
-    """See `Int8Weight.multiply`. May keep a copy of `weight` in another layout, not `weight`."""
+    """The product x · weightᵀ + bias of inputs that are rounded if the format says so.
+
+    May keep a copy of `weight` in another layout, not `weight`.
+    """
     # Not above: that package is made of this one.
     from tokenpod.kernels.products import compiled_int8 as int8
     from tokenpod.kernels.products import compiled_whole as whole
@@ -54,7 +60,10 @@ def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear
 
 
 def prepare_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> Linear:
-    """See `Int4Weight.multiply`. May keep a copy of `weight` in another layout, not `weight`."""
+    """The product x · weightᵀ + bias.
+
+    May keep a copy of `weight` in another layout, not `weight`.
+    """
     from tokenpod.kernels.products import compiled_whole as whole
 
     made = whole.prepare_int4(weight, bias)

@@ -37,7 +37,7 @@ class RanksOut(NamedTuple):
 
     #: [T · n / outputs a word] int32: the residual stream's memory.
     residual: torch.Tensor
-    #: See `SymmetricBuffers`, as the next two.
+    #: Of `SymmetricBuffers`, as the next two.
     addresses: torch.Tensor
     counts: torch.Tensor
     capacity: int

@@ -9,6 +9,6 @@ from tokenpod.kernels.operations.ops import Linear
 
 
 def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """See `ops.PrepareLinear`."""
+    """The product x · weightᵀ + bias with a weight [out, in]."""
 
     return lambda x: functional.linear(x, weight, bias)

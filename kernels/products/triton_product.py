@@ -30,7 +30,7 @@ BULK_BYTES = 16
 def prepare_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> Linear:
-    """See `ops.PrepareLinear`; `tiles` None means those measured."""
+    """The product x · weightᵀ + bias with a weight [out, in]; `tiles` None means those measured."""
     table, (n, k) = table_for(weight, tiles), weight.shape
 
     def linear(x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,10 @@ def prepare_norm_linear(
     activation: Activation | None,
     tiles: Tiles | None = None,
 ) -> Linear:
-    """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
+    """The product norm(x) · weightᵀ + bias, gated if there is an activation.
+
+    One kernel for a handful of tokens.
+    """
     table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
 
@@ -73,7 +76,7 @@ def prepare_norm_linear(
 def prepare_add_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AddLinear:
-    """See `ops.PrepareAddLinear`: the sum is made where the product ends."""
+    """The product residual += x · weightᵀ + bias: the sum is made where the product ends."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     transposed = weight.t()
 
@@ -96,7 +99,10 @@ def prepare_sum_linear(
     apart: AddLinear,
     tiles: Tiles | None = None,
 ) -> AddLinear:
-    """See `ops.PrepareSumLinear`: one kernel for few tokens, whose programs join their outputs."""
+    """The product residual += Σ (x · weightᵀ + bias) over ranks.
+
+    One kernel for few tokens, whose programs join their outputs.
+    """
     table, (n, k) = table_for(weight, tiles), weight.shape
 
     def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -113,9 +119,9 @@ def prepare_sum_linear(
 class MoreRows(NamedTuple):
     """First factors of one token's adapter, as rows behind the weight's: a kernel's argument."""
 
-    #: See `AdapterWeights`, whose strides follow.
+    #: Of `AdapterWeights`, whose strides follow.
     down: torch.Tensor
-    #: [1] int64, see `PlanAdapters`, as the next.
+    #: [1] int64, of `PlanAdapters`, as the next.
     t_adapter: torch.Tensor
     ranks: torch.Tensor
     #: [parts · width] float32, written.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 
 from tokenpod.core.model_files import small_files
-from tokenpod.models.convert.gguf_blocks import FORMATS, dequantised
 from tokenpod.models.convert.gguf_config import ARCHITECTURES, Architecture, Metadata, config_of
 from tokenpod.models.convert.gguf_parts import parts_of, read_parts
 from tokenpod.models.convert.source import copy_files
@@ -111,8 +111,8 @@ class Gguf:
 
     def _planned(self, name: str, tensor: Any) -> Planned:
         kind = tensor.tensor_type.name
-        if kind not in _PLAIN and kind not in FORMATS:
-            known = ", ".join([*_PLAIN, *FORMATS])
+        if kind not in _PLAIN and kind not in block_formats():
+            known = ", ".join([*_PLAIN, *block_formats()])
             raise self._data.error(f"{name} is {kind}, which is not supported (supported: {known})")
         shape = tuple(int(size) for size in reversed(tensor.shape))
         dtype = _PLAIN.get(kind, self._dtype)
@@ -160,10 +160,33 @@ def _numbers(tensor: Any, kind: str, dtype: torch.dtype, shape: tuple[int, ...])
     stored = np.ascontiguousarray(tensor.data)
     if kind in _PLAIN:
         return torch.from_numpy(stored.reshape(-1).view(np.uint8).copy()).view(dtype).view(shape)
+    from gguf.quants import dequantize
+
     rows = stored.reshape(-1, stored.shape[-1])
     made = torch.empty((len(rows), shape[-1]), dtype=dtype)
     step = max(_PIECE // shape[-1], 1)
     for start in range(0, len(rows), step):
-        piece = dequantised(rows[start : start + step], kind)
+        # A damaged file's scales may be infinite: then so are its numbers.
+        with np.errstate(all="ignore"):
+            piece = dequantize(rows[start : start + step], tensor.tensor_type)
         made[start : start + step] = torch.from_numpy(piece)
     return made.view(shape)
+
+
+@cache
+def block_formats() -> tuple[str, ...]:
+    """Names of the formats whose numbers the gguf package makes floats of."""
+    import gguf
+
+    return tuple(kind.name for kind in gguf.GGMLQuantizationType if _is_read(kind))
+
+
+def _is_read(kind: Any) -> bool:
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return kind.name not in _PLAIN

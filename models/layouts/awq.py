@@ -29,6 +29,8 @@ class AwqScheme:
     """Of one module."""
 
     grouping: Grouping
+    #: Whether groups must have zeros; where they need not, some writers store the middle.
+    zeros: bool = True
 
     @property
     def format(self) -> str:
@@ -38,15 +40,19 @@ class AwqScheme:
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
         """See `Scheme`."""
         groups, columns = self.grouping.count(inputs), words(outputs, _BITS)
-        return {
+        found: dict[str, StoredTensor] = {
             ".qweight": StoredTensor((inputs, columns), _WORDS),
-            ".qzeros": StoredTensor((groups, columns), _WORDS),
             ".scales": StoredTensor((groups, outputs), FLOATS),
         }
+        return {**found, **(self._zeros(outputs, inputs) if self.zeros else {})}
 
     def optional(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """Nothing."""
-        return {}
+        """Zeros that need not be there."""
+        return {} if self.zeros else self._zeros(outputs, inputs)
+
+    def _zeros(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
+        columns = words(outputs, _BITS)
+        return {".qzeros": StoredTensor((self.grouping.count(inputs), columns), _WORDS)}
 
     def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """See `Scheme`."""
@@ -62,7 +68,8 @@ class AwqScheme:
             return unpacked_awq(module.read(ending, rows, columns))[:, own].t().contiguous()
 
         scale = module.read(".scales", groups, outputs).t()
-        weight = self.grouping.held(of(".qweight", read), scale, of(".qzeros", groups))
+        zero = of(".qzeros", groups) if ".qzeros" in module else None
+        weight = self.grouping.held(of(".qweight", read), scale, zero)
         part = range(inputs.start - read.start, inputs.stop - read.start)
         return weight if len(part) == len(read) else weight.inputs(part)
 
@@ -89,7 +96,8 @@ def read_awq(fields: Fields) -> AwqLayout:
     version = fields.first("format", "version")
     fields.only(version, "gemm", "GEMM")
     fields.only("backend", "autoawq", "auto")
-    fields.only("zero_point", True)
+    zeros = fields.flag("zero_point", True)
     bits = fields.one_of(fields.first("w_bit", "bits"), (_BITS,))
     size = group_size(fields, fields.first("q_group_size", "group_size"))
-    return AwqLayout(AwqScheme(Grouping(bits, size)), patterns_of(fields, "modules_to_not_convert"))
+    scheme = AwqScheme(Grouping(bits, size), zeros)
+    return AwqLayout(scheme, patterns_of(fields, "modules_to_not_convert"))

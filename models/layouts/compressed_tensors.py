@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
+from tokenpod.models.layouts.float4 import Float4Scheme
 from tokenpod.models.layouts.floats import Block, Fp8Scheme
 from tokenpod.models.layouts.fp8 import block_of
 from tokenpod.models.layouts.gptq import group_size
@@ -24,6 +25,11 @@ from tokenpod.models.layouts.patterns import named, patterns_of
 _LINEAR = "Linear"
 _INTEGERS = ("int-quantized", "naive-quantized")
 _FLOATS = ("float-quantized", "naive-quantized")
+#: Of 4 bits with an exponent: how scales are said to be shared, and by how many inputs.
+_FLOATS_4 = {
+    "nvfp4-pack-quantized": ("nvfp4", "tensor_group", 16),
+    "mxfp4-pack-quantized": ("mxfp4", "group", 32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,14 @@ def _group_size(weights: Fields) -> int | None:
 
 
 def _floats(weights: Fields, inputs: Fields | None, form: str, config: Fields) -> Scheme:
+    if form in _FLOATS_4:
+        name, strategy, size = _FLOATS_4[form]
+        weights.one_of("num_bits", (4,))
+        weights.only("symmetric", True)
+        weights.only("strategy", strategy)
+        weights.only("group_size", size)
+        weights.only("actorder", "weight", "static", False)
+        return Float4Scheme(name)
     if form not in _FLOATS:
         raise _unknown(config, form)
     weights.one_of("num_bits", (8,))
@@ -154,5 +168,6 @@ def _rounding(inputs: Fields, number: Number, kind: str) -> tuple[Rounding, bool
 def _unknown(config: Fields, form: str) -> ModelError:
     return ModelError(
         f"{config.source}: format {form!r} is not supported (supported: 'pack-quantized', "
-        "'int-quantized', 'float-quantized', 'naive-quantized', each with its type of weights)"
+        "'int-quantized', 'float-quantized', 'naive-quantized', 'nvfp4-pack-quantized', "
+        "'mxfp4-pack-quantized', each with its type of weights)"
     )

@@ -62,9 +62,11 @@ def check(
         compare(model.dtype, noise, got, wanted, f"{way} {than}", why + "attention function")
 
 
-def check_text(vocabulary: int, padding: int | None, device: torch.device) -> torch.Tensor:
-    """[TOKENS] int64: many tokens of a vocabulary, none of which is for padding."""
-    tokens = torch.arange(TOKENS, device=device) * 7919 % vocabulary
+def check_text(
+    vocabulary: int, padding: int | None, device: torch.device, length: int = TOKENS
+) -> torch.Tensor:
+    """[length] int64: many tokens of a vocabulary, none of which is for padding."""
+    tokens = torch.arange(length, device=device) * 7919 % vocabulary
     return tokens if padding is None else torch.where(tokens == padding, padding + 1, tokens)
 
 
@@ -104,7 +106,7 @@ class Steps:
         self, model: TransformersModel, tokens: torch.Tensor, prompt: int = TOKENS
     ) -> None:
         self._model, self._tokens, self._prompt = model, tokens, prompt
-        room = 6 * TOKENS
+        room = 6 * max(TOKENS, len(tokens))
         self._pool = model.pool_class(
             layouts=model.config.kv_layouts, slots=room, dtype=model.dtype, device=tokens.device
         )
@@ -134,6 +136,18 @@ class Steps:
         self._run((text, FIRST))
         self._run((other, FIRST + ahead))
         return torch.cat([self._run((text, 1), (other, 1))[0] for _ in range(TOKENS - FIRST)])
+
+    def far_apart(self, short: int, follow: int) -> list[torch.Tensor]:
+        """[follow, vocabulary] of the text and of its first `short` tokens, each one's last.
+
+        They follow prompts one token per step, both texts in one batch.
+        """
+        both = self._tokens, self._tokens[:short]
+        texts = [self._text(tokens, len(tokens) - follow) for tokens in both]
+        for text in texts:
+            self._run((text, len(text.tokens) - follow))
+        steps = [self._run(*((text, 1) for text in texts)) for _ in range(follow)]
+        return [torch.cat(each) for each in zip(*steps, strict=True)]
 
     def _text(self, tokens: torch.Tensor, prompt: int | None = None) -> _Text:
         text = _Text(row=len(self._texts), tokens=tokens, first_slot=self._used)

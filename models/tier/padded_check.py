@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +25,28 @@ from tokenpod.models.tier.spec import TierSpec
 PROMPT = 9
 #: By how much another text is longer, where lengths may differ.
 _AHEAD = 2
+#: Of a long text, at most; of a short one where states don't grow; and how many of their tokens
+#: follow prompts.
+LONG, SHORT, FOLLOW = 254, 13, 4
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """What transformers says of a text without any cache."""
+
+    model: Any
+    #: The decoder's first token, if there is an encoder.
+    start: int | None
+
+    def logits(self, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+        """[n, vocabulary] of tokens [n]; with an encoder from the last of the prompt on."""
+        if self.start is None:
+            logits: torch.Tensor = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+            return logits
+        decoder = torch.cat((tokens.new_tensor([self.start]), tokens[prompt:]))
+        named = {"input_ids": tokens[None, :prompt], "decoder_input_ids": decoder[None]}
+        logits = self.model(**named, use_cache=False).logits[0]
+        return logits
 
 
 class Trials:
@@ -32,9 +56,8 @@ class Trials:
         spec: what is known of it.
         cached: the model.
         ops: of its device.
-        tokens: [TOKENS] int64.
-        expected: [n, vocabulary]: logits by transformers, at all positions, or from the last of a
-            prompt that an encoder reads.
+        tokens: [n] int64, from TOKENS to LONG: as many as the model has positions.
+        at_once: what it says by itself.
     """
 
     def __init__(
@@ -43,10 +66,13 @@ class Trials:
         cached: Cached,
         ops: Operations,
         tokens: torch.Tensor,
-        expected: torch.Tensor,
+        at_once: AtOnce,
     ) -> None:
         self._spec, self._cached, self._ops = spec, cached, ops
-        self._tokens, self._expected = tokens, expected
+        self._long, self._tokens = tokens, tokens[:TOKENS]
+        self._at_once = at_once
+        with running("by itself"):
+            self._expected = at_once.logits(self._tokens, PROMPT)
 
     def abilities(self) -> Abilities:
         """Raises NotServed if something is wrong that can't be done without."""
@@ -61,9 +87,27 @@ class Trials:
         widest = Together.PADDED if self._cached.grows else Together.ANY
         for together in (widest, Together.ALIKE):
             more = Abilities(together, can.continues)
-            if self._does("in a batch", more):
+            if self._does("in a batch", more) and self._mixes_lengths(more):
                 return more
         return can
+
+    def _mixes_lengths(self, can: Abilities) -> bool:
+        """Whether a short text beside a long one, in one batch, is what both are alone."""
+        prompt, short = len(self._long) - FOLLOW, SHORT
+        if can.together is Together.ALIKE or prompt < TOKENS:
+            return True
+        if can.together is Together.PADDED:  # no shorter one is in a batch with it
+            short = (1 << (prompt.bit_length() - 1)) + FOLLOW
+        model = PaddedModel(self._spec, self._cached, self._ops, can)
+        try:
+            with running("in a batch of a long and a short text"):
+                got = Steps(model, self._long).far_apart(short, FOLLOW)
+            for logits, tokens in zip(got, (self._long, self._long[:short]), strict=True):
+                wanted = self._at_once.logits(tokens, len(tokens) - FOLLOW)[-FOLLOW:]
+                compare(model.dtype, 0.0, logits, wanted, "beside a longer text", "masks")
+        except NotServed:
+            return False
+        return True
 
     def _does(self, way: str, can: Abilities) -> bool:
         try:

@@ -20,7 +20,7 @@ from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.halves import Halves
 from tokenpod.models.tier.load import made_on_meta, widest_of
 from tokenpod.models.tier.padded import Cached, PaddedModel
-from tokenpod.models.tier.padded_check import PROMPT, Trials, running
+from tokenpod.models.tier.padded_check import LONG, AtOnce, Trials, running
 from tokenpod.models.tier.spec import TierSpec
 from tokenpod.models.tier.trees import tensor_bytes
 from tokenpod.models.tier.weights import load_weights
@@ -90,16 +90,16 @@ class PaddedLoader:
         tensors = TextTensors(checkpoint, self._nesting)
         model = load_weights(self._class, self._config, tensors, dtype, progress).to(device)
         padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-        tokens = check_text(self.spec.vocab_size, padding, device)
+        length = max(min(LONG, self.spec.max_positions), TOKENS)
+        tokens = check_text(self.spec.vocab_size, padding, device, length)
         start = _first_token(model.config)
         with torch.inference_mode():
-            with running("by itself"):
-                expected = _by_transformers(model, tokens, start)
             cached = Cached(Halves(model), start)
             with running("with its cache"):
-                size = _sizes(cached, tokens)
+                size = _sizes(cached, tokens[:TOKENS])
             cached.grows = size.token_bytes > 0
-            can = Trials(self.spec.with_state(size), cached, ops, tokens, expected).abilities()
+            spec, at_once = self.spec.with_state(size), AtOnce(model, start)
+            can = Trials(spec, cached, ops, tokens, at_once).abilities()
         return PaddedModel(self.spec.with_state(size), cached, ops, can, tensors.unused)
 
 
@@ -111,17 +111,6 @@ def _first_token(config: Any) -> int | None:
     if not isinstance(found, int):
         raise NotServed("config.json has no decoder_start_token_id")
     return found
-
-
-def _by_transformers(model: Any, tokens: torch.Tensor, start: int | None) -> torch.Tensor:
-    """[TOKENS, vocabulary] logits; where an encoder reads the prompt, of its last token on."""
-    if start is None:
-        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
-        return logits
-    decoder = torch.cat((tokens.new_tensor([start]), tokens[PROMPT:]))
-    named = {"input_ids": tokens[None, :PROMPT], "decoder_input_ids": decoder[None]}
-    logits = model(**named, use_cache=False).logits[0]
-    return logits
 
 
 def _sizes(cached: Cached, tokens: torch.Tensor) -> OwnState:

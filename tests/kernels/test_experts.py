@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tokenpod.kernels.backends import compiled, cpu, reference
 from tokenpod.kernels.experts.reference_experts import choose, mixture
-from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score, Shared
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.operations.weight import StackedWeight
 from tokenpod.kernels.products.formats import MADE_AT_LOAD
@@ -148,6 +148,21 @@ def test_every_kind_of_router(tokens, routing, case, draw):
         block = ops.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
         block(residual, got)
         torch.testing.assert_close((got - residual).double(), truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_shared_is_rounded_with_the_sum(dtype, gated, case, draw):
+    residual, weights, norm = case(6, dtype)
+    made, gate = draw(6, HIDDEN, dtype=dtype), draw(6, 1, dtype=dtype) if gated else None
+    truth = residual.double() + truth_of(residual, weights, norm, Routing(2, True))
+    truth += made.double() * (1.0 if gate is None else gate.double().sigmoid())
+    for ops in (reference.OPERATIONS, *cpu_operations(dtype)):
+        got = residual.clone()
+        block = ops.prepare_experts(weights, norm, Activation.SILU, Routing(2, True))
+        block(got, None, Shared(made, gate))
+        error = (got.double() - truth).norm() / truth.norm()
+        assert error < 8 * torch.finfo(dtype).eps
 
 
 def by_hand(logits, correction, routing):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.steps.hand_scheduler import HandScheduler
-from support.steps.lockstep import in_lockstep
+from support.steps.lockstep import LockstepGroup, in_lockstep
 from support.steps.walks import TOLERANCE, walk
 from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading
@@ -76,6 +76,22 @@ def test_its_ranks_say_what_transformers_says(kind, world, golden, text, monkeyp
     expected = torch.cat(checkpoint.logprobs_of([tokens, other]))
     ours = walk_of_ranks(checkpoint.folder, world, tokens, other)
     torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_shared_expert_costs_ranks_no_sum_of_its_own(golden, text, monkeypatch):
+    """Of each layer and step there are two: of attention, and of all experts."""
+    folder, adds = golden("qwen2-moe").folder, []
+    add = LockstepGroup.add
+
+    def counted(group, partial, residual):
+        if group.rank == 0:
+            adds.append(len(partial))
+        add(group, partial, residual)
+
+    monkeypatch.setattr(LockstepGroup, "add", counted)
+    walk_of_ranks(folder, 2, text(30, seed=5), text(9, seed=6))
+    steps, layers = 3, load(folder).config.layers
+    assert len(adds) == 2 * steps * len(layers)
 
 
 @pytest.mark.sampled(7, "slow")

@@ -32,6 +32,7 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.tier import padded
 from tokenpod.models.tier.padded import Abilities, Together
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -150,6 +151,19 @@ def test_rows_that_are_mixed_up_in_a_batch_are_left_alone(golden, monkeypatch):
         lambda self, x, **named: plain(self, x.flip(0), **named),
     )
     assert Engine(golden("mamba2").folder).model.can == Abilities(Together.ALONE, continues=True)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "jamba"], indirect=True)
+def test_lengths_are_mixed_only_if_a_long_and_a_short_text_are_right(name, golden, monkeypatch):
+    """A mask that is right for the first tokens of texts alone is found out."""
+    right = padded._mask
+
+    def mask(lengths, count, device):
+        made = right(lengths, count, device)
+        return made if max(lengths) < 32 else torch.ones_like(made)
+
+    monkeypatch.setattr(padded, "_mask", mask)
+    assert load(golden(name).folder).can.together is Together.ALIKE
 
 
 def test_memory_decides_how_many_rows_there_are(engine_of):

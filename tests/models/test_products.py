@@ -113,7 +113,7 @@ def test_a_weight_in_another_layout_is_held_once_however_many_products_are_made_
     products = Products(triton.OPERATIONS, weights, delta=lambda name, step: None)
     with pytest.MonkeyPatch.context() as patch:
         before = lanes._of_int4
-        patch.setattr(lanes, "_of_int4", lambda weight: made.append(before(weight)) or made[-1])
+        patch.setattr(lanes, "_of_int4", lambda *given: made.append(before(*given)) or made[-1])
         products.norm_linear("up", RowNorm(torch.ones(128), 1e-5), Activation.SILU)
     assert len(made) == 1
     assert made[0] is not None

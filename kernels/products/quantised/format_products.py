@@ -15,7 +15,7 @@ from tokenpod.kernels.products.quantised.quantised_tiles import Tiles
 def prepare_linear(
     weight: AnyFormat, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> Linear:
-    """See `ops.PrepareLinear`; `tiles` None means those measured."""
+    """The product x · weightᵀ + bias with a weight [out, in]; `tiles` None means those measured."""
     return _linear(weight, bias, Around(), tiles)
 
 
@@ -26,14 +26,14 @@ def prepare_norm_linear(
     activation: Activation | None,
     tiles: Tiles | None = None,
 ) -> Linear:
-    """See `ops.PrepareNormLinear`."""
+    """The product norm(x) · weightᵀ + bias, gated if there is an activation."""
     return _linear(weight, bias, Around(norm, activation), tiles)
 
 
 def prepare_add_linear(
     weight: AnyFormat, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AddLinear:
-    """See `ops.PrepareAddLinear`."""
+    """The product residual += x · weightᵀ + bias."""
     product = prepare_product(weight, bias, Around(add=True), tiles)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:

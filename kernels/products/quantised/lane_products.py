@@ -15,19 +15,26 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.gpu.launch import (
+    await_inputs,
+    capability,
+    launch_options,
+    most_stages,
+)
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
 from tokenpod.kernels.products.quantised.around import Around, Product, put
-from tokenpod.kernels.products.quantised.lane_widening import lane_unit, scaled_planes
+from tokenpod.kernels.products.quantised.lane_widening import lane_unit, widened_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes
 from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, measured
-from tokenpod.kernels.products.quantised.widening import halves
 from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
+#: Versions of Triton with which the table's `described` tiles were tried.
+DESCRIBED_TRITON = "3.6."
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
 
@@ -38,13 +45,20 @@ def prepare_lanes(
     """The product with a weight in lanes: of inputs of 16 bits by the kernel here."""
     chosen = tiles or measured(capability(weight.numbers.device))
     kind = kind_of_lanes(weight)
+    # Of what came out right on a GPU. Other tiles that are described, and as little different as
+    # in the steps under way, came out wrong: a form is let in when the tests for GPUs have passed.
+    # Who brings tiles tries them.
+    trusted = triton.__version__.startswith(DESCRIBED_TRITON)
+    described = tiles is not None or (trusted and weight.kind == "int4" and not weight.zeros)
 
     def product(x: torch.Tensor, y: torch.Tensor) -> None:
         if around.norm is not None:
             x = rms_norm(x, around.norm.weight, around.norm.epsilon)
         if weight.order is not None:
             x = x.index_select(1, weight.order)
-        tile = chosen.choose(kind, *weight.shape, len(x)) if x.itemsize <= 2 else None
+        tile = None
+        if x.itemsize <= 2:
+            tile = chosen.choose(kind, *weight.shape, len(x), described=described)
         if isinstance(tile, LaneTile):
             multiply_lanes(x, weight, bias, y, around.activation, around.add, tile)
         else:
@@ -89,9 +103,15 @@ def multiply_lanes(
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
     even = weight.blocks * weight.width % (lanes * tile.parts * splits) == 0
+    columns = max(tile.parts * block_t, LEAST_COLUMNS)
+    # Lanes, words of a scale each, and inputs.
+    step = gates * tile.parts * block_n * (2 * lanes + 4) + 2 * weight.planes * lanes * columns
+    described = tile.described and lanes % weight.width == 0 and _can_describe(x, tile)
     lane_product[(triton.cdiv(n, block_n) * triton.cdiv(tokens, block_t), splits)](
-        *(x, weight.numbers, weight.scale, bias, target),
+        TensorDescriptor.from_tensor(x, [block_t, weight.planes * lanes]) if described else x,
+        *(weight.numbers, weight.scale, bias, target),
         *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.blocks),
+        DESCRIBED=described,
         KIND=weight.kind,
         TABLE=weight.table,
         SCALES=weight.scales,
@@ -105,16 +125,24 @@ def multiply_lanes(
         EVEN=weight.inputs % block == 0 and even,
         SPLITS=splits,
         PARTS=tile.parts,
-        COLUMNS=max(tile.parts * block_t, LEAST_COLUMNS),
+        COLUMNS=columns,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
-        STAGES=tile.stages,
+        STAGES=min(tile.stages, most_stages(y.device, step)),
         num_warps=tile.warps,
         **launch_options(y.device),
     )
     if splits > 1:
         add_up(target, bias, y, add=add)
+
+
+def _can_describe(x: torch.Tensor, tile: LaneTile) -> bool:
+    """Whether the tensor memory engine can fetch blocks of the inputs."""
+    generation = capability(x.device)
+    has_engine = generation is None or generation >= (9, 0)
+    whole = tile.parts == 1 and tile.block_t >= LEAST_COLUMNS
+    return has_engine and whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -130,6 +158,7 @@ def lane_product(
     n,
     k,
     blocks,
+    DESCRIBED: tl.constexpr,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
     SCALES: tl.constexpr,
@@ -164,7 +193,7 @@ def lane_product(
     SOME: tl.constexpr = min(LANES, WIDTH)
     SUB: tl.constexpr = WIDTH // SOME
     INPUTS: tl.constexpr = PLANES * LANES
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    DTYPE: tl.constexpr = x.dtype if DESCRIBED else x.dtype.element_ty
     row_lanes = blocks * WIDTH
     share = tl.cdiv(tl.cdiv(row_lanes, LANES), PARTS * SPLITS)
     blocks_t = tl.cdiv(tokens, BLOCK_T)
@@ -179,7 +208,7 @@ def lane_product(
     first_of_row = (tl.program_id(1) * PARTS + row_part) * share
     first = (tl.program_id(1) * PARTS + part) * share
     at_w = weight + own.to(tl.int64) * row_lanes
-    at_x = x + token.to(tl.int64) * x_stride
+    at_x = token.to(tl.int64) * x_stride
     rows = GATES * n
     if AHEAD > 0:
         start = tl.program_id(1) * PARTS * share * LANES
@@ -196,18 +225,18 @@ def lane_product(
         of_step = tl.arange(0, INPUTS)[:, None]
         i = its // SUB * (PLANES * WIDTH) * BLOCKS + its % SUB * SOME
         i += of_step // SOME * WIDTH + of_step % SOME
-        v = tl.load(at_x[None, :] + i, mask=_inside(is_x[None, :], i, k, EVEN), other=0.0)
-        lane = ((first_of_row + step) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
-        packed = _load(at_w[:, None] + lane, lane < row_lanes, EVEN)
-        packed = tl.reshape(packed, (ALL, BLOCKS, SOME))
-        block = ((first_of_row + step) // SUB * BLOCKS)[:, None] + tl.arange(0, BLOCKS)[None, :]
-        s, z = _scales(scale, own[:, None], block, blocks, rows, SCALES, ZEROS, PLANES, EVEN)
-        w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
-        if PLANES == 4:
-            w = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 1, 3, 4, 2))
+        if DESCRIBED:
+            # Beyond the last input and token it gives zeros.
+            v = tl.trans(x.load([block_t * BLOCK_T, (tl.program_id(1) * share + step) * INPUTS]))
         else:
-            w = tl.permute(tl.join(w0, w1), (0, 1, 3, 2))
-        w = tl.reshape(w, (ALL, INPUTS))
+            inside = _inside(is_x[None, :], i, k, EVEN)
+            v = tl.load(x + at_x[None, :] + i, mask=inside, other=0.0)
+        lane = ((first_of_row + step) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+        block = ((first_of_row + step) // SUB * BLOCKS)[:, None] + tl.arange(0, BLOCKS)[None, :]
+        w = widened_lanes(
+            at_w, scale, own, lane, block, row_lanes, blocks, rows,
+            KIND, TABLE, SCALES, ZEROS, PLANES, SOME, DTYPE, ASSEMBLY, EVEN,
+        )  # fmt: skip
         sums = tl.dot(w, v, sums, input_precision="ieee")
     sums *= lane_unit(KIND, ZEROS, DTYPE, ASSEMBLY)
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
@@ -219,57 +248,6 @@ def lane_product(
 @triton.jit
 def _inside(is_x, i, k, EVEN: tl.constexpr):
     return is_x if EVEN else is_x & (i < k)
-
-
-@triton.jit
-def _load(at, inside, EVEN: tl.constexpr):
-    """What is read once, and makes room for what is read again."""
-    if EVEN:
-        loaded = tl.load(at, eviction_policy="evict_first")
-    else:
-        loaded = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
-    return loaded
-
-
-@triton.jit
-def _scales(
-    scale,
-    own,
-    block,
-    blocks,
-    rows,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    PLANES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Scales of four planes (of two, twice), and what is added to their numbers: `Lanes.scale`."""
-    WORDS: tl.constexpr = SCALES if ZEROS else (SCALES + 1) // 2
-    at = scale + block * (WORDS * rows) + own
-    inside = block < blocks
-    z0, s0 = halves(_load(at, inside, EVEN))
-    if ZEROS:
-        z1, s1, z2, s2, z3, s3 = z0, s0, z0, s0, z0, s0
-        if SCALES == 2:
-            z2, s2 = halves(_load(at + rows, inside, EVEN))
-            z3, s3 = z2, s2
-        elif SCALES == 4:
-            z1, s1 = halves(_load(at + rows, inside, EVEN))
-            z2, s2 = halves(_load(at + 2 * rows, inside, EVEN))
-            z3, s3 = halves(_load(at + 3 * rows, inside, EVEN))
-    else:
-        s1, s2, s3 = s0, s0, s0
-        if SCALES == 2:
-            s0, s2 = z0, s0
-            s1, s3 = s0, s2
-        elif SCALES == 4:
-            s0, s1 = z0, s0
-            s2, s3 = halves(_load(at + rows, inside, EVEN))
-        z1, z2, z3 = z0, z0, z0
-    if PLANES == 2 and SCALES == 2:
-        # The second scale is the second plane's.
-        s1, z1 = s2, z2
-    return (s0, s1, s2, s3), (z0, z1, z2, z3)
 
 
 @triton.jit

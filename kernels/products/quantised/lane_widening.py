@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.products.quantised.widening import PLUS, TIMES, of_e2m1
+from tokenpod.kernels.products.quantised.widening import PLUS, TIMES, halves, of_e2m1
 
 
 @triton.constexpr_function
@@ -38,6 +38,96 @@ def table_assembly(table):
         shr.u32 m, $4, 3;
         and.b32 m, m, 0x11111111;{looked_up}
         }}"""
+
+
+@triton.jit
+def widened_lanes(
+    at_row,
+    scale,
+    own,
+    lane,
+    block,
+    row_lanes,
+    blocks,
+    rows,
+    KIND: tl.constexpr,
+    TABLE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Numbers [R, inputs] of R rows' lanes, scales included: as `scaled_planes` has them.
+
+    Args:
+        at_row: [R], where each row's lanes begin.
+        scale: `Lanes.scale`, of `rows` rows.
+        own: [R], which row each is.
+        lane: [R or 1, lanes], which ones of the row's `row_lanes`, some of one block or whole ones.
+        block: [R or 1, blocks], which ones of the row's `blocks` those are of.
+        WIDTH: lanes that are of one block.
+        EVEN: all lanes are inside.
+    """
+    packed = _load(at_row[:, None] + lane, lane < row_lanes, EVEN)
+    BLOCKS: tl.constexpr = lane.shape[1] // WIDTH
+    packed = tl.reshape(packed, (at_row.shape[0], BLOCKS, WIDTH))
+    s, z = _scales(scale, own[:, None], block, blocks, rows, SCALES, ZEROS, PLANES, EVEN)
+    w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
+    if PLANES == 4:
+        w = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 1, 3, 4, 2))
+    else:
+        w = tl.permute(tl.join(w0, w1), (0, 1, 3, 2))
+    return tl.reshape(w, (at_row.shape[0], PLANES * lane.shape[1]))
+
+
+@triton.jit
+def lane_numbers(
+    at_row,
+    scale,
+    own,
+    lane,
+    block,
+    blocks,
+    rows,
+    row_lanes,
+    KIND: tl.constexpr,
+    TABLE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PLANES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A block's numbers without scales, which are `Lanes.apart`: four planes [R, lanes].
+
+    Multiples of 1 / `lane_unit`; of 8 bits two planes and again two. `block` is a number, what
+    else is given is as for `widened_lanes`.
+    """
+    packed = tl.expand_dims(_load(at_row[:, None] + lane, lane < row_lanes, EVEN), 1)
+    one = tl.full((at_row.shape[0], 1), 1.0, tl.float32)
+    z = (one, one, one, one)
+    if ZEROS:
+        at = scale + (blocks + block) * SCALES * rows + own[:, None]
+        EACH: tl.constexpr = PLANES // SCALES
+        z = (
+            tl.load(at).to(tl.float32, bitcast=True),
+            tl.load(at + 1 // EACH * rows).to(tl.float32, bitcast=True),
+            tl.load(at + 2 % PLANES // EACH * rows).to(tl.float32, bitcast=True),
+            tl.load(at + 3 % PLANES // EACH * rows).to(tl.float32, bitcast=True),
+        )
+    s = (one, one, one, one)
+    w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
+    shape: tl.constexpr = (packed.shape[0], packed.shape[2])
+    return (
+        tl.reshape(w0, shape),
+        tl.reshape(w1, shape),
+        tl.reshape(w2, shape),
+        tl.reshape(w3, shape),
+    )
 
 
 @triton.jit
@@ -91,6 +181,57 @@ def lane_unit(KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASSE
         return 64.0 if ZEROS else 4096.0
     else:
         return 1.0
+
+
+@triton.jit
+def _load(at, inside, EVEN: tl.constexpr):
+    """What is read once, and makes room for what is read again."""
+    if EVEN:
+        loaded = tl.load(at, eviction_policy="evict_first")
+    else:
+        loaded = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
+    return loaded
+
+
+@triton.jit
+def _scales(
+    scale,
+    own,
+    block,
+    blocks,
+    rows,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PLANES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Scales of four planes (of two, twice), and what is added to their numbers: `Lanes.scale`."""
+    WORDS: tl.constexpr = SCALES if ZEROS else (SCALES + 1) // 2
+    at = scale + block * (WORDS * rows) + own
+    inside = block < blocks
+    z0, s0 = halves(_load(at, inside, EVEN))
+    if ZEROS:
+        z1, s1, z2, s2, z3, s3 = z0, s0, z0, s0, z0, s0
+        if SCALES == 2:
+            z2, s2 = halves(_load(at + rows, inside, EVEN))
+            z3, s3 = z2, s2
+        elif SCALES == 4:
+            z1, s1 = halves(_load(at + rows, inside, EVEN))
+            z2, s2 = halves(_load(at + 2 * rows, inside, EVEN))
+            z3, s3 = halves(_load(at + 3 * rows, inside, EVEN))
+    else:
+        s1, s2, s3 = s0, s0, s0
+        if SCALES == 2:
+            s0, s2 = z0, s0
+            s1, s3 = s0, s2
+        elif SCALES == 4:
+            s0, s1 = z0, s0
+            s2, s3 = halves(_load(at + rows, inside, EVEN))
+        z1, z2, z3 = z0, z0, z0
+    if PLANES == 2 and SCALES == 2:
+        # The second scale is the second plane's.
+        s1, z1 = s2, z2
+    return (s0, s1, s2, s3), (z0, z1, z2, z3)
 
 
 @triton.jit

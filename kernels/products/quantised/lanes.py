@@ -7,7 +7,8 @@ and after, and tiles of lanes go to the matrix unit without any exchange between
 planes beside each other are its inputs, as they come.
 
 Scales and zeros are words of 32 bits, two bfloat16 each, so that they are copied ahead as numbers
-are; and turned around, [words, rows]: a step of a program reads a block's of all its rows.
+are; and turned around, [words, rows]: a step of a program reads a block's of all its rows. Scales
+that bfloat16 does not hold can be kept as float32, `apart` from numbers: they multiply sums.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Lanes:
     numbers: torch.Tensor
     #: [blocks · words, rows] int32. With zeros each scale has a word: what is added to the whole
     #: numbers of its planes in the low half, the scale in the high one. Without, one scale of a
-    #: block is a word's high half, two are both halves, and four are two words.
+    #: block is a word's high half, two are both halves, and four are two words. Scales that are
+    #: `apart` have a word each as float32; below all of them are as many of what is added.
     scale: torch.Tensor
     zeros: bool
     #: What the 16 codes of "table4" stand for as bfloat16, as 8 words: 16 low bytes, then 16 high.
@@ -56,6 +58,7 @@ class Lanes:
     scales: int
     #: [inputs] int64, which input each one is; None: as they come.
     order: torch.Tensor | None = None
+    apart: bool = False
 
     @property
     def planes(self) -> int:
@@ -89,8 +92,11 @@ class Lanes:
         codes = _unpacked(self.numbers[rows], self.planes, self.width, self.table is not None)
         words = self.scale[:, rows].t().reshape(len(codes), self.blocks, -1)
         low, high = (words << 16).view(torch.float32), (words & -65536).view(torch.float32)
-        plus = torch.zeros_like(high)
-        if self.zeros:
+        if self.apart:
+            own = self.scale[:, rows].t().contiguous().view(torch.float32)
+            own = own.view(len(codes), -1, self.blocks, self.scales)
+            scale, plus = own[:, 0], own[:, -1] if self.zeros else torch.zeros_like(own[:, 0])
+        elif self.zeros:
             scale, plus = high, low
         elif self.scales == 1:
             scale, plus = high, torch.zeros_like(high)
@@ -115,37 +121,47 @@ class Lanes:
         return values.view(torch.float32).to(codes.device)[codes.long()]
 
 
-def lanes_of(weight: QuantisedWeight) -> Lanes | None:
-    """A weight in lanes; None where its groups are not regular, or too short."""
+def lanes_of(weight: QuantisedWeight, *, exact: bool = False) -> Lanes | None:
+    """A weight in lanes; None where its groups are not regular, or too short.
+
+    `exact`: with scales apart where bfloat16 would round them.
+    """
     if isinstance(weight, Int4Weight):
-        return _of_int4(weight)
-    return _of_codes(weight) if isinstance(weight, GroupedWeight) else None
+        return _of_int4(weight, exact)
+    return _of_codes(weight, exact) if isinstance(weight, GroupedWeight) else None
 
 
-def _of_int4(weight: Int4Weight) -> Lanes | None:
+def _of_int4(weight: Int4Weight, exact: bool) -> Lanes | None:
     width = _width(weight.group, weight.width, 4)
     large = weight.scale.numel() and not float(weight.scale.abs().max()) < MOST_SCALE
-    if weight.index is not None or width is None or large:
+    if weight.index is not None or width is None or (large and not exact):
         return None
     plus = None if weight.zero is None else 8 - weight.zero.float()
-    return _made(
-        "int4", weight, width, weight.group, weight.scale.float(), plus, order=weight.order
-    )
+    scale = weight.scale.float()
+    apart = exact and (bool(large) or _is_rounded(scale))
+    order = weight.order
+    return _made("int4", weight, width, weight.group, scale, plus, order=order, apart=apart)
 
 
-def _of_codes(weight: GroupedWeight) -> Lanes | None:
+def _of_codes(weight: GroupedWeight, exact: bool) -> Lanes | None:
     group, inputs = weight.group, weight.shape[1]
     planes = 2 if weight.table is None else 4
     width = None if group is None else _width(group, inputs, planes)
     if group is None or width is None:
         return None
     scale = floats_of(weight.scale)
+    apart = exact and _is_rounded(scale)
     if weight.table is None:
         plus = None if weight.zero is None else 128 - weight.zero.float()
-        return _made("int8", weight, width, group, scale, plus)
+        return _made("int8", weight, width, group, scale, plus, apart=apart)
     if weight.is_mxfp4:
         return _made("mxfp4", weight, width, group, scale, None)
-    return _made("table4", weight, width, group, scale, None, table=_bytes(weight.table))
+    table = _bytes(weight.table)
+    return _made("table4", weight, width, group, scale, None, table=table, apart=apart)
+
+
+def _is_rounded(scale: torch.Tensor) -> bool:
+    return not torch.equal(scale.to(torch.bfloat16).float(), scale)
 
 
 def _made(
@@ -157,14 +173,16 @@ def _made(
     plus: torch.Tensor | None,
     table: tuple[int, ...] | None = None,
     order: torch.Tensor | None = None,
+    apart: bool = False,
 ) -> Lanes:
     planes = 2 if kind == "int8" else 4
     numbers = _packed(weight, planes, width, paired=kind == "table4")
     per_group = max(group // width, 1)
     scales = next(n for n in (1, 2, 4) if n == planes or per_group % (planes // n) == 0)
-    words = _words(scale, plus, numbers.shape[1] // width, scales, planes, per_group)
-    inputs = weight.shape[1]
-    return Lanes(kind, numbers, words, plus is not None, table, inputs, width, scales, order)
+    of_words = _words_apart if apart else _words
+    words = of_words(scale, plus, numbers.shape[1] // width, scales, planes, per_group)
+    inputs, zeros = weight.shape[1], plus is not None
+    return Lanes(kind, numbers, words, zeros, table, inputs, width, scales, order, apart)
 
 
 def _width(group: int, inputs: int, planes: int) -> int | None:
@@ -172,6 +190,28 @@ def _width(group: int, inputs: int, planes: int) -> int | None:
     most = MOST_BLOCK // planes
     width = most if group >= inputs else gcd(group, most)
     return width if width >= LEAST_WIDTH else None
+
+
+def _words_apart(
+    scale: torch.Tensor,
+    plus: torch.Tensor | None,
+    blocks: int,
+    scales: int,
+    planes: int,
+    per_group: int,
+) -> torch.Tensor:
+    """Values [rows, groups] float32 as `Lanes.scale` has those that are apart."""
+    group = _groups(scale, blocks, scales, planes, per_group)
+    values = [scale] if plus is None else [scale, plus]
+    return torch.cat([each[:, group].t() for each in values]).contiguous().view(torch.int32)
+
+
+def _groups(
+    scale: torch.Tensor, blocks: int, scales: int, planes: int, per_group: int
+) -> torch.Tensor:
+    """The group of each of the blocks' scales."""
+    plane = torch.arange(blocks * scales, device=scale.device) * (planes // scales)
+    return (plane // per_group).clamp(max=scale.shape[1] - 1)
 
 
 def _words(
@@ -183,8 +223,7 @@ def _words(
     per_group: int,
 ) -> torch.Tensor:
     """Values [rows, groups] float32 as `Lanes.scale` has them."""
-    plane = torch.arange(blocks * scales, device=scale.device) * (planes // scales)
-    group = (plane // per_group).clamp(max=scale.shape[1] - 1)
+    group = _groups(scale, blocks, scales, planes, per_group)
 
     def halves(values: torch.Tensor) -> torch.Tensor:
         """[blocks · scales, rows] int32, the bits of a bfloat16."""

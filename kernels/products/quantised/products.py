@@ -19,7 +19,7 @@ import torch
 import triton
 from torch.nn import functional
 
-from tokenpod.kernels.gpu.launch import capability, launch_options
+from tokenpod.kernels.gpu.launch import capability, launch_options, most_stages
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
@@ -49,9 +49,6 @@ FP8_CAPABILITY = (8, 9)
 SCALED_CAPABILITY = (9, 0)
 #: Inputs that the matrix unit takes of e4m3 at a time.
 LEAST_GROUP = 32
-#: Bytes of shared memory that a program can have: A100 and H100, and the least of others.
-SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10}
-LEAST_SHARED_BYTES = 99 << 10
 #: Tokens from which on the library's product is faster, where it scales.
 MANY = 65
 
@@ -256,7 +253,8 @@ def multiply(
     rows = tile.block_n * (1 if activation is None else 2)
     columns = max(tile.parts * block_t, LEAST_COLUMNS)
     digits = len(x.numbers) // tokens
-    stages = most_stages(y.device, block_k, rows * tile.parts + columns * digits)
+    # Tables have tiles of shapes as they were timed: with gates, a tile has twice the rows.
+    stages = most_stages(y.device, block_k * (rows * tile.parts + columns * digits))
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
@@ -282,12 +280,3 @@ def multiply(
     )
     if splits > 1:
         add_up(target, bias, y, add=add)
-
-
-def most_stages(device: torch.device, block_k: int, rows: int) -> int:
-    """How many steps of so many rows of both factors, a byte a number, a multiprocessor holds.
-
-    Tables have tiles of shapes as they were timed: with gates, a tile has twice the rows.
-    """
-    held = SHARED_BYTES.get(capability(device) or SCALED_CAPABILITY, LEAST_SHARED_BYTES)
-    return max(held // (block_k * rows), 1)

@@ -78,6 +78,8 @@ class LaneTile:
     splits: int = 1
     #: Bytes of each row that are asked for before the input is there.
     ahead: int = 0
+    #: The tensor memory engine fetches the tokens, where a GPU has one.
+    described: bool = False
 
 
 Tile = AddTile | TokenTile | MatrixTile | LaneTile
@@ -101,14 +103,24 @@ class Tiles:
     by_shape: dict[tuple[str, int, int], list[tuple[int, Tile]]]
 
     def choose(
-        self, kind: str, n: int, k: int, tokens: int, *, but: type[Tile] | None = None
+        self,
+        kind: str,
+        n: int,
+        k: int,
+        tokens: int,
+        *,
+        but: type[Tile] | None = None,
+        described: bool = True,
     ) -> Tile | None:
         """For a product of so many tokens; None: one operation after the other.
 
-        `but`: a kernel that cannot have the weight; there is another one's tile behind its own.
+        `but`: a kernel that cannot have the weight; there is another one's tile behind its own. So
+        there is behind one that is `described`.
         """
         rows = self.by_shape.get((kind, n, k)) or self.by_kind.get(kind, [])
         fit = (tile for most, tile in rows if tokens <= most)
+        if not described:
+            fit = (tile for tile in fit if not getattr(tile, "described", False))
         return next((tile for tile in fit if but is None or not isinstance(tile, but)), None)
 
 

@@ -28,7 +28,6 @@ from tokenpod.kernels.attention import attention_extend
 from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.kernels.cache import slot_copies as slots
 from tokenpod.kernels.cache import triton_rotary as rotary
-from tokenpod.kernels.experts import expert_token_stored
 from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
@@ -84,7 +83,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         source = ASTSource(self, signature, constants, attributes)
         try:
             made = compile_kernel(source, target=target, options=options.__dict__)
-            held = quantised_products.SHARED_BYTES.get(capability)
+            held = launch.SHARED_BYTES.get(capability)
             assert held is None or made.metadata.shared <= held, f"{made.metadata.shared} bytes"
         except Exception:
             print(f"{key} does not compile", file=sys.stderr)
@@ -96,7 +95,6 @@ def compile_launches(capability: tuple[int, int]) -> None:
         launch,
         product,
         experts,
-        expert_token_stored,
         quantised_products,
         lane_products,
         token_product,

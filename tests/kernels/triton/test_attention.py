@@ -14,7 +14,9 @@ import torch
 
 from support.kernels.attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 from tokenpod.kernels.attention import attention_decode
-from tokenpod.kernels.attention.attention_tiles import DecodeTile
+from tokenpod.kernels.attention.attention_extend import extend
+from tokenpod.kernels.attention.attention_plan import list_tiles, queries_per_tile
+from tokenpod.kernels.attention.attention_tiles import DecodeTile, ExtendTile
 from tokenpod.kernels.attention.triton_attention import attention, plan_attention
 from tokenpod.kernels.operations.attention_ops import AttentionOptions
 
@@ -76,6 +78,18 @@ def test_any_number_of_shares_gives_the_same_result(splits, block, window, devic
         DecodeTile(block=block, warps=4, stages=2, programs=1),
         splits,
     )
+    assert_close(out, truth(inputs, step.batch, window), torch.float32)
+
+
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (80, 16)])
+def test_values_in_parts_give_the_same_result(head_dim, window, device):
+    """Two programs make a tile's result, of heads that fill their block and of others."""
+    step, tile = lay_out(EXTENDS[2:5], device), ExtendTile(16, 16, 4, 2, parts=2)
+    inputs = draw_inputs(step, 4, 2, head_dim, torch.float32, device)
+    out = torch.empty(step.batch.tokens, 4 * head_dim, device=device)
+    tiles = list_tiles(step.batch, window, queries_per_tile(4, 2, tile))
+    table = step.batch.row_table
+    extend(inputs.q, inputs.keys, inputs.values, out, table, tiles, window, tile)
     assert_close(out, truth(inputs, step.batch, window), torch.float32)
 
 

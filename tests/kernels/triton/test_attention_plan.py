@@ -55,6 +55,14 @@ def test_shares_fill_the_processors(rows, kv_heads, splits):
     assert choose_splits(rows, kv_heads, 132, TILE) == splits
 
 
+@pytest.mark.parametrize(
+    ("window", "splits"), [(1, 1), (2 * TILE.block, 2), (200, 4), (10**6, None)]
+)
+def test_no_share_of_a_window_is_empty(window, splits):
+    expected = TILE.most_splits if splits is None else splits
+    assert choose_splits(1, 8, 132, TILE, window) == expected
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)

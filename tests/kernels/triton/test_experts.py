@@ -13,7 +13,7 @@ from tokenpod.kernels.experts.expert_products import most_blocks
 from tokenpod.kernels.experts.expert_routing import assign
 from tokenpod.kernels.experts.expert_tiles import ANY, ProductTile, Tile, choose_tile, table_for
 from tokenpod.kernels.experts.reference_experts import choose, mixture
-from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score, Shared
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise import triton_pointwise as pointwise
 
@@ -120,6 +120,19 @@ def test_any_shape_of_experts(tokens, shape, case):
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_gates(tokens, activation, case):
     check(*case(tokens), Routing(2, True), activation)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_what_is_shared_is_rounded_with_the_sum(tokens, gated, case, draw, device):
+    residual, weights, norm = case(tokens, dtype=torch.bfloat16)
+    shared = Shared(
+        draw(*residual.shape, dtype=torch.bfloat16).to(device),
+        draw(tokens, 1, dtype=torch.bfloat16).to(device) if gated else None,
+    )
+    truth = truth_of(residual, weights, norm, Routing(2, True)) + shared.gated().double()
+    block(weights, norm, Routing(2, True))(residual, None, shared)
+    agree(residual, truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -326,7 +339,7 @@ def test_a_row_chooses_the_same_experts_alone_and_at_every_place(
 
     monkeypatch.setattr(experts, "assign", noted)
     # Which experts compute is not asked here: that takes long, interpreted.
-    for name in ("add_for_one", "add_for_many"):
+    for name in ("multiply", "_add_sum"):
         monkeypatch.setattr(experts, name, lambda *given: None)
     run = block(weights, norm, routing)
 

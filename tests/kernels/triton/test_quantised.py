@@ -23,7 +23,7 @@ from support.kernels.quantised_weights import (
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.kernels.products.quantised import products
+from tokenpod.kernels.products.quantised import lane_products, products
 from tokenpod.kernels.products.quantised.format_products import (
     prepare_add_linear,
     prepare_linear,
@@ -45,6 +45,7 @@ def poisoned(poisoned_memory):
 
 IN_BYTES = [name for name in KINDS if name not in IN_LANES]
 SPLIT_LANES = replace(LANES, parts=1, splits=2, inputs=256)
+DESCRIBED_LANES = replace(LANES, parts=1, block_t=16, inputs=128, splits=2, described=True)
 HALF_LANES = replace(LANES, parts=2, block_t=8, inputs=64)
 #: What makes products of each kind.
 WAYS = {
@@ -55,6 +56,7 @@ WAYS = {
     **{f"{name}-lanes": (name, LANES) for name in IN_LANES},
     **{f"{name}-splits": (name, SPLIT_LANES) for name in IN_LANES},
     **{f"{name}-halves": (name, HALF_LANES) for name in IN_LANES},
+    **{f"{name}-described": (name, DESCRIBED_LANES) for name in IN_LANES},
 }
 each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 
@@ -162,6 +164,21 @@ def test_lanes_hold_the_same_numbers(name, n, k, draw, device):
         dense = dense[:, made.order]
     assert error(made.dequantised(torch.float16), dense) < BOUND
     assert error(made.dequantised(BF16), dense) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "used"),
+    [("int4-32", "3.6.0", True), ("int4-32", "3.7.1", False), ("int4-64", "3.6.0", False)],
+)
+def test_described_tiles_are_for_what_was_tried(name, version, used, draw, device, monkeypatch):
+    """Another tile for as many tokens is behind each."""
+    weight, seen = KINDS[name](draw(32, 128).to(device)), []
+    table = tiles(weight, (100, DESCRIBED_LANES), (100, LANES))
+    monkeypatch.setattr(lane_products, "measured", lambda capability: table)
+    monkeypatch.setattr(lane_products.triton, "__version__", version)
+    monkeypatch.setattr(lane_products, "multiply_lanes", lambda *given: seen.append(given[-1]))
+    prepare_linear(weight, None)(draw(9, 128, dtype=BF16).to(device))
+    assert seen == [DESCRIBED_LANES if used else LANES]
 
 
 def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):

@@ -203,7 +203,7 @@ def test_blocks_that_ranks_cut_stay_in_8_bits_on_each(width, draw, device):
     for rank in range(8):
         own = StackedWeight(whole.inputs(range(rank * each, (rank + 1) * each)), 2)
         stack = experts.stack_of(own, BF16, experts.capability(device))
-        assert isinstance(stack, experts.WalkedStack), rank
+        assert isinstance(stack, experts.KernelStack), rank
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tokenpod.models.convert import gguf_source
 from tokenpod.models.convert.gguf_config import Metadata, _llama3
 from tokenpod.models.convert.gguf_source import Gguf
 from tokenpod.models.errors import ModelError
@@ -106,6 +107,7 @@ def write(path, name, golden, quantised=(), split="gpt-2", **writing):
 #: Endings of names, and the blocks that they are stored in.
 QUANTISED = [
     ("up_proj.weight", gguf.GGMLQuantizationType.Q8_0),
+    ("k_proj.weight", gguf.GGMLQuantizationType.Q5_1),
     ("gate_proj.weight", gguf.GGMLQuantizationType.Q4_0),
     ("embed_tokens.weight", gguf.GGMLQuantizationType.BF16),
     ("lm_head.weight", gguf.GGMLQuantizationType.F16),
@@ -238,8 +240,15 @@ def test_blocks_of_other_kinds_are_named(golden, tmp_path, convert_to, monkeypat
     quantised = [("up_proj.weight", gguf.GGMLQuantizationType.Q5_1)]
     write(tmp_path / "model.gguf", "llama", golden("llama"), quantised)
     monkeypatch.setattr(Gguf, "_write_tokenizer", lambda self, folder: None)
+    monkeypatch.setattr(gguf_source, "block_formats", lambda: ("Q8_0",))
     said = refused(convert_to, tmp_path / "model.gguf")
     assert "blk.0.ffn_up.weight is Q5_1, which is not supported (supported: F32, F16" in said
+
+
+def test_all_formats_of_blocks_that_the_package_reads_are_converted():
+    named = gguf_source.block_formats()
+    assert {"Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS"} < set(named)
+    assert not {"Q8_K", "I32", "F32"} & set(named)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 100, 20_000])

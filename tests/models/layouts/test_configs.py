@@ -262,7 +262,6 @@ def inputs(**values):
         (GPTQ | {"dynamic": {"-:*": {}}}, "is no regular expression"),
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported"),
         (AWQ | {"bits": 8}, "bits 8 is not supported"),
-        (AWQ | {"zero_point": False}, "zero_point False is not supported"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
         (FP8 | {"weight_block_size": [128, 128], "activation_scheme": "static"}, "'static' is not"),

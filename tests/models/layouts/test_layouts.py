@@ -85,6 +85,20 @@ def floats(inputs: dict[str, Any] | None = None, **more: Any) -> tuple[dict[str,
     return tensors_config("float-quantized", weights, inputs), partial(packers.floats, **more)
 
 
+def float4(kind: str, strategy: str, group: int) -> tuple[dict[str, Any], partial]:
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": group,
+        "dynamic": False,
+    }
+    inputs = weights | {"dynamic": "local"} if kind == "nvfp4" else None
+    config = tensors_config(f"{kind}-pack-quantized", weights, inputs)
+    return config, partial(packers.float4, kind=kind)
+
+
 PER_TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token", "symmetric": True}
 STATIC = {"num_bits": 8, "dynamic": False, "strategy": "tensor", "symmetric": True}
 DEEPSEEK = {
@@ -113,6 +127,18 @@ LAYOUTS = {
         partial(packers.awq, group=64),
         Int4Weight,
     ),
+    "awq-without-zeros": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False},
+        partial(packers.awq, group=64, symmetric=True, stored=False),
+        Int4Weight,
+    ),
+    "awq-zeros-in-the-middle": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False},
+        partial(packers.awq, group=64, symmetric=True),
+        Int4Weight,
+    ),
+    "nvfp4": (*float4("nvfp4", "tensor_group", 16), GroupedWeight),
+    "mxfp4": (*float4("mxfp4", "group", 32), GroupedWeight),
     "packed-4": (*packed(group=128), Int4Weight),
     "packed-4-zeros": (*packed(group=32, symmetric=False), Int4Weight),
     "packed-4-act-order": (*packed(group=64, act_order=True), Int4Weight),

@@ -6,7 +6,9 @@ scales, and what these stand for, computed from the numbers and not from the ten
 Sources: GPTQ: `pack` of auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py, AutoGPTQ 9f7d3707, and
 zeros that are not less one in GPTQModel f4c327a1 ("gptq_v2"). AWQ: `from_linear` of
 awq/modules/linear/gemm.py, AutoAWQ 88e4c76b. compressed-tensors: `pack_to_int32` and `compress` of
-pack_quantized, commit 52792be0. bitsandbytes 0.50.2: `Params4bit`, `Int8Params`, `QuantState`.
+pack_quantized, commit 52792be0; numbers of 4 bits with an exponent after what vLLM reads (its
+schemes W4A16 of NVFP4 and MXFP4).
+bitsandbytes 0.50.2: `Params4bit`, `Int8Params`, `QuantState`.
 """
 
 from __future__ import annotations
@@ -109,14 +111,27 @@ def gptq_tensors(
     }
 
 
-def awq(source: Source, outputs: int, inputs: int, *, group: int = 128) -> Module:
+def awq(
+    source: Source,
+    outputs: int,
+    inputs: int,
+    *,
+    group: int = 128,
+    symmetric: bool = False,
+    stored: bool = True,
+) -> Module:
+    """Without zeros of their own all are 8, and may not be `stored`."""
     size = inputs if group == -1 else group
     groups = -(-inputs // size)
     numbers, zero = source.whole(15, inputs, outputs), source.whole(15, groups, outputs)
     scale = source.scale(groups, outputs, dtype=torch.float16)
     index = torch.arange(inputs) // size
+    zero = torch.full_like(zero, 8) if symmetric else zero
     weight = (numbers - zero[index]) * scale.float()[index]
-    return Module(awq_tensors(numbers, zero, scale), weight.t().contiguous())
+    tensors = awq_tensors(numbers, zero, scale)
+    if not stored:
+        del tensors[".qzeros"]
+    return Module(tensors, weight.t().contiguous())
 
 
 def awq_tensors(numbers: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> Tensors:
@@ -216,6 +231,26 @@ def floats(
     if static:
         tensors[inputs_scale] = source.scale(1).reshape(() if scalar else (1,))
     return Module(tensors, numbers.float() * wide)
+
+
+#: What codes of e2m1 stand for: sign, two bits of exponent, one of fraction.
+E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+
+
+def float4(source: Source, outputs: int, inputs: int, *, kind: str) -> Module:
+    """compressed-tensors' nvfp4-pack-quantized and mxfp4-pack-quantized."""
+    codes, size = source.whole(15, outputs, inputs), 16 if kind == "nvfp4" else 32
+    tensors = {".weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+    if kind == "nvfp4":
+        stored = (source.scale(outputs, inputs // size) * 1000).to(torch.float8_e4m3fn)
+        whole = source.scale(1) * 100_000
+        tensors |= {".weight_global_scale": whole, ".input_global_scale": source.scale(1)}
+        scale = stored.float() / whole
+    else:
+        stored = source.whole(124, outputs, inputs // size, least=117).to(torch.uint8)
+        scale = 2.0 ** (stored.float() - 127)
+    tensors[".weight_scale"] = stored
+    return Module(tensors, E2M1[codes] * scale.repeat_interleave(size, 1))
 
 
 def nf4(source: Source, outputs: int, inputs: int, *, nested: bool = False) -> Module:

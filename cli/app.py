@@ -38,7 +38,7 @@ CLIENT = {
     "bench": Entry("Measure a running server under load.", "bench.entry:bench"),
 }
 #: Commands of the server's package.
-SERVER = ("serve", "gateway", "size", "models", "download", "convert", "quantize")
+SERVER = ("serve", "gateway", "size", "compile", "models", "download", "convert", "quantize")
 
 
 class Commands(click.Group):

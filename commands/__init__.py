@@ -9,6 +9,7 @@ COMMANDS = {
         ("serve", "Start a server; without a model on the embedded one.", "serve:serve"),
         ("gateway", "Start a server with OpenAI's HTTP API before it.", "gateway:gateway"),
         ("size", "Estimate whether a model fits a device.", "size_flags:size"),
+        ("compile", "Compile a model's kernels, without a GPU.", "compile:compile_kernels"),
         ("simulate", "Show what a scheduler would do with a trace.", "simulate:simulate"),
         ("models", "List which architectures are served.", "models:models"),
         ("download", "Download the files of a model that a server reads.", "download:download"),

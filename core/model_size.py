@@ -14,7 +14,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 
 LONGEST_EXPANDED = 1 << 14
 #: Of so many tokens times heads keys and values are made of latents at a time: on a GPU, where
 #: fewer heads would not fill it, and on a CPU.
-EXPANDED_AT_ONCE = {"cuda": 1 << 18, "cpu": 1 << 16}
+#: "meta" has no memory, and stands for a GPU.
+EXPANDED_AT_ONCE = {"cuda": 1 << 18, "meta": 1 << 18, "cpu": 1 << 16}
 
 
 class Expansion(msgspec.Struct, frozen=True):

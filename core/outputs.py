@@ -152,6 +152,8 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
     tokens: int = 0
     #: Tokens that were generated.
     generated: int = 0
+    #: Kernels that were compiled since the engine was ready, while a step waited.
+    compiled: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -40,6 +41,9 @@ from tokenpod.engine.idle_check import IdleCheck
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.steps.executor import Launched, Launcher, StepResult
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
+
+if TYPE_CHECKING:
+    from tokenpod.engine.gpu.late_kernels import LateKernels
 
 _NAP_SECONDS = 0.01
 #: The same where all that is here waits for masks, or to be compiled.
@@ -80,6 +84,8 @@ class EngineLoop:
     adapters: Adapters | None = None
     #: Brings masks; None: requests have no constraints.
     masked: MaskedSteps | None = None
+    #: Of a GPU: kernels that are compiled while serving.
+    late: LateKernels | None = None
     #: The same, once a request has had a constraint.
     _masking: MaskedSteps | None = None
     _settled: int = 0
@@ -267,6 +273,7 @@ class EngineLoop:
             rows=counts.rows + plan.rows,
             tokens=counts.tokens + plan.tokens,
             generated=counts.generated + generated,
+            compiled=0 if self.late is None else self.late.count,
         )
         self._settled_at = now
 

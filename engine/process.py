@@ -22,6 +22,7 @@ from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import Broken, EngineOptions
 from tokenpod.core.own_process import die_with_parent
 from tokenpod.engine.exchange import Face, face_of
+from tokenpod.engine.startup.compile_ahead import CompileAhead
 from tokenpod.models.errors import ModelError
 
 if TYPE_CHECKING:
@@ -41,10 +42,11 @@ def main() -> int:
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
         if options.questions_fd >= 0:
             answer_questions(options.questions_fd)
+        ahead = CompileAhead.of(options)
         if options.placement is not None:
             member = _member(options)
             member.join()
-        _imported_run()(options, link, member)
+        _imported_run()(options, link, member, ahead)
     except LinkClosed:
         if member is not None:
             member.leave()
@@ -70,7 +72,7 @@ def _member(options: EngineOptions) -> Member:
     return Member(options)
 
 
-def _imported_run() -> Callable[[EngineOptions, Face, Member | None], None]:
+def _imported_run() -> Callable[[EngineOptions, Face, Member | None, CompileAhead | None], None]:
     """What loads the model and takes steps.
 
     Imported late, because it takes seconds, and what a group waits for is reported at once. All

@@ -26,6 +26,7 @@ from tokenpod.engine.exchange import Face
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.startup.assemble import Assembled, assemble
+from tokenpod.engine.startup.compile_ahead import CompileAhead
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_offload_room
@@ -45,15 +46,19 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
 
 if TYPE_CHECKING:
+    from tokenpod.engine.gpu.late_kernels import LateKernels
     from tokenpod.engine.shards.member import Member
 
 
-def run(options: EngineOptions, link: Face, member: Member | None) -> None:
+def run(
+    options: EngineOptions, link: Face, member: Member | None, ahead: CompileAhead | None = None
+) -> None:
     """Load, say so, and take steps until the link closes (raises LinkClosed) or the group ends.
 
-    Raises EngineError or ModelError with one line that says what is wrong.
+    `ahead` compiles kernels meanwhile. Raises EngineError or ModelError with one line that says
+    what is wrong.
     """
-    assembled, ready, limits = load(options, link, member)
+    assembled, ready, limits = load(options, link, member, ahead)
     # What lives now lives for ever: spare the collector the walk. Before anybody knows that we are
     # ready: it stops every thread, also the one that sends a rank's heartbeats.
     gc.collect()
@@ -92,7 +97,15 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
     masked = MaskedSteps(masks, overlap=overlap)
-    loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
+    late: LateKernels | None = None
+    if ready.device_type != "cpu":
+        # Not above: Triton comes with it.
+        from tokenpod.engine.gpu.late_kernels import LateKernels
+
+        late = LateKernels()
+    loop = EngineLoop(
+        link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked, late=late
+    )
     loop.run()
 
 
@@ -135,7 +148,7 @@ def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoRetur
 
 
 def load(
-    options: EngineOptions, link: Face, member: Member | None
+    options: EngineOptions, link: Face, member: Member | None, ahead: CompileAhead | None = None
 ) -> tuple[Assembled, Ready, Limits]:
     """Join the other ranks, load the model or this rank's shard, make the pool, warm up.
 
@@ -190,6 +203,8 @@ def load(
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     draft = load_draft(options, model, positions, device)
     loaded = time.monotonic()
+    if ahead is not None:
+        ahead.wait()
     assembled = assemble(
         model, options, positions=positions, device=device, group=group, draft=draft
     )

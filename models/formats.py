@@ -71,8 +71,9 @@ def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
     )
 
 
-#: That are widened to float32 at a time, while a format is made of them.
-_NUMBERS = 1 << 16
+#: That are widened to float32 at a time, while a format is made of them: what a core's cache holds;
+#: and on a GPU, where each piece costs as many launches as a whole weight, 64 MiB.
+_NUMBERS, _NUMBERS_ON_GPU = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ class MadeAtLoad:
 
     def _made(self, dense: torch.Tensor) -> QuantisedWeight:
         """Of a weight [out, in] as it is stored; some outputs at a time are widened."""
-        rows = max(_NUMBERS // max(dense.shape[1], 1), 1)
+        at_once = _NUMBERS if dense.device.type == "cpu" else _NUMBERS_ON_GPU
+        rows = max(at_once // max(dense.shape[1], 1), 1)
         if not self.format.outputs_apart or len(dense) <= rows:
             return self.format.made_of(dense.float())
         made: QuantisedWeight | None = None

@@ -103,7 +103,7 @@ class Graphs:
 
     def _captured_of(self, step: Callable[[], T], words: torch.Tensor) -> Callable[[], T]:
         # Interpreted, all sizes are one program: the largest shows that padding can be run.
-        if words.is_cuda or not self._captured:
+        if words.device.type != "cpu" or not self._captured:
             step()  # compiles and loads what capturing must not
         return self._capture(step) if words.is_cuda else step
 

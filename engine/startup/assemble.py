@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -52,6 +53,10 @@ from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
+
+if TYPE_CHECKING:
+    from tokenpod.engine.gpu.device_executor import DeviceExecutor
+    from tokenpod.kernels.cache.offload_pool import OffloadPool
 
 __all__ = ["Assembled", "EngineError", "assemble"]
 
@@ -122,7 +127,7 @@ def _on_cpu(
     group: Group | None,
     draft: DraftModel | None,
 ) -> Assembled:
-    dtype = _kv_dtype(model, options, device)
+    dtype = kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
     offload = make_offload_pool(model, options, dtype, device, group, draft)
     free = free_memory(device).shared(ranks)
@@ -200,42 +205,16 @@ def _on_device(
     draft: DraftModel | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
-    # Not on a CPU: these bring Triton with them.
-    from tokenpod.engine.gpu.device_executor import DeviceExecutor
-    from tokenpod.engine.gpu.device_sampler import MOST_TOKENS, device_sampler
-
-    dtype = _kv_dtype(model, options, device)
-    vocab_size = model.config.vocab_size
-    if vocab_size > MOST_TOKENS:
-        raise EngineError(
-            f"the vocabulary has {vocab_size} tokens; sampling on a GPU handles {MOST_TOKENS}"
-        )
+    dtype = kv_dtype(model, options, device)
     limits = step_limits(options)
     rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts
     adapted = model.adapters is not None and model.adapters.slots > 0
     offload = make_offload_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, limits.tokens, device)
     spare = spare_draft_slots(options.speculate, rows)
-    executor = DeviceExecutor(
-        model,
-        pool,
-        device_sampler(
-            group,
-            rows=rows,
-            vocab_size=vocab_size,
-            device=device,
-            most_edits=max(options.max_logit_edits + len(model.config.eos_token_ids), 1),
-        ),
-        rows=rows,
-        max_positions=positions,
-        max_tokens=limits.tokens,
-        device=device,
-        adapted=adapted,
-        adapters=model.adapters,
-        drafts=drafts,
-        draft=_draft(draft, model, options, pool.slots + spare, device),
-        offload=offload,
-        windowed=offload is None and any(model.config.kv_windows),
+    drafter = _draft(draft, model, options, pool.slots + spare, device)
+    executor = device_executor(
+        model, options, pool, positions, device, group=group, draft=drafter, offload=offload
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
@@ -297,6 +276,53 @@ def _on_device(
     )
 
 
+def device_executor(
+    model: LoadedModel,
+    options: EngineOptions,
+    pool: KVPool,
+    positions: int,
+    device: torch.device,
+    *,
+    group: Group | None = None,
+    draft: Drafter | None = None,
+    offload: OffloadPool | None = None,
+) -> DeviceExecutor:
+    """An executor with room for the steps that `options` allow, which has captured none yet.
+
+    See `assemble` for the arguments. Raises EngineError for a vocabulary that is too large.
+    """
+    # Not on a CPU: these bring Triton with them.
+    from tokenpod.engine.gpu.device_executor import DeviceExecutor
+    from tokenpod.engine.gpu.device_sampler import MOST_TOKENS, device_sampler
+
+    limits, vocab_size = step_limits(options), model.config.vocab_size
+    if vocab_size > MOST_TOKENS:
+        raise EngineError(
+            f"the vocabulary has {vocab_size} tokens; sampling on a GPU handles {MOST_TOKENS}"
+        )
+    return DeviceExecutor(
+        model,
+        pool,
+        device_sampler(
+            group,
+            rows=limits.rows,
+            vocab_size=vocab_size,
+            device=device,
+            most_edits=max(options.max_logit_edits + len(model.config.eos_token_ids), 1),
+        ),
+        rows=limits.rows,
+        max_positions=positions,
+        max_tokens=limits.tokens,
+        device=device,
+        adapted=model.adapters is not None and model.adapters.slots > 0,
+        adapters=model.adapters,
+        drafts=limits.drafts,
+        draft=draft,
+        offload=offload,
+        windowed=offload is None and any(model.config.kv_windows),
+    )
+
+
 def _measured_scales(
     model: LoadedModel, executor: Executor, pool: KVPool, most_tokens: int
 ) -> list[KVScales]:
@@ -306,12 +332,16 @@ def _measured_scales(
     return measure_scales(pool, len(prompt))
 
 
-def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) -> torch.dtype:
-    """Of keys and values. Raises EngineError if the device can't read them."""
+def kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) -> torch.dtype:
+    """Of keys and values in the pool. Raises EngineError if the device can't read them."""
     dtype = POOL_TYPES.get(options.kv_cache_dtype)
     if dtype is None:
         return model.dtype
-    gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    gpu = None
+    if device.type != "cpu":
+        from tokenpod.kernels.gpu.launch import capability
+
+        gpu = capability(device)
     problem = eight_bits_problem(options.kv_cache_dtype, gpu)
     if problem is not None:
         raise EngineError(problem)

@@ -145,6 +145,7 @@ def worst_step(
     context: int = 0,
     unknown: bool = False,
     edited: bool = False,
+    scored: bool = True,
 ) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
 
@@ -159,6 +160,7 @@ def worst_step(
             what attention takes grows with them.
         unknown: the executor finds the drafts.
         edited: what a row draws changes its next scores, so drafts are checked one by one.
+        scored: False spares prompts their scores, which torch makes in many small pieces.
     """
     lengths = [1] * rows
     guessed = [0] * rows
@@ -182,7 +184,7 @@ def worst_step(
         tokens, samples = [0] * length, 1 + guessed[row]
         if unknown and guessed[row]:
             tokens[1:] = [LAST] * guessed[row]
-        following = tokens if length > samples else []
+        following = tokens if scored and length > samples else []
         cached = max(context - length, 0) if row == rows - 1 else 0
         # Whatever lies there: the step's slots, over and over.
         prefix = np.arange(cached) % len(slots)
@@ -223,6 +225,7 @@ def _new_row(prompt: list[int], edited: bool = False) -> NewRow:
         stopping,
         logprobs=True,
         top_n_tokens=2,
+        ranks=True,
         prompt_logprobs=True,
         prompt_top_n_tokens=MOST_TOP_TOKENS,
         prompt_ranks=True,

@@ -23,6 +23,7 @@ from tokenpod.kernels.attention.attention_softmax import (
     multiplicand,
 )
 from tokenpod.kernels.attention.attention_tiles import ExtendTile
+from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 
 
@@ -79,7 +80,8 @@ def extend(
 def _can_describe(pool: torch.Tensor) -> bool:
     """Whether the tensor memory engine can fetch blocks of one head of `pool`."""
     head_dim = pool.shape[2]
-    has_engine = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= 9
+    generation = capability(pool.device)
+    has_engine = generation is None or generation >= OVERLAPPING_CAPABILITY
     whole = pool.is_contiguous() and head_dim == head_block(head_dim)
     return has_engine and whole and pool.data_ptr() % 16 == 0
 

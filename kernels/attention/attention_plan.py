@@ -84,8 +84,8 @@ def _bases(
 
 
 def _upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return host
+    if device.type != "cuda":
+        return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
 

@@ -34,6 +34,10 @@ from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRow
 Absorbed = Callable[[torch.Tensor, torch.Tensor, int, Any, float], torch.Tensor]
 
 
+#: Numbers of int32 to which the lines of a row table are rounded up.
+_ALIGNMENT = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Expanded:
     """One row whose keys and values are made for it."""
@@ -131,6 +135,8 @@ def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> E
         torch.tensor(x, dtype=torch.int32, device=device)
         for x in ([0], [0, end - start], [context])
     )
+    # Triton compiles a kernel once more for a table of another alignment, which takes a second.
+    width = -(-context // _ALIGNMENT) * _ALIGNMENT
     alone = ForwardBatch(
         t_token=batch.t_token[start:end],
         t_position=batch.t_position[start:end],
@@ -139,7 +145,7 @@ def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> E
         b_context=[context],
         b_runs=[[(0, context)]],
         b_row=[0],
-        row_table=torch.arange(context, dtype=torch.int32, device=device)[None],
+        row_table=torch.arange(width, dtype=torch.int32, device=device)[None],
         single_rows=0,
         logit_index=None,
         paged=PagedRows(b_row, b_start, b_context),

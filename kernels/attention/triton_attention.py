@@ -24,6 +24,7 @@ from tokenpod.kernels.attention.attention_plan import (
     unpack_tiles,
 )
 from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
+from tokenpod.kernels.gpu.launch import Gpu, gpu_of
 from tokenpod.kernels.mixers.delta_plan import cut_chunks
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
 from tokenpod.kernels.operations.batch import (
@@ -42,18 +43,8 @@ LARGEST_GROUP = 128
 MOST_CAPTURED_EXTENDS = 64
 LEAST_CAPTURED_TILE = 8
 
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What kernels are shaped by."""
-
-    processors: int
-    #: Compute capability.
-    capability: tuple[int, int]
-
-
 #: Where there is no GPU to ask: kernels are interpreted.
-INTERPRETED = Device(processors=8, capability=HOPPER)
+INTERPRETED = Gpu(HOPPER, processors=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +205,6 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
         )
 
 
-def describe_device(device: torch.device) -> Device:
+def describe_device(device: torch.device) -> Gpu:
     """Of a GPU, or of what stands in for one where kernels are interpreted."""
-    if device.type == "cpu":
-        return INTERPRETED
-    found = torch.cuda.get_device_properties(device)
-    return Device(found.multi_processor_count, (found.major, found.minor))
+    return gpu_of(device) or INTERPRETED

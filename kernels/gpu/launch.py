@@ -17,7 +17,7 @@ launch) and wait inside. The rules that keep this right:
 from __future__ import annotations
 
 from functools import cache
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 import triton
@@ -38,10 +38,44 @@ class LaunchOptions(TypedDict, total=False):
     launch_pdl: bool
 
 
+class Gpu(NamedTuple):
+    """What kernels are shaped by."""
+
+    #: Compute capability: its generation.
+    capability: tuple[int, int]
+    #: Streaming multiprocessors.
+    processors: int
+
+
+#: What tensors without memory (of device "meta") stand for; nothing until `stand_in`.
+_STANDS_FOR: list[Gpu] = []
+
+
+def stand_in(gpu: Gpu) -> None:
+    """Let tensors without memory be those of `gpu`, for as long as this process lives.
+
+    For a process that only finds out which kernels such a GPU would be asked for: what depends on
+    a device is chosen as it would be there.
+    """
+    assert not _STANDS_FOR, "a process stands in for one GPU"
+    _STANDS_FOR.append(gpu)
+
+
 @cache
+def gpu_of(device: torch.device) -> Gpu | None:
+    """A device's facts; None where kernels are interpreted."""
+    if device.type == "meta":
+        return _STANDS_FOR[0]
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Gpu((found.major, found.minor), found.multi_processor_count)
+
+
 def capability(device: torch.device) -> tuple[int, int] | None:
     """What generation of GPU this is; None where kernels are interpreted."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    gpu = gpu_of(device)
+    return None if gpu is None else gpu.capability
 
 
 @cache

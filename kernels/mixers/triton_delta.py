@@ -96,7 +96,7 @@ def plan_delta(batch: ForwardBatch) -> DeltaRows:
         return DeltaRows(batch.single_rows, paged, chunks, min(len(chunks), MOST_CAPTURED_ROWS))
     rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
     listed = torch.from_numpy(cut_chunks(rows, PROMPT_TILE.chunk))
-    if batch.t_slot.device.type != "cpu":
+    if batch.t_slot.is_cuda:
         listed = listed.pin_memory()
     chunks = listed.to(batch.t_slot.device, non_blocking=True)
     return DeltaRows(batch.single_rows, paged, chunks, batch.rows - batch.single_rows)

@@ -146,7 +146,7 @@ def table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
         raise ValueError(f"a weight [{len(weight)}, {weight.shape[1]}] is not contiguous")
     if tiles is not None:
         return tiles
-    if weight.is_cuda and weight.itemsize > 2:
+    if capability(weight.device) is not None and weight.itemsize > 2:
         return ALL_LIBRARY  # tiles were measured, and fit, for numbers of 2 bytes
     return measured(capability(weight.device))
 

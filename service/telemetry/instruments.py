@@ -272,6 +272,12 @@ _STEPS: Sequence[tuple[str, str, str, Callable[[StepCounts], float]]] = (
     ),
     ("tokenpod.steps.rows", "{sequence}", "Sequences of all steps", lambda now: now.rows),
     ("tokenpod.steps.tokens", "{token}", "Tokens that steps computed", lambda now: now.tokens),
+    (
+        "tokenpod.steps.compilations",
+        "{kernel}",
+        "Kernels of a GPU that were compiled while a step waited",
+        lambda now: now.compiled,
+    ),
 )
 
 #: Of the pod: name, unit, meaning, value.

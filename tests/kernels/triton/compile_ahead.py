@@ -101,7 +101,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
     )
     for module in choosing:
         module.capability = lambda device: capability
-    attention.INTERPRETED = attention.Device(processors=132, capability=capability)
+    attention.INTERPRETED = launch.Gpu(capability, processors=132)
     attention_extend._can_describe = lambda pool: (
         capability >= (9, 0) and pool.shape[2].bit_count() == 1
     )

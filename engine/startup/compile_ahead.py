@@ -1,0 +1,165 @@
+"""Kernels are compiled by processes of their own while the model loads.
+
+Compiled one by one as they are first launched, kernels take most of a start whose cache is empty.
+So a process beside the engine finds out which there will be (`weightless`) and compiles them into
+Triton's cache, as many at a time as there are cores; the engine's first steps find them there. What
+has been compiled for a model and its settings is noted in the cache, so that a start which finds
+the note spends nothing on it. Nothing depends on this: a kernel that is not there is compiled when
+it is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.own_process import die_with_parent
+from tokenpod.models.errors import ModelError
+
+#: Where what decides about kernels is written: below the package.
+_SOURCES = "core", "engine", "kernels", "models"
+#: Streaming multiprocessors by architecture: A100, L40S, H100 and H200, B200, RTX PRO 6000. They
+#: decide into how many parts attention is split, of which kernels know only whether it is.
+_PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
+_USUAL_PROCESSORS = 132
+#: Compilers at once: the longest kernel takes as long as a sixteenth of all.
+_MOST_PROCESSES = 16
+#: Seconds that an engine waits for it behind its weights; ranks wait longer for each other.
+_MOST_SECONDS = 300.0
+
+
+class CompileAhead:
+    """The process that compiles for an engine; `wait` before the first step."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        command = [sys.executable, "-P", "-m", "tokenpod.engine.startup.compile_ahead"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(msgspec.msgpack.encode(options))
+
+    def wait(self) -> None:
+        """Until everything is compiled, or the process has failed: it says why on stderr.
+
+        One that takes minutes is ended: the first steps compile what is left.
+        """
+        try:
+            self._process.wait(_MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> CompileAhead | None:
+        """Begin; None where another does it, or there is nothing to compile."""
+        place = options.placement
+        # The ranks of a host share its cache; only the first compiles.
+        leads = place is None or place.local_rank == 0
+        return cls(options) if leads and options.device.startswith("cuda") else None
+
+
+def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -> Path:
+    """The file in the cache's `folder` that says: compiled, for these options and versions."""
+    found = hashlib.sha256()
+    world = options.placement.world if options.placement is not None else 1
+    alike = msgspec.structs.replace(
+        options, model_folder="", device="cuda", threads=0, questions_fd=-1, placement=None
+    )
+    found.update(msgspec.msgpack.encode(alike))
+    versions = version("triton"), version("torch")
+    found.update(json.dumps([world, capability, versions]).encode())
+    package = Path(__file__).resolve().parents[2]
+    for part in _SOURCES:
+        for path in sorted((package / part).rglob("*.*")):
+            if path.suffix in (".py", ".json"):
+                found.update(path.read_bytes())
+    for path in sorted(Path(options.model_folder).glob("*.json")):
+        if "tokenizer" not in path.name:
+            found.update(path.read_bytes())
+    return folder / f"tokenpod-{found.hexdigest()[:32]}.json"
+
+
+def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, Any]:
+    """Compile what such an engine launches on this machine's GPU, or on one of an architecture.
+
+    Returns how many kernels there are and how many were compiled, how long that took, and where
+    they are and the bytes there. Raises ModelError for a folder that can't be read.
+    """
+    # Not above: who only starts this process does without.
+    import torch
+    from triton import knobs
+
+    from tokenpod.kernels.gpu.launch import Gpu, gpu_of
+
+    began = time.monotonic()
+    if architecture is None:
+        gpu = gpu_of(torch.device(options.device))
+        assert gpu is not None
+    else:
+        major, _, minor = architecture.partition(".")
+        capability = int(major), int(minor)
+        gpu = Gpu(capability, _PROCESSORS.get(capability, _USUAL_PROCESSORS))
+    folder = Path(knobs.cache.dir)
+    note = note_of(options, gpu.capability, folder)
+    if note.exists() and architecture is None:
+        return json.loads(note.read_text())  # type: ignore[no-any-return]
+    from tokenpod.engine.startup.weightless import find_kernels
+    from tokenpod.kernels.gpu.compiling import compile_all, missing
+    from tokenpod.models.folder import is_native
+
+    torch.set_num_threads(1)
+    # What transformers computes launches few of our kernels, and has no shapes without weights.
+    native = is_native(Path(options.model_folder))
+    kernels = find_kernels(options, gpu) if native else []
+    found = time.monotonic()
+    lacking = missing(kernels)
+    compile_all(lacking, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+    facts = {
+        "kernels": len(kernels),
+        "compiled": len(lacking),
+        "seconds_to_find": found - began,
+        "seconds": time.monotonic() - began,
+        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "folder": str(folder),
+    }
+    with contextlib.suppress(OSError):  # a cache that is full of what is needed may be read-only
+        _write(note, json.dumps(facts))
+    return facts
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: the process may be ended at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def main() -> int:
+    """Compile what the options on stdin need; says what that was."""
+    die_with_parent()
+    # The engine ignores it, and this process inherits that; a pool ends its processes with it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    options = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
+    try:
+        said = compile_for(options, sys.argv[1] if len(sys.argv) > 1 else None)
+    except ModelError as error:
+        said = {"error": str(error)}
+    print(json.dumps(said))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -61,7 +61,12 @@ def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quan
     "quantize", [(), pytest.param(("int4",), marks=pytest.mark.slow)], ids=["bf16", "int4"]
 )
 def test_nothing_is_left_to_compile_for_a_start_and_for_steps(quantize, golden, tmp_path):
-    told = answer_of("late_kernels.py", str(golden("llama").folder), *quantize, cache=tmp_path)
+    told = answer_of(
+        "late_kernels.py",
+        str(golden("llama", max_position_embeddings=2048).folder),
+        *quantize,
+        cache=tmp_path,
+    )
     assert told["ahead"] > 20
     assert told["start"] == []
     assert told["serving"] == []

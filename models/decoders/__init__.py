@@ -1,0 +1,1 @@
+"""Decoders built from specs, and what engines know of a loaded model."""

@@ -23,7 +23,7 @@ from tokenpod.core.messages import Broken, EngineOptions
 from tokenpod.core.own_process import die_with_parent
 from tokenpod.engine.exchange import Face, face_of
 from tokenpod.engine.startup.compile_ahead import CompileAhead
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 
 if TYPE_CHECKING:
     from tokenpod.engine.shards.member import Member

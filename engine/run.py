@@ -36,7 +36,7 @@ from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
 from tokenpod.models.medusa import is_medusa
-from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.scheduler.drafts.drafting import Drafter, Drafting, ModelDrafts
 from tokenpod.scheduler.drafts.ngrams import NGrams
 from tokenpod.scheduler.kv.kv import KV

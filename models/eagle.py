@@ -25,22 +25,22 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.attention import Attention
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.verify import verified
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.decoders.layer import mixer_branch, mlp_branch
+from tokenpod.models.decoders.step_plans import StepPlans
 from tokenpod.models.families.family import gated_decoder
-from tokenpod.models.fields import read_fields
-from tokenpod.models.head_spec import HeadSpec
-from tokenpod.models.layer import mixer_branch, mlp_branch
-from tokenpod.models.layer_spec import Mlp
-from tokenpod.models.linear import Products, Weights
-from tokenpod.models.mixer import MixerParts
-from tokenpod.models.norms import Norm, make_norm
-from tokenpod.models.reading import read_weights
-from tokenpod.models.step_plans import StepPlans
-from tokenpod.models.verify import verified
-from tokenpod.models.weights import Axis, Source, Weight
+from tokenpod.models.layers.attention import Attention
+from tokenpod.models.layers.linear import Products, Weights
+from tokenpod.models.layers.mixer import MixerParts
+from tokenpod.models.layers.norms import Norm, make_norm
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.specs.head_spec import HeadSpec
+from tokenpod.models.specs.layer_spec import Mlp
+from tokenpod.models.weights.weights import Axis, Source, Weight
 
 #: What tells such a folder from other models': the length of `d2t`.
 FIELD = "draft_vocab_size"

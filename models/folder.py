@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenpod.models.checkpoint import Checkpoint, check
-from tokenpod.models.errors import ModelError
-from tokenpod.models.facts import ModelFacts, ends_within
+from tokenpod.models.checkpoints.checkpoint import Checkpoint, check
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields, read_fields
+from tokenpod.models.checkpoints.nested import Nesting, Text, split, text_of
+from tokenpod.models.checkpoints.overrides import Overridden
+from tokenpod.models.decoders.facts import ModelFacts, ends_within
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.families.family import dtype_of
-from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import reader_for
-from tokenpod.models.kv_scales import scale_names
-from tokenpod.models.layout import Layout, stored_table, with_head
 from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
-from tokenpod.models.names import head_name
-from tokenpod.models.nested import Nesting, Text, split, text_of
-from tokenpod.models.overrides import Overridden
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weight_table import beyond_names, weights_of
+from tokenpod.models.specs.kv_scales import scale_names
+from tokenpod.models.specs.layout import Layout, stored_table, with_head
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.specs.weight_table import beyond_names, weights_of
+from tokenpod.models.weights.names import head_name
 
 if TYPE_CHECKING:
     from tokenpod.models.tier.choose import Loader

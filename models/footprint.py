@@ -23,17 +23,17 @@ from tokenpod.models.adapters.targets import (
     slot_numbers,
     vocabulary_numbers,
 )
-from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
-from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import is_native, read_layout, tier_of
-from tokenpod.models.head_spec import HeadSpec
-from tokenpod.models.layout import Layout
 from tokenpod.models.load import check_alone
 from tokenpod.models.medusa import MOST_POSITIONS, is_medusa, open_medusa, read_medusa
 from tokenpod.models.mtp import mtp_layout
-from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.specs.head_spec import HeadSpec
+from tokenpod.models.specs.layout import Layout
 from tokenpod.models.tier.errors import NotServed
+from tokenpod.models.weights.shard import WHOLE, Shard
 
 #: One for each size of numbers that a model may have.
 _DTYPES = (torch.float32, torch.bfloat16)

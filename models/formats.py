@@ -10,14 +10,14 @@ import torch
 from tokenpod.core.formats import LAYOUTS, SAME_AS
 from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight, StackedWeight
 from tokenpod.kernels.products.formats import MADE_AT_LOAD
-from tokenpod.models.checkpoint import Checkpoint, Quantised, WeightReader
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint, Quantised, WeightReader
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.reading import read_dense
 from tokenpod.models.layouts.module import PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
-from tokenpod.models.reading import read_dense
-from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import HEAD, StoredTensor, Weight
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.shard import WHOLE, Shard
+from tokenpod.models.weights.weights import HEAD, StoredTensor, Weight
 
 
 def reader_for(

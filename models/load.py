@@ -21,17 +21,17 @@ from tokenpod.models.adapters.targets import (
     vocabulary_numbers,
 )
 from tokenpod.models.adapters.virtual import VirtualBase
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.errors import ModelError
-from tokenpod.models.facts import LoadedModel, ModelFacts
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.verify import verified
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.decoders.facts import LoadedModel, ModelFacts
 from tokenpod.models.folder import describe, is_native, read_layout, tier_of, unsupported
 from tokenpod.models.formats import bytes_needed
-from tokenpod.models.kv_scales import read_scales
-from tokenpod.models.memory import available_bytes, freed_at_once
-from tokenpod.models.reading import Progress, read_weights
-from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.verify import verified
+from tokenpod.models.layers.reading import Progress, read_weights
+from tokenpod.models.specs.kv_scales import read_scales
+from tokenpod.models.weights.memory import available_bytes, freed_at_once
+from tokenpod.models.weights.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     from tokenpod.models.tier.choose import Loader

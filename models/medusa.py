@@ -24,15 +24,15 @@ from torch.nn.functional import silu
 from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.checkpoint import SINGLE, Checkpoint, check
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.checkpoints.checkpoint import SINGLE, Checkpoint, check
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields, read_fields
+from tokenpod.models.checkpoints.verify import verified
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.folder import HEADS, HEADS_WITHIN
-from tokenpod.models.linear import Product, Products, Weights
-from tokenpod.models.reading import read_weights
-from tokenpod.models.verify import verified
-from tokenpod.models.weights import Axis, Source, Weight
+from tokenpod.models.layers.linear import Product, Products, Weights
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.weights.weights import Axis, Source, Weight
 
 #: How the authors' and TGI's files are called; others have the usual names.
 FILE = "medusa_lm_head.safetensors"

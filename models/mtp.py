@@ -26,20 +26,20 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.checkpoint import Checkpoint, tensors_of
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint, tensors_of
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.verify import verified
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.decoders.layer import make_layer
+from tokenpod.models.decoders.step_plans import StepPlans
 from tokenpod.models.folder import read_layout, read_text
-from tokenpod.models.head_spec import HeadSpec
-from tokenpod.models.layer import make_layer
-from tokenpod.models.layout import Layout
-from tokenpod.models.linear import Products, Weights
-from tokenpod.models.mixer import MixerParts
-from tokenpod.models.norms import Norm, make_norm
-from tokenpod.models.reading import read_weights
-from tokenpod.models.step_plans import StepPlans
-from tokenpod.models.verify import verified
-from tokenpod.models.weights import Axis, Source, Weight
+from tokenpod.models.layers.linear import Products, Weights
+from tokenpod.models.layers.mixer import MixerParts
+from tokenpod.models.layers.norms import Norm, make_norm
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.specs.head_spec import HeadSpec
+from tokenpod.models.specs.layout import Layout
+from tokenpod.models.weights.weights import Axis, Source, Weight
 
 #: What says in config.json how many there are.
 FIELD = "num_nextn_predict_layers"

@@ -32,10 +32,10 @@ from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
 from tokenpod.models.adapters.files import Base
 from tokenpod.models.adapters.store import AdapterStore, Space
 from tokenpod.models.adapters.targets import Targets, products_of, vocabulary_products
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.names import Names
-from tokenpod.models.shard import WHOLE
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.specs.weight_table import weights_of
+from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.shard import WHOLE
 
 SMOKE = {
     "cpu": "--shape nano --rank 4 --slots 2 --cases 2x16x2 --rounds 0",

@@ -27,7 +27,7 @@ from benchmarks.support.timing import DEVICE, by_turns, pair_ratios, synchronise
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.startup.memory import let_segments_grow
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.steps.step_times import Costs
 

@@ -37,11 +37,11 @@ from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight
 from tokenpod.models import load as loading
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.folder import read_layout
+from tokenpod.models.layers.reading import read_weights
 from tokenpod.models.quantise.job import Job, quantise
-from tokenpod.models.reading import read_weights
 from tokenpod.service.pod.model_store import resolve_model
 
 CPU = torch.device("cpu")

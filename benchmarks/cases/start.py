@@ -21,9 +21,9 @@ from benchmarks.support.models import make_checkpoint, shape_names, shape_of
 from benchmarks.support.pod import Pod
 from benchmarks.support.report import Report
 from benchmarks.support.timing import by_turns, pair_ratios, synchronise
-from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.folder import read_layout
-from tokenpod.models.reading import read_weights
+from tokenpod.models.layers.reading import read_weights
 
 PIECE = 16 * 2**20
 SMOKE = {

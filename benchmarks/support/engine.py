@@ -24,7 +24,7 @@ from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup.assemble import Assembled, assemble
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 GREEDY = SamplingParams()

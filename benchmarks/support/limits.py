@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from tokenpod.models.attention import Attention
 from tokenpod.models.families import FAMILIES
-from tokenpod.models.gated_delta import GatedDeltaNet
-from tokenpod.models.latent import Latent
-from tokenpod.models.layer_spec import Experts, LayerSpec
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.layers.attention import Attention
+from tokenpod.models.layers.gated_delta import GatedDeltaNet
+from tokenpod.models.layers.latent import Latent
+from tokenpod.models.specs.layer_spec import Experts, LayerSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.specs.weight_table import weights_of
 
 #: Measured on one H200: bytes per second of a plain read, bf16 operations per second.
 BANDWIDTH, MATRIX_RATE = 4.617e12, 687e12

@@ -18,12 +18,12 @@ from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pair
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.models import mxfp4 as microscaling
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families import FAMILIES, Family
-from tokenpod.models.fields import Fields
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.specs.weight_table import weights_of
+from tokenpod.models.weights import mxfp4 as microscaling
 
 Shape = dict[str, Any]
 Weights = dict[str, "torch.Tensor | LinearWeight"]

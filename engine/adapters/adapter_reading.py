@@ -16,9 +16,9 @@ from tokenpod.engine.adapters.pace import Pace
 from tokenpod.models.adapters.config import read_lora
 from tokenpod.models.adapters.packed import Packed
 from tokenpod.models.adapters.store import AdapterStore, Space
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
-from tokenpod.models.tensor_file import Rest, no_rest
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.tensor_file import Rest, no_rest
 
 
 def space_of(options: EngineOptions) -> Space | None:

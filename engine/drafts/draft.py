@@ -29,10 +29,10 @@ from tokenpod.engine.steps.executor import CapturableModel, Model
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, TileKind
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.decoders.facts import LoadedModel, ModelFacts
 from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
-from tokenpod.models.errors import ModelError
-from tokenpod.models.facts import LoadedModel, ModelFacts
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
 from tokenpod.models.medusa import MedusaHeads, is_medusa, load_medusa

@@ -22,7 +22,7 @@ from tokenpod.engine.steps.executor import Model
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, Run
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.decoders.decoder import Decoder
 
 
 class Head(Protocol):

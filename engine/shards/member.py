@@ -28,7 +28,7 @@ from tokenpod.engine.shards.control_stream import ControlStream
 from tokenpod.engine.shards.facts import facts_of
 from tokenpod.engine.shards.follower import FollowerAdapters, PlanStream
 from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 
 if TYPE_CHECKING:
     # It brings torch, whose import takes seconds in which a member is to be heard already.

@@ -52,7 +52,7 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.facts import LoadedModel
+from tokenpod.models.decoders.facts import LoadedModel
 
 if TYPE_CHECKING:
     from tokenpod.engine.gpu.device_executor import DeviceExecutor

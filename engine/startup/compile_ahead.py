@@ -26,7 +26,7 @@ import msgspec
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_process import die_with_parent
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 
 #: Where what decides about kernels is written: below the package.
 _SOURCES = "core", "engine", "kernels", "models"

@@ -7,7 +7,7 @@ import torch
 from tokenpod.core.capability import problem_of
 from tokenpod.core.step_limits import StepLimits
 from tokenpod.engine.startup.assemble import EngineError
-from tokenpod.models.facts import ModelFacts
+from tokenpod.models.decoders.facts import ModelFacts
 
 #: Programs that CUDA takes along y of a grid.
 MOST_IN_Y = 65_535

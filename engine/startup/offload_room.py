@@ -12,7 +12,7 @@ from tokenpod.engine.startup.memory import free_memory, size
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.group import Group
-from tokenpod.models.facts import LoadedModel
+from tokenpod.models.decoders.facts import LoadedModel
 
 
 def check_offload_room(options: EngineOptions) -> None:

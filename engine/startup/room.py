@@ -15,7 +15,7 @@ from tokenpod.engine.drafts.draft import DraftModel
 from tokenpod.engine.startup.memory import FreeMemory, size
 from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
 from tokenpod.kernels.operations.group import Group
-from tokenpod.models.facts import LoadedModel
+from tokenpod.models.decoders.facts import LoadedModel
 from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 

@@ -24,13 +24,13 @@ from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.kernels.gpu.compiling import Kernel, Notes
 from tokenpod.kernels.gpu.launch import Gpu, stand_in
 from tokenpod.kernels.operations.attention_ops import KVScales
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.folder import read_layout
-from tokenpod.models.reading import read_weights
-from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import Stack
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.shard import WHOLE, Shard
+from tokenpod.models.weights.weights import Stack
 
 META = torch.device("meta")
 

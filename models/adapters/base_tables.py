@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.models.checkpoint import files_of
-from tokenpod.models.errors import ModelError
-from tokenpod.models.tensor_file import DTYPES, Rest, TensorFile
+from tokenpod.models.checkpoints.checkpoint import files_of
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.tensor_file import DTYPES, Rest, TensorFile
 
 #: What names of such tensors end in.
 BASE = ".base_layer.weight"

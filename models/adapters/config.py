@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 
 #: Fields that say nothing about what is computed from the saved tensors.
 _NEUTRAL = frozenset(

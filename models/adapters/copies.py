@@ -13,7 +13,7 @@ import torch
 from tokenpod.kernels.operations.adapter_ops import OwnLinear
 from tokenpod.kernels.operations.pointwise_ops import Embed
 from tokenpod.models.adapters.targets import EMBEDDING
-from tokenpod.models.weights import HEAD
+from tokenpod.models.weights.weights import HEAD
 
 #: A table's numbers on the host, one piece behind the other.
 Copied = Mapping[str, Sequence[torch.Tensor]]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 
 #: Layers of an LSTM, at most: each is run over all virtual tokens.
 _MOST_LAYERS = 16

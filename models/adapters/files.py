@@ -36,18 +36,12 @@ from tokenpod.models.adapters.table_factors import (
     read_tables,
 )
 from tokenpod.models.adapters.targets import Place, Product, Targets
-from tokenpod.models.adapters.virtual import (
-    KINDS,
-    Virtual,
-    VirtualBase,
-    read_tensor,
-    read_virtual,
-)
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
-from tokenpod.models.shard import Shard
-from tokenpod.models.tensor_file import Rest, TensorFile, no_rest
-from tokenpod.models.weights import Division
+from tokenpod.models.adapters.virtual import KINDS, Virtual, VirtualBase, read_tensor, read_virtual
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.tensor_file import Rest, TensorFile, no_rest
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Division
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ import torch
 
 from tokenpod.core.adapter_files import CONFIG, WEIGHTS
 from tokenpod.models.adapters.config import read_lora
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.convert.lora import merged
-from tokenpod.models.convert.writer import Planned
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
-from tokenpod.models.weights import Stack
+from tokenpod.models.adapters.lora import merged
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.writer import Planned
+from tokenpod.models.weights.weights import Stack
 
 _REAL = (torch.float32, torch.float16, torch.bfloat16)
 

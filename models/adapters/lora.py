@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.models.convert.source import tensors_of
-from tokenpod.models.convert.writer import Planned
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields, read_fields
+from tokenpod.models.checkpoints.source import tensors_of
+from tokenpod.models.checkpoints.writer import Planned
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -26,8 +26,8 @@ from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.weight import LinearWeight, Stored
 from tokenpod.models.adapters.copies import fill
 from tokenpod.models.adapters.targets import Product, scaled_order
-from tokenpod.models.errors import ModelError
-from tokenpod.models.tensor_file import Rest, no_rest
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.tensor_file import Rest, no_rest
 
 #: Rows that the base multiplies at a time, the last of which is zeros. Any number of rows of a
 #: factor is multiplied so: kernels are made for one shape.
@@ -116,7 +116,7 @@ class Scales:
         self._squares[name] = torch.cat([_squares(part) for part in parts])
 
     def meet(self, name: str, product: BaseLinear) -> None:
-        """See `models.linear.Meet`."""
+        """See `models.layers.linear.Meet`."""
         if name in self._squares:
             self._linears[name] = product
 

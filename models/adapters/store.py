@@ -38,9 +38,9 @@ from tokenpod.models.adapters.targets import (
 )
 from tokenpod.models.adapters.virtual import Virtual, VirtualBase
 from tokenpod.models.adapters.vocabulary import Vocabulary, filled_up
-from tokenpod.models.linear import Weights
-from tokenpod.models.tensor_file import Rest, no_rest
-from tokenpod.models.weights import HEAD, Weight
+from tokenpod.models.checkpoints.tensor_file import Rest, no_rest
+from tokenpod.models.layers.linear import Weights
+from tokenpod.models.weights.weights import HEAD, Weight
 
 Ints = npt.NDArray[np.int32]
 
@@ -266,11 +266,11 @@ class AdapterStore:
         return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
 
     def meet(self, name: str, product: BaseLinear) -> None:
-        """See `models.linear.Meet`."""
+        """See `models.layers.linear.Meet`."""
         self.scales.meet(name, product)
 
     def delta(self, name: str, step: ForwardBatch | None) -> Added | None:
-        """What is added to a product; see `models.linear.Delta`."""
+        """What is added to a product; see `models.layers.linear.Delta`."""
         if step is None or step.adapters is None:
             return None
         weights = self._weights.get(name)

@@ -20,10 +20,10 @@ from tokenpod.models.adapters.config import LoraConfig
 from tokenpod.models.adapters.names import DOWN, EMBEDDING_DOWN, EMBEDDING_UP, UP, module_name
 from tokenpod.models.adapters.targets import EMBEDDING, Product, Targets
 from tokenpod.models.adapters.virtual import read_tensor
-from tokenpod.models.errors import ModelError
-from tokenpod.models.shard import Shard
-from tokenpod.models.tensor_file import Rest, TensorFile
-from tokenpod.models.weights import Weight
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.tensor_file import Rest, TensorFile
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Weight
 
 #: [r, inputs], and [r, outputs] with the scale: a rank's part, by our names.
 TableFactors = dict[str, tuple[torch.Tensor, torch.Tensor]]

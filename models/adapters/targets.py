@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tokenpod.models.families.family import Family
-from tokenpod.models.names import head_name
-from tokenpod.models.shard import Shard
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weight_table import weights_of
-from tokenpod.models.weights import HEAD, Division, Source, Weight
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.specs.weight_table import weights_of
+from tokenpod.models.weights.names import head_name
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import HEAD, Division, Source, Weight
 
 _ALIGNMENT = 16
 EMBEDDING = "embedding"

@@ -15,14 +15,14 @@ import torch
 
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.encoders import encoded
-from tokenpod.models.attention import Attention
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
-from tokenpod.models.rope import head_order
-from tokenpod.models.shard import Shard
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.tensor_file import DTYPES, TensorFile
-from tokenpod.models.weights import Axis, Division
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.checkpoints.tensor_file import DTYPES, TensorFile
+from tokenpod.models.layers.attention import Attention
+from tokenpod.models.layers.rope import head_order
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division
 
 #: Ways to train virtual tokens, by PEFT's names.
 KINDS = {

@@ -1,1 +1,1 @@
-"""A checkpoint's files: tensors, config fields, parts of nested checkpoints, and how they are written."""
+"""A checkpoint's files: tensors, config fields, nested checkpoints, and how they are written."""

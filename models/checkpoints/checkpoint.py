@@ -13,12 +13,12 @@ import torch
 
 from tokenpod.core.model_files import PICKLES
 from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
-from tokenpod.models.pieces import READERS, Pieces
-from tokenpod.models.shard import Shard
-from tokenpod.models.tensor_file import DTYPES, TensorFile
-from tokenpod.models.weights import Stack, StoredTensor, Weight
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.pieces import READERS, Pieces
+from tokenpod.models.checkpoints.tensor_file import DTYPES, TensorFile
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Stack, StoredTensor, Weight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

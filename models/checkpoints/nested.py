@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 
 #: Before names of a text model's tensors: as transformers has them, as older files do, and as files
 #: do that name their text model as if it were alone.

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenpod.core.model_files import small_files
-from tokenpod.models.checkpoint import files_of
-from tokenpod.models.convert.writer import KINDS, Planned
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import files_of
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.writer import KINDS, Planned
 
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.pieces import Pieces
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.pieces import Pieces
 
 #: Numbers by what the format calls their kinds.
 DTYPES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenpod.core.manifest import MANIFEST, ManifestError, check_file, read_manifest
 from tokenpod.core.model_files import small_files
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 
 #: Files whose digests are computed at once; hashing does without the interpreter's lock.
 _THREADS = 4

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.models.checkpoint import INDEX, SINGLE
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import INDEX, SINGLE
+from tokenpod.models.checkpoints.errors import ModelError
 
 #: What safetensors calls kinds of numbers.
 KINDS = {

@@ -20,8 +20,8 @@ def main() -> int:
     import msgspec
     from tqdm import tqdm
 
+    from tokenpod.models.checkpoints.errors import ModelError
     from tokenpod.models.convert.job import Job, convert, memory_of
-    from tokenpod.models.errors import ModelError
 
     job = msgspec.json.decode(sys.argv[1], type=Job)
     limit(memory=memory_of(job), seconds=job.seconds)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 
 #: A part's name: which it is, from 1, and how many there are.
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from tokenpod.core.model_files import small_files
+from tokenpod.models.checkpoints.source import copy_files
+from tokenpod.models.checkpoints.writer import Planned
 from tokenpod.models.convert.gguf_config import ARCHITECTURES, Architecture, Metadata, config_of
 from tokenpod.models.convert.gguf_parts import parts_of, read_parts
-from tokenpod.models.convert.source import copy_files
-from tokenpod.models.convert.writer import Planned
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

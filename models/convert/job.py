@@ -14,16 +14,17 @@ import torch
 
 from tokenpod.core.manifest import digest_of, write_manifest
 from tokenpod.core.model_files import PICKLES, small_files
-from tokenpod.models.checkpoint import INDEX as INDEX_NAME
-from tokenpod.models.checkpoint import SINGLE as SINGLE_NAME
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.convert import lora, pickles
+from tokenpod.models.adapters import lora
+from tokenpod.models.checkpoints.checkpoint import INDEX as INDEX_NAME
+from tokenpod.models.checkpoints.checkpoint import SINGLE as SINGLE_NAME
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.source import Safetensors, Source
+from tokenpod.models.checkpoints.writer import Planned, Progress, write_tensors
+from tokenpod.models.convert import pickles
 from tokenpod.models.convert.gguf_parts import parts_of
 from tokenpod.models.convert.gguf_source import Gguf
-from tokenpod.models.convert.source import Safetensors, Source
-from tokenpod.models.convert.writer import Planned, Progress, write_tensors
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
 from tokenpod.models.folder import read_config, read_layout
 from tokenpod.models.medusa import is_medusa, open_medusa, read_medusa
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.models.checkpoint import files_of
-from tokenpod.models.convert.source import copy_small_files
-from tokenpod.models.convert.writer import Planned
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import files_of
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.source import copy_small_files
+from tokenpod.models.checkpoints.writer import Planned
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"

@@ -14,13 +14,13 @@ from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.ends import PerLayerEmbedding, TextHead, TokenEmbedding
-from tokenpod.models.layer import make_layer
-from tokenpod.models.linear import Delta, Products, Weights, no_delta
-from tokenpod.models.mixer import MixerParts
-from tokenpod.models.norms import make_norm
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.step_plans import StepPlans
+from tokenpod.models.decoders.ends import PerLayerEmbedding, TextHead, TokenEmbedding
+from tokenpod.models.decoders.layer import make_layer
+from tokenpod.models.decoders.step_plans import StepPlans
+from tokenpod.models.layers.linear import Delta, Products, Weights, no_delta
+from tokenpod.models.layers.mixer import MixerParts
+from tokenpod.models.layers.norms import make_norm
+from tokenpod.models.specs.spec import ModelSpec
 
 
 class Decoder:

@@ -6,10 +6,10 @@ import torch
 
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.linear import Products
-from tokenpod.models.norms import make_norm
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import HEAD
+from tokenpod.models.layers.linear import Products
+from tokenpod.models.layers.norms import make_norm
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.weights import HEAD
 
 
 class TokenEmbedding:

@@ -15,12 +15,12 @@ import torch
 
 from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Shared
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.models.layer_spec import SAME, Experts, Join, LayerSpec, Mlp, PerLayer
-from tokenpod.models.linear import AddProduct, Product, Products
-from tokenpod.models.mixer import Mix, MixerParts
-from tokenpod.models.normed import ActivatedProduct, normed_product
-from tokenpod.models.norms import Norm, NormRows, make_norm
-from tokenpod.models.step import Step
+from tokenpod.models.layers.linear import AddProduct, Product, Products
+from tokenpod.models.layers.mixer import Mix, MixerParts
+from tokenpod.models.layers.normed import ActivatedProduct, normed_product
+from tokenpod.models.layers.norms import Norm, NormRows, make_norm
+from tokenpod.models.layers.step import Step
+from tokenpod.models.specs.layer_spec import SAME, Experts, Join, LayerSpec, Mlp, PerLayer
 
 
 class Layer(Protocol):

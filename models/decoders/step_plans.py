@@ -10,10 +10,10 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.mixer import Mixer, Turned
-from tokenpod.models.positions import Rope
-from tokenpod.models.rope import pair_frequencies
-from tokenpod.models.step import Step
+from tokenpod.models.layers.mixer import Mixer, Turned
+from tokenpod.models.layers.positions import Rope
+from tokenpod.models.layers.rope import pair_frequencies
+from tokenpod.models.layers.step import Step
 
 
 class StepPlans:

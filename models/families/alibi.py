@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.models.positions import Alibi
+from tokenpod.models.layers.positions import Alibi
 
 
 def alibi_of(heads: int, scale: float = 1.0, *, most: int = 8) -> Alibi:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.families.family import Family, attention_of, gated_decoder, with_attention
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Fused, Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Fused, Names
 
 #: Baichuan 2's, whose head has rows of length one. No field says so.
 SECOND_VOCABULARY = 125_696

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import (
     Family,
     each_layer,
@@ -13,11 +14,10 @@ from tokenpod.models.families.family import (
     with_attention,
     without_rope,
 )
-from tokenpod.models.fields import Fields
-from tokenpod.models.head_steps import NormOver
-from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norms
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.head_steps import NormOver
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.layer_spec import SAME, Join, LayerSpec, Norms
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _cohere(fields: Fields, served: int | None, **more: Any) -> ModelSpec:

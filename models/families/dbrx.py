@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.expert_ops import Routing
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import MOST_EXPERTS, MOST_FEATURES
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, sizes_of
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Experts, LayerSpec, Norms
-from tokenpod.models.names import ExpertNames, ExpertTensor, Fused, Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.rope import rope_of
+from tokenpod.models.specs.layer_spec import Experts, LayerSpec, Norms
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import ExpertNames, ExpertTensor, Fused, Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

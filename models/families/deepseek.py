@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.expert_ops import Routing
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
     experts_of,
     gate_names,
@@ -15,14 +16,13 @@ from tokenpod.models.families.experts import (
     with_experts,
 )
 from tokenpod.models.families.family import Family, attention_of, each_layer, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.latent import Latent
-from tokenpod.models.layer_spec import Experts
-from tokenpod.models.names import Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.positions import Rope
-from tokenpod.models.rope import yarn_temperature
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.latent import Latent
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.positions import Rope
+from tokenpod.models.layers.rope import yarn_temperature
+from tokenpod.models.specs.layer_spec import Experts
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 #: Of the norms of latents, whatever the config says of others.
 _EPSILON = 1e-6

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenpod.kernels.operations.expert_ops import Routing
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
     experts_of,
     gate_names,
@@ -14,9 +15,8 @@ from tokenpod.models.families.experts import (
     with_experts,
 )
 from tokenpod.models.families.family import Family, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import (
     NAMES_BEHIND,
     Family,
@@ -10,10 +11,9 @@ from tokenpod.models.families.family import (
     windows_but_every,
     without_rope,
 )
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 
 def _exaone3(fields: Fields, served: int | None) -> ModelSpec:

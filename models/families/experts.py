@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from tokenpod.kernels.operations.expert_ops import Routing, Score
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Experts, Mlp
-from tokenpod.models.names import ExpertNames, Names, experts_apart
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.specs.layer_spec import Experts, Mlp
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import ExpertNames, Names, experts_apart
 
 #: More than any model has; a config that is not trusted can't ask for millions of tensors.
 MOST_EXPERTS = 1 << 10

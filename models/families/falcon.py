@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.families.family import (
     ACTIVATIONS,
@@ -11,13 +12,12 @@ from tokenpod.models.families.family import (
     plain_mlp,
     sizes_of,
 )
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norms
-from tokenpod.models.names import Fused, Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.positions import Alibi, Rope
-from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.positions import Alibi, Rope
+from tokenpod.models.layers.rope import rope_of
+from tokenpod.models.specs.layer_spec import SAME, Join, LayerSpec, Norms
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Fused, Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
-from tokenpod.models.attention import Attention
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Mlp, Norms
-from tokenpod.models.names import Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.positions import Alibi, Rope
-from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import Head, ModelSpec
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.layers.attention import Attention
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.positions import Alibi, Rope
+from tokenpod.models.layers.rope import rope_of
+from tokenpod.models.specs.layer_spec import LayerSpec, Mlp, Norms
+from tokenpod.models.specs.spec import Head, ModelSpec
+from tokenpod.models.weights.names import Names
 
 #: `hidden_act` in config.json, whatever the family calls it.
 ACTIVATIONS = {

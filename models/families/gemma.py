@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, attention_of, changed, each_layer, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Mlp, Norms
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import Embedding, ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.layer_spec import LayerSpec, Mlp, Norms
+from tokenpod.models.specs.spec import Embedding, ModelSpec
 
 
 def gemma_decoder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import (
     Family,
     attention_of,
@@ -14,10 +15,9 @@ from tokenpod.models.families.family import (
 )
 from tokenpod.models.families.gemma import gemma_decoder
 from tokenpod.models.families.gemma2 import NAMES
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Norms
-from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.rope import rope_of
+from tokenpod.models.specs.layer_spec import LayerSpec, Norms
+from tokenpod.models.specs.spec import ModelSpec
 
 #: What the configs of checkpoints with images leave out.
 DEFAULTS = {

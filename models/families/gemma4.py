@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import (
     Family,
     attention_of,
@@ -15,11 +16,10 @@ from tokenpod.models.families.family import (
     windows_but_every,
 )
 from tokenpod.models.families.gemma2 import NAMES
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Norms, PerLayer
-from tokenpod.models.norms import Norm
-from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import Embedding, ModelSpec, PerLayerRows
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.rope import rope_of
+from tokenpod.models.specs.layer_spec import LayerSpec, Norms, PerLayer
+from tokenpod.models.specs.spec import Embedding, ModelSpec, PerLayerRows
 
 #: What a config may leave out.
 DEFAULTS = {

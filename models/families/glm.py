@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, each_layer, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Norms
-from tokenpod.models.names import Fused, Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.layer_spec import Norms
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Fused, Names
 
 _NAMES = Names(up=Fused("mlp.gate_up_proj"))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.deepseek import with_v3_experts
 from tokenpod.models.families.experts import gate_names, stacked
 from tokenpod.models.families.family import Family, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

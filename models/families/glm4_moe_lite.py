@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.deepseek import NAMES, latent_decoder, with_v3_experts
 from tokenpod.models.families.experts import stacked
 from tokenpod.models.families.family import Family
-from tokenpod.models.fields import Fields
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

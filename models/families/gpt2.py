@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, changed, each_layer, with_attention
 from tokenpod.models.families.learned import NAMES, learned_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

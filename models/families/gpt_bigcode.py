@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, attention_of, with_attention
 from tokenpod.models.families.learned import NAMES, learned_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Fused, Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Fused, Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import experts_of, softmax_routing, with_experts
-from tokenpod.models.families.family import (
-    Family,
-    gated_decoder,
-    windows_but_every,
-    with_attention,
-)
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import ExpertNames, ExpertTensor, Half, Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.families.family import Family, gated_decoder, windows_but_every, with_attention
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import ExpertNames, ExpertTensor, Half, Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, each_layer, gated_decoder, with_attention
-from tokenpod.models.fields import Fields
-from tokenpod.models.spec import Embedding, ModelSpec
+from tokenpod.models.specs.spec import Embedding, ModelSpec
 
 
 def granite_spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
     MOST_FEATURES,
     experts_of,
@@ -14,9 +15,8 @@ from tokenpod.models.families.experts import (
 )
 from tokenpod.models.families.family import Family
 from tokenpod.models.families.granite import granite_spec
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import ExpertNames, ExpertTensor, Fused, Half, Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import ExpertNames, ExpertTensor, Fused, Half, Names
 
 _EXPERTS = ExpertNames(
     "block_sparse_moe.router.layer",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Fused, Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Fused, Names
 
 
 def _internlm2(fields: Fields, served: int | None) -> ModelSpec:

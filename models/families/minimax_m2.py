@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.expert_ops import Routing, Score
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import experts_of, stacked, with_experts
 from tokenpod.models.families.family import Family, gated_decoder, with_attention
-from tokenpod.models.fields import Fields
-from tokenpod.models.head_steps import NormOver
-from tokenpod.models.names import Names, experts_apart
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.head_steps import NormOver
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names, experts_apart
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

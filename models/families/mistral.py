@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from tokenpod.models.families.family import (
-    Family,
-    gated_decoder,
-    windows_by_type,
-    with_attention,
-)
-from tokenpod.models.fields import Fields
-from tokenpod.models.head_steps import QueryGrowth
-from tokenpod.models.rope import rope_parameters
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.families.family import Family, gated_decoder, windows_by_type, with_attention
+from tokenpod.models.layers.head_steps import QueryGrowth
+from tokenpod.models.layers.rope import rope_parameters
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _mistral(fields: Fields, served: int | None) -> ModelSpec:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from tokenpod.models.families.experts import (
-    experts_of,
-    softmax_routing,
-    stacked,
-    with_experts,
-)
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.families.experts import experts_of, softmax_routing, stacked, with_experts
 from tokenpod.models.families.family import Family, gated_decoder, some_window
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names, experts_apart
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names, experts_apart
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

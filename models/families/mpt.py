@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.families.family import Family, model_spec, plain_mlp, sizes_of
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import LayerSpec, Norms
-from tokenpod.models.names import Fused, Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.layer_spec import LayerSpec, Norms
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Fused, Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

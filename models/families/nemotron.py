@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, gated_decoder, with_attention
-from tokenpod.models.fields import Fields
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

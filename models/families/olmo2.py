@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import (
     NAMES_BEHIND,
     Family,
@@ -15,11 +16,10 @@ from tokenpod.models.families.family import (
     windows_but_every,
     with_attention,
 )
-from tokenpod.models.fields import Fields
-from tokenpod.models.head_steps import NormOver
-from tokenpod.models.layer_spec import LayerSpec
-from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.head_steps import NormOver
+from tokenpod.models.layers.rope import rope_of
+from tokenpod.models.specs.layer_spec import LayerSpec
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _olmo2(fields: Fields, served: int | None, **more: Any) -> ModelSpec:

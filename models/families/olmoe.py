@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
     experts_of,
     gate_names,
@@ -10,10 +11,9 @@ from tokenpod.models.families.experts import (
     with_experts,
 )
 from tokenpod.models.families.family import Family, gated_decoder, with_attention
-from tokenpod.models.fields import Fields
-from tokenpod.models.head_steps import NormOver
-from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.head_steps import NormOver
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

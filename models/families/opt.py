@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, plain_mlp, sizes_of
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import Join, LayerSpec, Norms
-from tokenpod.models.names import Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import Embedding, ModelSpec, Positions
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.layer_spec import Join, LayerSpec, Norms
+from tokenpod.models.specs.spec import Embedding, ModelSpec, Positions
+from tokenpod.models.weights.names import Names
 
 #: The table's first rows are no positions.
 OFFSET = 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, each_layer, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norms
-from tokenpod.models.names import Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.layer_spec import SAME, Join, LayerSpec, Norms
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

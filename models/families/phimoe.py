@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.operations.expert_ops import Routing, Score
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import experts_of, stacked, with_experts
 from tokenpod.models.families.family import Family, gated_decoder, some_window
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names, experts_apart
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names, experts_apart
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

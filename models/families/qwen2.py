@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, gated_decoder, windows_by_type
-from tokenpod.models.fields import Fields
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

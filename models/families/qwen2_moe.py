@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
     MOST_FEATURES,
     every,
@@ -16,9 +17,8 @@ from tokenpod.models.families.experts import (
     with_experts,
 )
 from tokenpod.models.families.family import Family, gated_decoder, windows_by_type
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from tokenpod.kernels.operations.delta_ops import DeltaShape
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
     MOST_FEATURES,
     experts_of,
@@ -20,12 +21,11 @@ from tokenpod.models.families.experts import (
     with_experts,
 )
 from tokenpod.models.families.family import Family, each_layer, gated_decoder, with_attention
-from tokenpod.models.fields import Fields
-from tokenpod.models.gated_delta import GatedDeltaNet
-from tokenpod.models.layer_spec import LayerSpec
-from tokenpod.models.names import Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.gated_delta import GatedDeltaNet
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.specs.layer_spec import LayerSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
 
 _KINDS = {"linear_attention", "full_attention"}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import every, gate_names, stacked
 from tokenpod.models.families.family import Family
 from tokenpod.models.families.qwen3_5 import delta_spec, with_mixtures
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import DeltaNames, Names
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import DeltaNames, Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, gated_decoder
-from tokenpod.models.fields import Fields
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -13,8 +13,8 @@ from tokenpod.kernels.operations.attention_ops import AttentionOptions, Attentio
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm
-from tokenpod.models.errors import ModelError
-from tokenpod.models.head_steps import (
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.head_steps import (
     EachHead,
     HeadSteps,
     NormBoth,
@@ -23,16 +23,16 @@ from tokenpod.models.head_steps import (
     OverHeads,
     QueryGrowth,
 )
-from tokenpod.models.layer_tensors import LayerTensors, norm_weights
-from tokenpod.models.mixer import Cache, MixerParts, Turned
-from tokenpod.models.names import Fused
-from tokenpod.models.normed import normed_product
-from tokenpod.models.norms import Norm
-from tokenpod.models.positions import Alibi, Rope
-from tokenpod.models.rope import head_order
-from tokenpod.models.shard import Shard
-from tokenpod.models.step import Step
-from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
+from tokenpod.models.layers.layer_tensors import LayerTensors, norm_weights
+from tokenpod.models.layers.mixer import Cache, MixerParts, Turned
+from tokenpod.models.layers.normed import normed_product
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.positions import Alibi, Rope
+from tokenpod.models.layers.rope import head_order
+from tokenpod.models.layers.step import Step
+from tokenpod.models.weights.names import Fused
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division, Segment, Source, Weight
 
 
 @dataclass(frozen=True, slots=True)

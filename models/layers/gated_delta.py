@@ -22,14 +22,14 @@ from tokenpod.kernels.operations.delta_ops import (
 )
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.models.errors import ModelError
-from tokenpod.models.layer_tensors import LayerTensors
-from tokenpod.models.mixer import Cache, MixerParts
-from tokenpod.models.normed import normed_product
-from tokenpod.models.norms import Norm
-from tokenpod.models.shard import Shard
-from tokenpod.models.step import Step
-from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.layer_tensors import LayerTensors
+from tokenpod.models.layers.mixer import Cache, MixerParts
+from tokenpod.models.layers.normed import normed_product
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.step import Step
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division, Segment, Source, Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,17 @@ from tokenpod.kernels.operations.attention_ops import Heads, LatentPlan, LatentS
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.models.errors import ModelError
-from tokenpod.models.layer_tensors import LayerTensors
-from tokenpod.models.linear import Product
-from tokenpod.models.mixer import Cache, MixerParts, Turned
-from tokenpod.models.normed import NormedProduct, normed_product
-from tokenpod.models.norms import Norm, make_norm
-from tokenpod.models.positions import Rope
-from tokenpod.models.rope import head_order
-from tokenpod.models.shard import Shard
-from tokenpod.models.step import Step
-from tokenpod.models.weights import Axis, Division, Weight
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.layer_tensors import LayerTensors
+from tokenpod.models.layers.linear import Product
+from tokenpod.models.layers.mixer import Cache, MixerParts, Turned
+from tokenpod.models.layers.normed import NormedProduct, normed_product
+from tokenpod.models.layers.norms import Norm, make_norm
+from tokenpod.models.layers.positions import Rope
+from tokenpod.models.layers.rope import head_order
+from tokenpod.models.layers.step import Step
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division, Weight
 
 
 @dataclass(frozen=True, slots=True)

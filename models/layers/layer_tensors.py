@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenpod.models.names import Fused, Names
-from tokenpod.models.norms import Norm
-from tokenpod.models.weights import Axis, Segment, Source, Weight
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.weights.names import Fused, Names
+from tokenpod.models.weights.weights import Axis, Segment, Source, Weight
 
 #: A weight's rows, and in which order each of its heads is held; None: as stored.
 Rows = tuple[Axis, tuple[int, ...] | None]

@@ -18,13 +18,13 @@ from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.kernels.operations.attention_ops import Heads
 from tokenpod.kernels.operations.batch import ForwardBatch, TileKind
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.layer_tensors import LayerTensors
-from tokenpod.models.linear import Products
-from tokenpod.models.norms import Norm
-from tokenpod.models.positions import Alibi, Rope
-from tokenpod.models.shard import Shard
-from tokenpod.models.step import Step
-from tokenpod.models.weights import Weight
+from tokenpod.models.layers.layer_tensors import LayerTensors
+from tokenpod.models.layers.linear import Products
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.positions import Alibi, Rope
+from tokenpod.models.layers.step import Step
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Weight
 
 
 class Cache(NamedTuple):

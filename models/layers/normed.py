@@ -8,8 +8,8 @@ import torch
 
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.pointwise_ops import Activate, Activation, ActMul, RowNorm
-from tokenpod.models.linear import Product, Products
-from tokenpod.models.norms import Norm, NormRows, make_norm
+from tokenpod.models.layers.linear import Product, Products
+from tokenpod.models.layers.norms import Norm, NormRows, make_norm
 
 
 def normed_product(

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.linear import Products
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.linear import Products
 
 #: [T, n] -> the same, normed.
 NormRows = Callable[[torch.Tensor], torch.Tensor]

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.kernels.products.formats.grouped import GroupedWeight
-from tokenpod.models import mxfp4
-from tokenpod.models.checkpoint import Checkpoint, WeightReader
-from tokenpod.models.linear import Weights
-from tokenpod.models.memory import use_large_pages
-from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.weights import Source, Weight
+from tokenpod.models.checkpoints.checkpoint import Checkpoint, WeightReader
+from tokenpod.models.layers.linear import Weights
+from tokenpod.models.weights import mxfp4
+from tokenpod.models.weights.memory import use_large_pages
+from tokenpod.models.weights.shard import WHOLE, Shard
+from tokenpod.models.weights.weights import Source, Weight
 
 Progress = Callable[[int, int], None]
 

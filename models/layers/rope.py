@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
-from tokenpod.models.positions import Alibi, Rope
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.layers.positions import Alibi, Rope
 
 DEFAULT_THETA = 10_000.0
 #: What parameters of yarn come to, at most: 32 turns and 1 are usual.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields, read_fields
 from tokenpod.models.layouts.awq import read_awq
 from tokenpod.models.layouts.bitsandbytes import read_bitsandbytes
 from tokenpod.models.layouts.compressed_tensors import read_compressed_tensors

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.kernels.operations.weight import QuantisedWeight
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.layouts.gptq import group_size
 from tokenpod.models.layouts.groups import Grouping
 from tokenpod.models.layouts.module import FLOATS, StoredModule
 from tokenpod.models.layouts.packing import around, unpacked_awq, words
 from tokenpod.models.layouts.patterns import patterns_of
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.weights.weights import StoredTensor
 
 _WORDS = ("I32",)
 _BITS = 4

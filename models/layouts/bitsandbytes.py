@@ -18,12 +18,12 @@ import torch
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pairs
 from tokenpod.kernels.products.formats.int8 import MOST, Int8Weight
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.layouts.floats import positive
 from tokenpod.models.layouts.module import FLOATS, StoredModule
 from tokenpod.models.layouts.patterns import kept, patterns_of
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.weights.weights import StoredTensor
 
 _BLOCK = 64
 _NESTED_BLOCK = 256

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.layouts.float4 import Float4Scheme
 from tokenpod.models.layouts.floats import Block, Fp8Scheme
 from tokenpod.models.layouts.fp8 import block_of

@@ -16,11 +16,11 @@ import torch
 
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layouts.floats import positive, scale_shapes
 from tokenpod.models.layouts.module import StoredModule
-from tokenpod.models.mxfp4 import VALUES
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.weights.mxfp4 import VALUES
+from tokenpod.models.weights.weights import StoredTensor
 
 _PACKED, _SCALE, _GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
 

@@ -14,9 +14,9 @@ import torch
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layouts.module import FLOATS, StoredModule
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.weights.weights import StoredTensor
 
 _NUMBERS = ("F8_E4M3",)
 

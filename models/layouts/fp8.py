@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.layouts.floats import PER_TOKEN, Fp8Scheme
 from tokenpod.models.layouts.patterns import kept, patterns_of
 

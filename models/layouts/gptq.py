@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from tokenpod.kernels.operations.weight import QuantisedWeight
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.layouts.groups import Grouping
 from tokenpod.models.layouts.module import FLOATS, StoredModule
 from tokenpod.models.layouts.packing import BITS, around, unpacked, words
 from tokenpod.models.layouts.patterns import compiled, kept, patterns_of
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.weights.weights import StoredTensor
 
 _WORDS = ("I32",)
 

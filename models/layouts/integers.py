@@ -14,12 +14,12 @@ import torch
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Rounding
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layouts.floats import input_scale, scale_shapes
 from tokenpod.models.layouts.groups import MIDDLE, Grouping
 from tokenpod.models.layouts.module import StoredModule
 from tokenpod.models.layouts.packing import around, unpacked, words
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.weights.weights import StoredTensor
 
 _WORDS = ("I32",)
 

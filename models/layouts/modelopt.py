@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.layouts.floats import PER_TOKEN, Fp8Scheme
 from tokenpod.models.layouts.patterns import excluded, patterns_of
 

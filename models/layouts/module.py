@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from tokenpod.kernels.operations.weight import QuantisedWeight
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.weights.weights import StoredTensor
 
 #: Kinds of numbers that scales have.
 FLOATS = ("F32", "F16", "BF16")

@@ -10,8 +10,8 @@ import re
 from fnmatch import fnmatchcase
 from functools import cache
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
 
 #: Layers times products of the largest models.
 MOST_PATTERNS = 1 << 16

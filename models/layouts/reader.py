@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight, StackedWeight, Stored
-from tokenpod.models import mxfp4
-from tokenpod.models.checkpoint import Checkpoint, Quantised
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint, Quantised
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.reading import read_dense, read_packed
 from tokenpod.models.layouts.module import PublishedLayout, Scheme, StoredModule
-from tokenpod.models.reading import read_dense, read_packed
-from tokenpod.models.shard import Shard
-from tokenpod.models.weights import Source, StoredTensor, Weight
+from tokenpod.models.weights import mxfp4
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Source, StoredTensor, Weight
 
 _WEIGHT = ".weight"
 #: Endings of names of scales that are held as they are stored.

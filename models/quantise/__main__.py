@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from tokenpod.core.own_process import die_with_parent
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.quantise.job import Job, quantise
 
 

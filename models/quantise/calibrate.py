@@ -16,11 +16,11 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.operations.ops import Linear, Operations
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.errors import ModelError
-from tokenpod.models.layout import Layout
-from tokenpod.models.reading import read_weights
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.specs.layout import Layout
 
 #: Tokens of a piece of text, if the model can address as many.
 PIECE = 2048

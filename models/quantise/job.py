@@ -13,16 +13,16 @@ import torch
 
 from tokenpod.core.manifest import digest_of, write_manifest
 from tokenpod.core.model_files import small_files
-from tokenpod.models.checkpoint import INDEX, Checkpoint
-from tokenpod.models.convert.source import copy_small_files
-from tokenpod.models.convert.writer import Planned, Progress, write_tensors
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
+from tokenpod.models.checkpoints.checkpoint import INDEX, Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.source import copy_small_files
+from tokenpod.models.checkpoints.writer import Planned, Progress, write_tensors
 from tokenpod.models.folder import is_native, read_layout
-from tokenpod.models.layout import Layout
 from tokenpod.models.quantise.calibrate import Calibration, tokens_of
 from tokenpod.models.quantise.rounding import least_change, nearest
 from tokenpod.models.quantise.targets import Target, target_of
+from tokenpod.models.specs.layout import Layout
 
 _WEIGHT = ".weight"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenpod.kernels.cache.kv_pool import KVLayout
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 
 from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.operations.attention_ops import KVScales
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
-from tokenpod.models.names import Names
-from tokenpod.models.shard import Shard
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import Axis, Division
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division
 
 
 def scale_names(

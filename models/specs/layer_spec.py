@@ -11,13 +11,13 @@ import torch
 
 from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation
-from tokenpod.models.errors import ModelError
-from tokenpod.models.layer_tensors import LayerTensors, Rows, plain_weight
-from tokenpod.models.mixer import Mixer
-from tokenpod.models.names import ExpertNames, Fused
-from tokenpod.models.norms import Norm
-from tokenpod.models.shard import Shard
-from tokenpod.models.weights import Axis, Division, Source, Stack, Weight
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.layer_tensors import LayerTensors, Rows, plain_weight
+from tokenpod.models.layers.mixer import Mixer
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.weights.names import ExpertNames, Fused
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division, Source, Stack, Weight
 
 
 class Same(Enum):

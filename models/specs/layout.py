@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tokenpod.models.checkpoint import Checkpoint, WeightReader, tensors_of
-from tokenpod.models.names import Names
-from tokenpod.models.shard import WHOLE
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import HEAD, Weight
+from tokenpod.models.checkpoints.checkpoint import Checkpoint, WeightReader, tensors_of
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.shard import WHOLE
+from tokenpod.models.weights.weights import HEAD, Weight
 
 
 @dataclass(frozen=True, slots=True)

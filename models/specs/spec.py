@@ -11,11 +11,11 @@ from tokenpod.core.model_size import Expansion
 from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.cache.state_pool import StateLayout
-from tokenpod.models.errors import ModelError
-from tokenpod.models.layer_spec import Experts, LayerSpec, Mlp
-from tokenpod.models.norms import Norm
-from tokenpod.models.positions import Rope
-from tokenpod.models.shard import Shard
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.positions import Rope
+from tokenpod.models.specs.layer_spec import Experts, LayerSpec, Mlp
+from tokenpod.models.weights.shard import Shard
 
 #: Of all layers: each has tensors of its own. Kimi K2 has 23,040.
 MOST_EXPERTS = 1 << 15

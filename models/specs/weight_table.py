@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from tokenpod.models.layer_tensors import LayerTensors, norm_weights, plain_weight
-from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import HEAD, Axis, Division, Source, Weight
+from tokenpod.models.layers.layer_tensors import LayerTensors, norm_weights, plain_weight
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.weights import HEAD, Axis, Division, Source, Weight
 
 
 def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:

@@ -8,10 +8,10 @@ import torch
 
 from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.fields import Fields
-from tokenpod.models.nested import Nesting
-from tokenpod.models.reading import Progress
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.checkpoints.nested import Nesting
+from tokenpod.models.layers.reading import Progress
 from tokenpod.models.tier.errors import NotCausal, NotServed
 from tokenpod.models.tier.load import TierLoader
 from tokenpod.models.tier.model import TransformersModel

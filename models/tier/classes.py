@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from tokenpod.models.fields import Fields
+from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.tier.bounds import check_bounds
 from tokenpod.models.tier.errors import NotServed
 

@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.facts import ends_within
-from tokenpod.models.fields import Fields
-from tokenpod.models.nested import Nesting, TextTensors
-from tokenpod.models.reading import Progress
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.checkpoints.nested import Nesting, TextTensors
+from tokenpod.models.decoders.facts import ends_within
+from tokenpod.models.layers.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check, check_text, difference
 from tokenpod.models.tier.classes import check_stateless, config_of, max_positions, model_class
 from tokenpod.models.tier.dispatch import Dispatch, Recorder, without_chunks

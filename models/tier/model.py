@@ -98,7 +98,7 @@ def hidden_of(halves: Halves, t_token: torch.Tensor, t_position: torch.Tensor) -
 
 
 class TransformersModel(ABC):
-    """A model that transformers computes; see `models.facts.LoadedModel`.
+    """A model that transformers computes; see `models.decoders.facts.LoadedModel`.
 
     Args:
         spec: what is known of it.

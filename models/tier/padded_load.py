@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.operations.ops import Operations
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.facts import ends_within
-from tokenpod.models.fields import Fields
-from tokenpod.models.nested import Nesting, TextTensors
-from tokenpod.models.reading import Progress
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.checkpoints.nested import Nesting, TextTensors
+from tokenpod.models.decoders.facts import ends_within
+from tokenpod.models.layers.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check_text
 from tokenpod.models.tier.classes import config_of, max_positions, model_class
 from tokenpod.models.tier.errors import NotServed

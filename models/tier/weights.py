@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.nested import TextTensors
-from tokenpod.models.reading import Progress
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.nested import TextTensors
+from tokenpod.models.layers.reading import Progress
 
 
 def load_weights(

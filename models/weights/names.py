@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from tokenpod.models.weights import Axis, Segment, Source, Stack
+from tokenpod.models.weights.weights import Axis, Segment, Source, Stack
 
 
 @dataclass(frozen=True, slots=True)

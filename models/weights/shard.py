@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokenpod.models.weights import Axis, Division, Source, Weight
+from tokenpod.models.weights.weights import Axis, Division, Source, Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.models import mxfp4
+from tokenpod.models.weights import mxfp4
 
 #: The name of the head's weight.
 HEAD = "head"
@@ -104,7 +104,7 @@ class Source:
     function: Callable[[torch.Tensor], torch.Tensor] | None = None
     #: None: the tensor has one weight only.
     stack: Stack | None = None
-    #: The tensor with its scales, if it is of numbers of 4 bits in blocks (`models.mxfp4`).
+    #: The tensor with its scales, if it is of numbers of 4 bits in blocks (`models.weights.mxfp4`).
     scales: str | None = None
 
     @property
@@ -168,7 +168,7 @@ class Weight:
 
     @property
     def packed(self) -> bool:
-        """Whether the checkpoint has it in numbers of 4 bits in blocks (`models.mxfp4`)."""
+        """Whether the checkpoint has it in numbers of 4 bits in blocks (`models.weights.mxfp4`)."""
         return any(source.scales is not None for source in self.sources)
 
     @property

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tokenpod.commands.models import WAYS, survey
+from tokenpod.models.checkpoints.nested import NESTED, TEXT_MODELS
 from tokenpod.models.families import FAMILIES
-from tokenpod.models.nested import NESTED, TEXT_MODELS
 from tokenpod_client.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,11 +24,11 @@ from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.model_size import ITEM_BYTES, Footprint
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.formats import bytes_needed
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod_client.cli.app import main
 

@@ -24,10 +24,10 @@ from tokenpod.engine.startup.assemble import device_executor, make_pool  # noqa:
 from tokenpod.engine.steps.first_steps import run_worst_steps, warm_up, worst_step  # noqa: E402
 from tokenpod.kernels.backends.triton import OPERATIONS  # noqa: E402
 from tokenpod.kernels.gpu.compiling import Kernel, Notes  # noqa: E402
-from tokenpod.models.checkpoint import Checkpoint  # noqa: E402
-from tokenpod.models.decoder import Decoder  # noqa: E402
+from tokenpod.models.checkpoints.checkpoint import Checkpoint  # noqa: E402
+from tokenpod.models.decoders.decoder import Decoder  # noqa: E402
 from tokenpod.models.folder import read_layout  # noqa: E402
-from tokenpod.models.reading import read_weights  # noqa: E402
+from tokenpod.models.layers.reading import read_weights  # noqa: E402
 
 CPU = torch.device("cpu")
 ROWS, POSITIONS = 40, 256

@@ -24,7 +24,7 @@ from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")

@@ -29,11 +29,11 @@ from tokenpod.kernels.backends import cpu, reference, triton
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.attention_ops import KVScales
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.specs.weight_table import weights_of
+from tokenpod.models.weights.names import Names
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

@@ -15,11 +15,11 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup.assemble import assemble
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.kernels.backends import triton
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families.llama import LLAMA
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.specs.weight_table import weights_of
+from tokenpod.models.weights.names import Names
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

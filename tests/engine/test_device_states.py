@@ -19,10 +19,10 @@ from tokenpod.engine.gpu.device_executor import DeviceExecutor
 from tokenpod.engine.gpu.device_sampler import DeviceSampler
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.backends import cpu, reference, triton
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families.qwen3_5 import QWEN3_5
-from tokenpod.models.fields import Fields
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.specs.weight_table import weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = pytest.mark.compute

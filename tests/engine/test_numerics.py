@@ -30,10 +30,10 @@ from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.kernels.cache.kv_pool import KVPool
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families.llama import LLAMA
-from tokenpod.models.fields import Fields
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.specs.weight_table import weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 ROWS, PREFILL, POSITIONS, MOST, SLOTS = 64, 256, 128, 3, 8192

@@ -22,11 +22,11 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.sampler import Samples
 from tokenpod.kernels.backends import cpu, triton
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
-from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names
-from tokenpod.models.weight_table import weights_of
+from tokenpod.models.specs.weight_table import weights_of
+from tokenpod.models.weights.names import Names
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

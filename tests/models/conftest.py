@@ -11,7 +11,7 @@ import torch
 
 from support.checkpoints.golden_kinds import KINDS, MAX_POSITIONS, VOCABULARY
 from support.steps.hand_scheduler import HandScheduler
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families import baichuan
 from tokenpod.models.load import load_model
 

@@ -16,10 +16,10 @@ from support.steps.hand_scheduler import Adapted
 from support.steps.lockstep import in_lockstep
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.adapters.targets import slot_numbers, vocabulary_numbers
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.weights.shard import WHOLE, Shard
 
 TOLERANCE = 2e-5
 SPACE = Space(slots=3, rank=8, vocabulary=True)

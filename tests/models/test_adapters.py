@@ -16,11 +16,11 @@ from tokenpod.core.adapters import scale_bytes
 from tokenpod.models.adapters import store
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.adapters.targets import copied_numbers, scale_numbers, slot_numbers
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.weights import Division
+from tokenpod.models.weights.shard import WHOLE, Shard
+from tokenpod.models.weights.weights import Division
 
 pytestmark = pytest.mark.compute
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.folder import read_layout
-from tokenpod.models.reading import read_source, read_weights
-from tokenpod.models.shard import Shard
-from tokenpod.models.weights import Axis, Division, Segment, Source
+from tokenpod.models.layers.reading import read_source, read_weights
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division, Segment, Source
 
 
 def read(folder, rank=0, world=1, dtype=torch.float32):

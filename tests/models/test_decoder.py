@@ -12,10 +12,10 @@ from support.steps.lockstep import LockstepGroup, in_lockstep
 from support.steps.walks import TOLERANCE, walk
 from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 
 pytestmark = pytest.mark.compute
 

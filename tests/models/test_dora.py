@@ -13,9 +13,9 @@ from support.checkpoints.lora_folders import merge, write_lora
 from support.steps.lockstep import in_lockstep
 from tokenpod.models.adapters.scales import _ROWS
 from tokenpod.models.adapters.store import Space
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.weights.shard import WHOLE, Shard
 
 TOLERANCE = 2e-5
 UP = "model.layers.0.mlp.up_proj"

@@ -11,8 +11,8 @@ from support.checkpoints.eagle_heads import DEMO, defined, save, tensors
 from support.engines.demo_engine import CPU, demo_model
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.eagle import is_eagle, load_eagle, read_eagle
-from tokenpod.models.errors import ModelError
 
 
 def batch_of(tokens, positions, slots, context):

@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.config_fields import DERIVED, HARMLESS, Noted
 from support.checkpoints.golden import golden_config
 from support.checkpoints.golden_kinds import KINDS
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.checkpoints.nested import text_of
 from tokenpod.models.families import FAMILIES, Family
-from tokenpod.models.fields import Fields
 from tokenpod.models.folder import read_config, read_layout
-from tokenpod.models.nested import text_of
-from tokenpod.models.reading import read_weights
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.specs.spec import ModelSpec
 
 #: Sizes: a wrong one does not fit the tensors.
 SIZES = {

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.reading import read_weights
-from tokenpod.models.shard import Shard
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.shard import Shard
 
 
 @pytest.fixture

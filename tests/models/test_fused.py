@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints.golden_kinds import MAX_POSITIONS
 from support.checkpoints.lora_folders import merge, write_lora
 from tokenpod.models.adapters.fused import FusedCheckpoint
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.load import load_model
 
 #: Modules of a layer: in parts of a fused product, transposed, experts, the head.

@@ -10,9 +10,9 @@ from support.checkpoints.golden import golden_config
 from support.checkpoints.golden_kinds import KINDS
 from support.clients.hostile_fields import HOSTILE, attack, bounded, nested
 from tokenpod.models.adapters.config import read_lora
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
 from tokenpod.models.families import FAMILIES
-from tokenpod.models.fields import read_fields
 from tokenpod.models.folder import read_layout, tier_of
 from tokenpod.models.tier.bounds import check_bounds
 from tokenpod.models.tier.errors import NotServed

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from tokenpod.kernels.cache.kv_pool import alike
 from tokenpod.models import load as loading
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_config, read_layout
-from tokenpod.models.kv_scales import read_scales
-from tokenpod.models.layer_spec import Experts
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import Shard
+from tokenpod.models.specs.kv_scales import read_scales
+from tokenpod.models.specs.layer_spec import Experts
+from tokenpod.models.weights.shard import Shard
 
 CPU = torch.device("cpu")
 

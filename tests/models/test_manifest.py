@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tokenpod.core.manifest import digest_of, write_manifest
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.verify import verified
 from tokenpod.models.load import load_model
-from tokenpod.models.verify import verified
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from support.checkpoints.medusa_heads import (
     vllm_config,
 )
 from support.engines.demo_engine import CPU, demo_model
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.medusa import is_medusa, load_medusa

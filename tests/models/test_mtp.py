@@ -12,7 +12,7 @@ import torch
 from support.checkpoints.mtp_layers import make_predicting
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import load_model
 from tokenpod.models.mtp import load_mtp

@@ -16,12 +16,12 @@ from support.checkpoints.config_fields import DERIVED, HARMLESS, Noted
 from support.checkpoints.golden import golden_config
 from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
 from support.engines.small_engines import Engine, requests_of
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.checkpoints.nested import NESTED, TEXT_MODELS, text_of
 from tokenpod.models.families import FAMILIES
-from tokenpod.models.fields import Fields
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.nested import NESTED, TEXT_MODELS, text_of
 
 TOLERANCE = 1e-4
 #: Their text models and layouts are those of others that each run tries.

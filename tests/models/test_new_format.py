@@ -18,15 +18,15 @@ from tokenpod.kernels.operations.compose import linear_of
 from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight
 from tokenpod.kernels.products.formats import MADE_AT_LOAD
 from tokenpod.models import folder as describing
-from tokenpod.models.checkpoint import Checkpoint, Quantised
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint, Quantised
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.formats import bytes_needed
+from tokenpod.models.layers.reading import read_weights
 from tokenpod.models.load import load_model
-from tokenpod.models.reading import read_weights
-from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.weights import StoredTensor
+from tokenpod.models.weights.shard import WHOLE, Shard
+from tokenpod.models.weights.weights import StoredTensor
 
 CPU = torch.device("cpu")
 #: Neither 64 inputs nor 112, nor half of them, are a multiple of it.

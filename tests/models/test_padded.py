@@ -28,12 +28,12 @@ from tokenpod.engine.startup.memory import FreeMemory
 from tokenpod.engine.startup.room import room_for
 from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.models import load as loading
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier import padded
 from tokenpod.models.tier.padded import Abilities, Together
+from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = pytest.mark.compute

@@ -11,8 +11,8 @@ from tokenpod.kernels.backends import reference
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.operations.weight import LinearWeight
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.linear import Products
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.layers.linear import Products
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "opt-350m", "gemma2", "gpt-neox"])

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
 from tokenpod.kernels.products.formats import MADE_AT_LOAD
 from tokenpod.models import load as loading
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
+from tokenpod.models.layers.reading import read_weights
 from tokenpod.models.load import load_model
-from tokenpod.models.reading import read_weights
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 
 CPU = torch.device("cpu")
 KINDS = ["llama-biases", "qwen3", "opt-350m", "gpt-neox", "gemma2", "falcon-40b", "phi3"]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tokenpod.models import load as loading
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_config
+from tokenpod.models.layers.positions import Alibi
 from tokenpod.models.load import load_model
-from tokenpod.models.positions import Alibi
-from tokenpod.models.shard import Shard
-from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import Axis, Division
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.shard import Shard
+from tokenpod.models.weights.weights import Axis, Division
 
 SMALL_PARTS = {
     "num_attention_heads": 12,

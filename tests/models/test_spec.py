@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.folder import read_config
-from tokenpod.models.head_steps import NormOver
-from tokenpod.models.layer_spec import SAME
-from tokenpod.models.norms import Norm
-from tokenpod.models.positions import Alibi, Rope
-from tokenpod.models.rope import head_order, pair_frequencies
-from tokenpod.models.shard import Shard
-from tokenpod.models.spec import Head
+from tokenpod.models.layers.head_steps import NormOver
+from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.positions import Alibi, Rope
+from tokenpod.models.layers.rope import head_order, pair_frequencies
+from tokenpod.models.specs.layer_spec import SAME
+from tokenpod.models.specs.spec import Head
+from tokenpod.models.weights.shard import Shard
 
 
 @pytest.fixture

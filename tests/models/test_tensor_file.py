@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tokenpod.models.errors import ModelError
-from tokenpod.models.pieces import PIECE_BYTES, Pieces
-from tokenpod.models.tensor_file import TensorFile
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.pieces import PIECE_BYTES, Pieces
+from tokenpod.models.checkpoints.tensor_file import TensorFile
 
 EXAMPLES = 30 * int(os.environ.get("FUZZ_EXAMPLES", "10"))
 

@@ -17,15 +17,15 @@ from support.steps.walks import walk
 from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import Shard
 from tokenpod.models.tier.dispatch import Recorder
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.load import TierLoader
 from tokenpod.models.tier.masks import Reach, describe_mask
+from tokenpod.models.weights.shard import Shard
 
 pytestmark = pytest.mark.compute
 

@@ -15,11 +15,11 @@ from support.checkpoints.virtual_folders import P_TUNING, PREFIX, PROMPT, Expect
 from support.engines.virtual_engine import Engine
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.virtual import VirtualBase, read_virtual
-from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import read_fields
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.tensor_file import TensorFile
 from tokenpod.models.folder import read_config
-from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.tensor_file import TensorFile
+from tokenpod.models.weights.shard import WHOLE, Shard
 
 NEW = 3
 

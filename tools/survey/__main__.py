@@ -28,10 +28,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from survey.tiny import WITH_ENCODER, class_named, tiny_config
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.nested import NESTED, TEXT_MODELS
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.load import load_model
-from tokenpod.models.nested import NESTED, TEXT_MODELS
 from tokenpod.models.tier.padded import Together
 
 DATA = Path(__file__).resolve().parents[2] / "commands" / "models.json"

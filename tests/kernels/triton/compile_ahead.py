@@ -52,7 +52,7 @@ from tokenpod.kernels.products.quantised import (
 )
 from tokenpod.kernels.products.quantised import products as quantised_products
 from tokenpod.kernels.sampling import offers
-from tokenpod.models import mxfp4
+from tokenpod.models.weights import mxfp4
 
 #: The package has a function of this name.
 attention = import_module("tokenpod.kernels.attention.triton_attention")

@@ -190,7 +190,7 @@ def test_norms_of_heads_round_once_where_weights_are_float32(tokens, draw, devic
     for norm in norms:
         norm.weight.data.copy_(draw(head_dim))
         norm.to(device)
-    # As models/names.py reads them: 1 is part of the weight.
+    # As models/weights/names.py reads them: 1 is part of the weight.
     query, key = (norm.weight.data.float() + 1 for norm in norms)
     pools = torch.zeros(2, SLOTS, kv_heads, head_dim, dtype=torch.bfloat16, device=device)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=device)

@@ -19,7 +19,7 @@ from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pair
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.models.mxfp4 import VALUES
+from tokenpod.models.weights.mxfp4 import VALUES
 
 BF16 = torch.bfloat16
 COUNT, HIDDEN, WIDTH = 3, 128, 96

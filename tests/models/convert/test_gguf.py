@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.convert import gguf_source
 from tokenpod.models.convert.gguf_config import Metadata, _llama3
 from tokenpod.models.convert.gguf_source import Gguf
-from tokenpod.models.errors import ModelError
 from tokenpod.models.folder import read_config
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "tokenizer.json"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.models.convert import lora
-from tokenpod.models.convert.writer import Planned
-from tokenpod.models.errors import ModelError
+from tokenpod.models.adapters import lora
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.writer import Planned
 
 RANK, ALPHA = 4, 6.0
 QUERY, UP = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"

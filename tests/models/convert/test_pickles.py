@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from support.checkpoints import medusa_heads
-from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.medusa import open_medusa, read_medusa
 
 

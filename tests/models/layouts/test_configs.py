@@ -17,11 +17,11 @@ from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}

@@ -17,9 +17,9 @@ from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.models.checkpoints.nested import NESTED
 from tokenpod.models.load import load_model
-from tokenpod.models.nested import NESTED
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 
 pytestmark = pytest.mark.compute
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tokenpod.models.layouts.packing import around, unpacked, unpacked_awq, words
-from tokenpod.models.mxfp4 import weight_of
+from tokenpod.models.weights.mxfp4 import weight_of
 
 
 def int32(*values: int) -> torch.Tensor:

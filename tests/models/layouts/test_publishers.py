@@ -13,7 +13,7 @@ import torch
 
 from support.checkpoints.packers import Module, Source
 from support.checkpoints.published import dense_of, make_pair, read
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 
 PER_TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token"}
 

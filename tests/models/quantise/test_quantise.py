@@ -14,12 +14,12 @@ from tokenpod.core.manifest import digest_of
 from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
-from tokenpod.models.errors import ModelError
+from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.load import load_model
 from tokenpod.models.quantise.job import Job, quantise
 from tokenpod.models.quantise.rounding import least_change, nearest
 from tokenpod.models.quantise.targets import packed, target_of
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 
 
 @pytest.fixture

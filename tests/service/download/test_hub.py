@@ -12,8 +12,8 @@ import pytest
 
 from support.outside.hub import COMMIT, hub_of
 from tokenpod.core.manifest import digest_of, read_manifest
-from tokenpod.models.errors import ModelError
-from tokenpod.models.verify import verified
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.verify import verified
 from tokenpod.service.download.download import download
 from tokenpod.service.download.hub import Hub
 from tokenpod.service.download.store import DownloadError

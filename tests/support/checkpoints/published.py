@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from support.checkpoints.packers import Module, Source
 from tokenpod.kernels.operations.weight import LinearWeight, StackedWeight
-from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.folder import read_layout
 from tokenpod.models.formats import bytes_needed
-from tokenpod.models.linear import Weights
-from tokenpod.models.reading import read_weights
-from tokenpod.models.shard import Shard
+from tokenpod.models.layers.linear import Weights
+from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.weights.shard import Shard
 
 CPU = torch.device("cpu")
 #: 384 features on two ranks are 192, which ends inside a block of 128; on four they are 96.

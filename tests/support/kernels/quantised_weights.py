@@ -15,7 +15,7 @@ from tokenpod.kernels.products.quantised.lane_products import kind_of_lanes
 from tokenpod.kernels.products.quantised.lanes import lanes_of
 from tokenpod.kernels.products.quantised.products import kind_of
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, MatrixTile, Tiles
-from tokenpod.models.mxfp4 import VALUES
+from tokenpod.models.weights.mxfp4 import VALUES
 
 FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)
 MATRIX = MatrixTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2, panel=2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tokenpod.kernels.operations.batch import ForwardBatch, Run
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.decoders.decoder import Decoder
 
 MAX_POSITIONS = 256
 CPU = torch.device("cpu")

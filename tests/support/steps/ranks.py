@@ -31,9 +31,9 @@ from tokenpod.engine.steps.executor import Executor, Launched
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models import load as loading
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import Shard
+from tokenpod.models.weights.shard import Shard
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS

@@ -15,7 +15,7 @@ from tokenpod.kernels.backends import reference
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS
 from tokenpod.kernels.operations.batch import ForwardBatch, Run
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.decoders.decoder import Decoder
 
 
 def _attention(q, keys, values, plan, options=NO_OPTIONS, scales=None):

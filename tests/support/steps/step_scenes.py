@@ -39,11 +39,11 @@ from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models import eagle, medusa
 from tokenpod.models import load as loading
-from tokenpod.models.decoder import Decoder
-from tokenpod.models.linear import Weights
+from tokenpod.models.decoders.decoder import Decoder
+from tokenpod.models.layers.linear import Weights
 from tokenpod.models.load import load_model
-from tokenpod.models.shard import Shard
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.shard import Shard
 
 ROWS, PREFILL = 3, 12
 SLOTS = (ROWS + 2) * ROOM

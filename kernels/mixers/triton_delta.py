@@ -31,10 +31,10 @@ class StepTile:
     warps: int
 
 
-#: By rows times value heads, ascending. Few pairs do with one launch less, since a program that has
-#: a head as a whole norms it, too; of many as much must be under way as can be. These are chosen,
-#: not measured (benchmarks/NOTES.md): `benchmarks/run.py mixers --search` tries others.
-STEP_TILES = ((128, StepTile(128, 8)), (float("inf"), StepTile(32, 4)))
+#: By rows times value heads, ascending. Found on an H200 (`benchmarks/run.py mixers --search`) with
+#: 1, 64 and 256 rows of 32 heads of 128: few pairs are cut finely, so that there are programs for
+#: all multiprocessors. A program that has a head as a whole norms it, too.
+STEP_TILES = ((128, StepTile(16, 1)), (float("inf"), StepTile(64, 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PromptTile:
 
 
 #: Prompts of 8,192 tokens ran at 72 % of the limit with it; others were not tried.
-PROMPT_TILE = PromptTile(CHUNK, 4, 32, 4, 2)
+PROMPT_TILE = PromptTile(CHUNK, 2, 64, 4, 2)
 
 #: Channels of a chunk that one program convolves.
 CONVOLVED = 64

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -
     found.update(msgspec.msgpack.encode(alike))
     versions = version("triton"), version("torch")
     found.update(json.dumps([world, capability, versions]).encode())
-    package = Path(__file__).resolve().parents[2]
+    package = Path(str(files("tokenpod")))
     for part in _SOURCES:
         for path in sorted((package / part).rglob("*.*")):
             if path.suffix in (".py", ".json"):

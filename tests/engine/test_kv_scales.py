@@ -12,6 +12,7 @@ from tokenpod.engine.startup.assemble import EngineError, assemble
 from tokenpod.engine.startup.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.kernels.cache.kv_rounding import quantise
+from tokenpod.kernels.gpu import launch
 from tokenpod.kernels.operations.attention_ops import KVScales
 
 CPU = torch.device("cpu")
@@ -89,14 +90,14 @@ def test_a_cpu_is_refused_in_one_line():
 
 
 def test_scales_for_each_token_are_refused_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "gpu_of", lambda device: launch.Gpu((9, 0), processors=108))
     options = EngineOptions("/model", None, "cuda", 1, 8, 64, kv_cache_dtype="int8")
     with pytest.raises(EngineError, match="int8: that is for CPUs, and this is a GPU"):
         assemble(SimpleNamespace(), options, positions=64, device=torch.device("cuda"))
 
 
 def test_a_gpu_too_old_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(launch, "gpu_of", lambda device: launch.Gpu((8, 0), processors=108))
     options = EngineOptions("/model", None, "cuda", 1, 8, 64, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(EngineError, match=r"capability 8\.9 or more, and this one has 8\.0$"):
         assemble(SimpleNamespace(), options, positions=64, device=torch.device("cuda"))

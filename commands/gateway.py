@@ -203,7 +203,9 @@ class _Both:
         with grpc.insecure_channel(self._pod) as channel:
             try:
                 request = health_pb2.HealthCheckRequest(service="readiness")
-                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+                # Its methods are set when it is made.
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                answer = stub.Check(request, timeout=5)
             except grpc.RpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

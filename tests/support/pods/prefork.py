@@ -155,7 +155,11 @@ def _server() -> socket.socket:
     with theirs:
         padding = "-" * _LONGEST_COMMAND
         command = [sys.executable, "-P", prefork_server.__file__, str(theirs.fileno()), padding]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        # With more, numpy would start threads when it is imported, and what forks has one.
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
+        )
 
     def end() -> None:
         ours.close()

@@ -26,18 +26,18 @@ from tokenpod.core.message import Message
 _NAME = "diagnosis"
 #: Seconds between two looks of a profile.
 _EVERY_SECONDS = 0.01
-#: Functions of a stack that are told, the innermost ones; different stacks of a profile.
+#: Most functions of a stack in an answer, the innermost ones; most different stacks of a profile.
 _MOST_FUNCTIONS, _MOST_STACKS = 100, 20_000
 
 
 class AskStacks(Message, frozen=True, array_like=True, tag=True):
-    """Tell what each thread does now."""
+    """Answer with what each thread does now."""
 
     op: int = 0
 
 
 class AskProfile(Message, frozen=True, array_like=True, tag=True):
-    """Look at all threads for so long, and tell what was seen."""
+    """Sample the stacks of all threads for so long, and answer with them."""
 
     seconds: float
     op: int = 0

@@ -277,11 +277,11 @@ class Server:
     async def _load(
         self, state: PodState, ranks: Ranks, others: FrontEnds, life: contextlib.AsyncExitStack
     ) -> tuple[Encoder, Ready]:
-        """Wait for all of it.
+        """Wait until ranks, front ends and tokenizer are ready.
 
         Raises:
-            StartError: it is of no use to try again.
-            EngineLost: it may be.
+            StartError: another try would fail, too.
+            EngineLost: another try may succeed.
         """
         try:
             async with asyncio.timeout(state.startup.left):

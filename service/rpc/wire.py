@@ -9,8 +9,9 @@ than `count` has.
 The same walk shows each field to a `Strict`, where proto3 would say nothing: a parser keeps fields
 that it does not know for later, takes any number for an enum's, and lets the last of a oneof's
 fields win. An ignored constraint is a wrong answer, so a client that is newer than its server, or
-was generated from something else, is told instead. Protobuf's own list of unknown fields is no help
-here: it is there only behind a parse, takes seconds for a million of them, and knows no oneofs.
+was generated from something else, gets an error instead. Protobuf's own list of unknown fields is
+no help here: it is there only behind a parse, takes seconds for a million of them, and knows no
+oneofs.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class _Level:
 
 
 class Lenient:
-    """Takes every field; where the walk over a message has come, is told to it."""
+    """Accepts every field that the walk over a message comes to."""
 
     def field(self, number: int, wire_type: int, data: bytes, at: int) -> None:
         """The walk has come to a field, whose value begins `at`. Raises InvalidArgument."""

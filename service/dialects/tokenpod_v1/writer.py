@@ -49,11 +49,11 @@ class EventWriter(SampleWriter):
         super().__init__(call, generation, tokenizer)
         self._model_id = model_id
         self._request_id = request_id
-        #: What is told of the prompt's tokens, once `prepare` has made it.
+        #: The message about the prompt's tokens, once `prepare` has made it.
         self._prompt: pb.PromptTokens | None = None
 
     async def prepare(self) -> None:
-        """Name the tokens of a prompt that is to be told; others get their turn meanwhile."""
+        """Name the tokens of a prompt whose scores were asked for; other tasks run meanwhile."""
         started, prompt = self.generation.started, self.generation.request.prompt
         output = self.call.output
         if started is None or not output.scores_prompt:

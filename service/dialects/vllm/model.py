@@ -13,7 +13,7 @@ from tokenpod.core.messages import BLOCK_TOKENS
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.tokenizer_archive import config_of
 
-#: What a gateway is told that it speaks to.
+#: The kind of server that a gateway sees.
 _SERVER_TYPE = "vllm-grpc"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -55,15 +56,26 @@ def generate(stub: Any, request: pb.GenerateRequest, **call: Any) -> Stream:
 
 def collect(events: Sequence[Any], n: int) -> Stream:
     """The events of a whole stream of `n` samples."""
-    samples = [Sample() for _ in range(n)]
-    started, *middle, completed = events
-    assert started.WhichOneof("event") == "started"
+    *events_of_samples, completed = events
     assert completed.WhichOneof("event") == "completed"
-    for event in middle:
+    started, samples = samples_of(events_of_samples, n, attrgetter("sample_index"))
+    for sample in samples:
+        assert len(sample.token_ids) == sample.finished.generated_token_count
+    return Stream(started, samples, list(events))
+
+
+def samples_of(
+    events: Sequence[Any], n: int, index: Callable[[Any], int]
+) -> tuple[Any, list[Sample]]:
+    """What `started` says, and `n` samples; `index` reads which one an event's part is of."""
+    samples = [Sample() for _ in range(n)]
+    started, *rest = events
+    assert started.WhichOneof("event") == "started"
+    for event in rest:
         kind = event.WhichOneof("event")
         assert kind in ("tokens", "finished"), kind
         part = getattr(event, kind)
-        sample = samples[part.sample_index]
+        sample = samples[index(part)]
         assert sample.finished is None, "an event after `finished`"
         if kind == "finished":
             sample.finished = part
@@ -72,8 +84,7 @@ def collect(events: Sequence[Any], n: int) -> Stream:
     for sample in samples:
         assert sample.finished is not None
         assert sample.text == sample.finished.text
-        assert len(sample.token_ids) == sample.finished.generated_token_count
-    return Stream(started.started, samples, list(events))
+    return started.started, samples
 
 
 def until_refused(stub: Any, request: pb.GenerateRequest, **options: Any) -> grpc.RpcError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
-from support.clients.public_api import Sample, Stream
+from support.clients.public_api import Stream, samples_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 
@@ -17,24 +18,10 @@ def generate(stub: Any, request: pb.GenerateRequest, **call: Any) -> Stream:
 
 def collect(events: Sequence[Any], n: int) -> Stream:
     """The events of a whole stream of `n` samples."""
-    samples = [Sample() for _ in range(n)]
-    started, *rest = events
-    assert started.WhichOneof("event") == "started"
-    for event in rest:
-        kind = event.WhichOneof("event")
-        assert kind in ("tokens", "finished"), kind
-        part = getattr(event, kind)
-        sample = samples[part.index]
-        assert sample.finished is None, "an event after `finished`"
-        if kind == "finished":
-            sample.finished = part
-        else:
-            sample.take(part)
+    started, samples = samples_of(events, n, attrgetter("index"))
     for sample in samples:
-        assert sample.finished is not None
-        assert sample.text == sample.finished.text
         assert len(sample.token_ids) == sample.finished.usage.generated_tokens
-    return Stream(started.started, samples, list(events))
+    return Stream(started, samples, list(events))
 
 
 def text_request(text: str, **fields: Any) -> pb.GenerateRequest:

@@ -36,8 +36,9 @@ GAPS = 16
 MOST_DRAFTS = 256
 #: Rows for which a device finds drafts before their step is planned: so many at most.
 MOST_AHEAD = 16
-#: A GPU samples with so many bytes for each row and vocabulary entry: counts and candidates.
-_SAMPLER_BYTES = 12
+#: A GPU's sampler keeps so many bytes for each row and vocabulary entry, and while it draws takes so
+#: many more for each of the step: counts, and candidates.
+_COUNT_BYTES, _CANDIDATE_BYTES = 4, 8
 
 
 def choose_slots(
@@ -259,6 +260,7 @@ def largest_step(
     vocabulary: int,
     item_bytes: int,
     expanded: int = 0,
+    drawing: int = 0,
 ) -> int:
     """Bytes of a step's tensors: `rows` that decode and `prompt` tokens of prompts.
 
@@ -268,6 +270,7 @@ def largest_step(
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
         expanded: numbers that attention makes of latents, or of int8, at a time.
+        drawing: bytes that a sampler takes while it draws, when activations are gone.
     """
     tokens = rows + prompt
     activations = (3 * tokens * hidden + max(3 * tokens * inner, tokens * hidden + expanded)) * (
@@ -275,7 +278,7 @@ def largest_step(
     )
     # As the product leaves them, and as float32.
     logits = rows * vocabulary * (item_bytes + ITEM_BYTES["float32"])
-    return activations + logits
+    return max(activations, drawing) + logits
 
 
 def widened(kv_dtype: str, kv_widest: int, positions: int, item_bytes: int) -> int:
@@ -308,6 +311,7 @@ def _reserve(
         vocabulary=model.vocab_size * logits_each(options),
         item_bytes=item_bytes,
         expanded=expanded,
+        drawing=0 if options.device == "cpu" else limits.rows * model.vocab_size * _CANDIDATE_BYTES,
     )
     adapters = {}
     if options.max_adapters:
@@ -333,6 +337,6 @@ def _reserve(
         "gaps between tensors": step // GAPS,
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
-        "sampler": limits.rows * model.vocab_size * _SAMPLER_BYTES,
+        "sampler": limits.rows * model.vocab_size * _COUNT_BYTES,
         "row table": _table_bytes(limits, positions),
     }

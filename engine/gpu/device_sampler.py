@@ -49,10 +49,10 @@ def device_sampler(
 class DeviceSampler(Sampler):
     """Draws on a device; see `Sampler` for the other arguments.
 
-    It keeps 4 bytes for each row and vocabulary entry, the counts of tokens in prompt and output (16
-    bits each, which end at 65,535): 131 MB for 256 rows of 128,256. While rows that sample are
-    drawn for, 8 more for each of theirs, the candidates of truncated rows, are lent by torch: from
-    what the layers' activations have just given back, so a step takes no more for them.
+    It keeps 4 bytes for each row and vocabulary entry, the counts of tokens in prompt and output
+    (16 bits each, which end at 65,535): 131 MB for 256 rows of 128,256. While it draws for rows
+    that sample it takes 8 more, for candidates of truncated rows. These torch lends from what the
+    layers' activations have just given back: the device's peak grows by what they exceed those.
 
     Args:
         rows: how many sequences can be live at once, and be in a step.

@@ -36,8 +36,8 @@ GAPS = 16
 MOST_DRAFTS = 256
 #: Rows for which a device finds drafts before their step is planned: so many at most.
 MOST_AHEAD = 16
-#: A GPU's sampler keeps so many bytes for each row and vocabulary entry, and takes so many more while
-#: it draws: counts, and candidates.
+#: A GPU's sampler keeps so many bytes for each row and vocabulary entry, counts, and takes so many
+#: more while it draws, candidates.
 _COUNT_BYTES, _CANDIDATE_BYTES = 4, 8
 
 

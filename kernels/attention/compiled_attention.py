@@ -22,7 +22,7 @@ from tokenpod.kernels.attention.cpu_attention import (
     plan_extends,
     visible_runs,
 )
-from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
+from tokenpod.kernels.cache.kv_rounding import refuse_other_scales
 from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
 from tokenpod.kernels.compiled.kinds import KINDS, tensor, wide
 from tokenpod.kernels.compiled.loops import (

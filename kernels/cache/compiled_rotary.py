@@ -7,8 +7,7 @@ import functools
 import numpy as np
 import torch
 
-from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
-from tokenpod.kernels.cache.kv_rounding import LEAST_LARGEST
+from tokenpod.kernels.cache.kv_rounding import LEAST_LARGEST, refuse_other_scales
 from tokenpod.kernels.cache.reference_rotary import Rotation
 from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
 from tokenpod.kernels.compiled.loops import (

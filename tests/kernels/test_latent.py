@@ -10,11 +10,11 @@ import torch
 from support.kernels.latents import SHAPES, draw_latents, truth
 from support.kernels.live_tensors import LiveTensors
 from tokenpod.kernels.attention import composed_latent as latent
-from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 SLOTS, SCALE = 400, 0.2
-OPERATIONS = {"reference": reference, "cpu": cpu, "compiled": compiled}
+OPERATIONS = {"reference": reference, "cpu": cpu}
 STEPS = {
     "decode": [(1, (1,)), (1, (40,)), (1, (17, 30))],
     "prompts": [(37, (37,)), (5, (5,)), (16, (9, 20))],
@@ -27,7 +27,6 @@ CASES = [
     *(("reference", shape, False) for shape in SHAPES),
     *(("cpu", shape, True) for shape in SHAPES),
     ("cpu", "large-latents", False),
-    ("compiled", "narrow-values", True),
 ]
 
 

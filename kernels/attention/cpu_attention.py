@@ -9,20 +9,15 @@ made float, layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from tokenpod.kernels.attention.partial_attention import attend_part, merged
 from tokenpod.kernels.attention.reference_attention import attend
 from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales
 from tokenpod.kernels.operations.batch import ForwardBatch, Run
-
-#: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask, scale) -> (output like q,
-#: logarithms of the softmax's sums [N, H, n] float32). Causal: query i sees keys 0 to i.
-_flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-)
 
 #: Gathering a row is cheaper than visiting more runs than this one by one.
 MAX_PARTS = 4
@@ -215,27 +210,17 @@ def _attend_extend(
     if extend.index is not None:
         k, v = (_spread(read, group) for read in pools.gather(extend.index))
         mask = None if extend.mask is None else extend.mask.to(q.dtype)
-        return _flash(q, k, v, attn_mask=mask, scale=scale)[0]
+        return attend_part(q, k, v, mask=mask, scale=scale).out
     (own,) = extend.own
     parts = [
-        _flash(q, *(_spread(read, group) for read in pools.run(*run)), scale=scale)
+        attend_part(q, *(_spread(read, group) for read in pools.run(*run)), scale=scale)
         for run in extend.prefix
     ]
     k, v = (_spread(read, group) for read in pools.run(*own))
-    parts.append(_flash(q, k, v, is_causal=True, scale=scale))
-    return parts[0][0] if len(parts) == 1 else _merge(parts)
+    parts.append(attend_part(q, k, v, causal=True, scale=scale))
+    return functools.reduce(merged, parts).out
 
 
 def _spread(run: torch.Tensor, group: int) -> torch.Tensor:
     """[n, K, D] -> a view [K, group, n, D]: every query head of a group reads the same."""
     return run.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-
-
-def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Outputs over disjoint keys and the logarithms of their softmax sums -> the whole."""
-    out, log_sum = parts[0]
-    for other, other_log_sum in parts[1:]:
-        share = torch.sigmoid(other_log_sum - log_sum).unsqueeze(-1)
-        out = torch.lerp(out, other, share.to(out.dtype))
-        log_sum = torch.logaddexp(log_sum, other_log_sum)
-    return out

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.kernels.live_tensors import LiveTensors
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -16,35 +13,6 @@ from tokenpod.engine.gpu.device_sampler import DeviceSampler
 
 #: Of what does not grow with the vocabulary, and of parts of it: splits' sums, words, edits.
 SMALL = 0.5
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while it is on, and the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: set[int] = set()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage())
-        return made
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known or storage.nbytes() < 64:
-            return
-        self._known.add(key)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.now -= nbytes
 
 
 def row() -> NewRow:
@@ -64,18 +32,19 @@ def test_candidates_are_there_while_tokens_are_drawn_and_no_longer():
     rows, vocabulary = 3, 30_000
     entries = rows * vocabulary
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1))
-    with Alive() as alive:
+    with LiveTensors() as kept:
         sampler = DeviceSampler(
             rows=rows, vocab_size=vocabulary, device=torch.device("cpu"), most_edits=4
         )
-        sampler.set_rows(range(rows), [row() for _ in range(rows)])
-        kept = alive.now
-        assert 4 * entries <= kept < (4 + SMALL) * entries
-        alive.most = kept
+    assert 4 * entries <= kept.most_bytes < (4 + SMALL) * entries
+    sampler.set_rows(range(rows), [row() for _ in range(rows)])
+    # Interpreted kernels make no tensors of their own.
+    with LiveTensors() as taken:
         draw(sampler, logits)
-        # Interpreted kernels keep no tensors of their own.
-        assert 8 * entries <= alive.most - kept < (8 + SMALL) * entries
-        assert alive.now - kept < SMALL * entries
+    assert 8 * entries <= taken.most_bytes < (8 + SMALL) * entries
+    with LiveTensors() as left:
+        sampler.begin(logits[:1], torch.zeros(1).long(), torch.zeros(1).long())
+    assert left.most_bytes < SMALL * entries
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
 from tokenpod.core.step_limits import StepLimits
-from tokenpod.core.windows import WindowRoom
+from tokenpod.core.windows import WholeTokens, WindowRoom
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -71,8 +71,10 @@ def choose_slots(
 
 def window_room(
     window: int | None, options: EngineOptions, positions: int, whole: int | None
-) -> WindowRoom | None:
+) -> WindowRoom | WholeTokens | None:
     """Slots of layers with a window apart from those of others, if that takes less memory.
+
+    None: no layer has one.
 
     Args:
         window: the longest of any layer; None: none has one.
@@ -80,12 +82,19 @@ def window_room(
         positions: longest sequence, in tokens.
         whole: slots that there would be in all layers; None: those asked for don't fit.
     """
-    if window is None or options.host_kv_bytes:
+    if window is None:
         return None
+    if options.host_kv_bytes:
+        return WholeTokens("which the host's memory holds (--host-kv-bytes)")
     limits = step_limits(options)
     room = WindowRoom(window, 0).for_rows(limits.rows, positions, limits.prompt)
     whole = whole or options.max_batch_total_tokens or 0
-    return room if room.slots < whole + PROBE_TOKENS else None
+    if room.slots < whole + PROBE_TOKENS:
+        return room
+    return WholeTokens(
+        f"since windows of {limits.rows} rows would take {room.slots} slots, and there are {whole} "
+        "in all (--max-batch-size)"
+    )
 
 
 def offload_slots(asked: int, ranks: int, slot_bytes: int) -> int:
@@ -117,9 +126,9 @@ class Capacity:
     rows: int
     #: Bytes of a sequence's state beside its slots.
     row_bytes: int = 0
-    #: The slots of layers with a window, where these are apart, and bytes of each; they are part
-    #: of the reserve.
-    windows: WindowRoom | None = None
+    #: The slots of layers with a window and bytes of each, which are part of the reserve; or why
+    #: these are not apart. None: no layer has a window.
+    windows: WindowRoom | WholeTokens | None = None
     window_bytes: int = 0
 
     @property
@@ -191,7 +200,7 @@ def capacity(
 
     slots, window_bytes = slots_of(slot_bytes), model.window_bytes(ranks, kv_dtype)
     windows = window_room(model.window, options, positions, slots)
-    if windows is not None:
+    if isinstance(windows, WindowRoom):
         slot_bytes -= window_bytes
         reserve["windows"] = windows.taken(window_bytes, options.memory_fraction)
         if options.device != "cpu":
@@ -210,7 +219,7 @@ def capacity(
         rows,
         own.row_bytes if own else 0,
         windows,
-        window_bytes if windows else 0,
+        window_bytes if isinstance(windows, WindowRoom) else 0,
     )
 
 

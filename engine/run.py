@@ -258,6 +258,7 @@ def load(
         quantization=model.quantization,
         offload_slots=assembled.offload_slots,
         prefill_tokens=assembled.prefill_tokens,
+        windows_kept=room.windows_kept,
     )
     return assembled, ready, limits
 

@@ -17,7 +17,6 @@ from tokenpod.core.capability import eight_bits_problem, problem_of
 from tokenpod.core.capacity import GIB, Capacity, capacity, fewest_ranks, offload_slots
 from tokenpod.core.messages import MTP, EngineOptions
 from tokenpod.core.model_size import Footprint, dtype_of, positions_of
-from tokenpod.core.windows import WindowRoom
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.model_store import ModelNotFound, draft_folder
 from tokenpod.service.pod.placement import lone_options
@@ -233,9 +232,7 @@ def as_json(report: Report) -> str:
         "kv_bytes_per_token": found.slot_bytes,
         "kv_slots": found.slots if found.fits else 0,
         "window_bytes_per_token": found.window_bytes,
-        "window_slots": found.windows.slots
-        if found.fits and isinstance(found.windows, WindowRoom)
-        else 0,
+        "window_slots": found.window_slots if found.fits else 0,
         "host_slots": report.offload_slots,
         "longest_sequence": report.longest,
         "sequences": [{"tokens": length, "at_once": n} for length, n in report.sequences],
@@ -272,9 +269,9 @@ def _lines(report: Report) -> Iterator[str]:
         cache = f"{found.slots or 0:,} tokens of {found.slot_bytes / 1024:g} KiB"
         if found.row_bytes:
             cache += f", and {found.rows:,} states of {found.row_bytes / 1024:g} KiB"
-        if isinstance(found.windows, WindowRoom):
+        if found.window_slots:
             each = f"{found.window_bytes / 1024:g} KiB"
-            cache += f"; windows: {found.windows.slots:,} slots of {each}, in the reserve"
+            cache += f"; windows: {found.window_slots:,} slots of {each}, in the reserve"
         elif found.windows is not None:
             cache += f"; windows: {found.windows}"
         yield f"{'KV cache':<16}{gib(found.kv_bytes):>8}  {cache}"

@@ -132,6 +132,11 @@ class Capacity:
     window_bytes: int = 0
 
     @property
+    def window_slots(self) -> int:
+        """Slots of layers with a window, where these are apart."""
+        return self.windows.slots if isinstance(self.windows, WindowRoom) else 0
+
+    @property
     def reserved(self) -> int:
         """Bytes of the whole reserve."""
         return sum(self.reserve.values())

@@ -35,7 +35,12 @@ from tokenpod.kernels.compiled.loops import (
     loop,
     take,
 )
-from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.attention_ops import (
+    NO_OPTIONS,
+    AttentionOptions,
+    AttentionPlan,
+    KVScales,
+)
 from tokenpod.kernels.operations.batch import ForwardBatch
 
 #: Positions whose scores are made before their values are read.
@@ -46,7 +51,7 @@ _LEAST = _F(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
-class LoopPlan:
+class LoopPlan(AttentionPlan):
     """Leading rows of one token by their runs, the others as torch wants them."""
 
     single_rows: int
@@ -79,7 +84,7 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: LoopPlan,
+    plan: AttentionPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
@@ -90,6 +95,7 @@ def attention(
     Raises:
         NotImplementedError: there are others.
     """
+    assert isinstance(plan, LoopPlan)
     refuse_other_scales(keys, scales)
     pools = Pools(keys, values, scales, q.dtype)
     if not are_fast(options):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -27,6 +26,7 @@ from tokenpod.kernels.operations.attention_ops import (
     AttendLatent,
     AttentionOptions,
     AttentionPlan,
+    LatentPlan,
     LatentShape,
     PlanAttention,
     PlanLatent,
@@ -34,7 +34,7 @@ from tokenpod.kernels.operations.attention_ops import (
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows
 
 #: (queries [N, H, rank + rope], pool, rank, plan, scale) -> [N, H, rank]
-Absorbed = Callable[[torch.Tensor, torch.Tensor, int, Any, float], torch.Tensor]
+Absorbed = Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, float], torch.Tensor]
 
 
 #: Numbers of int32 to which the lines of a row table are rounded up.
@@ -53,8 +53,8 @@ class Expanded:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPlan:
-    """What all layers of a step share."""
+class RowsPlan(LatentPlan):
+    """What all layers of a step share: which rows are asked in which way."""
 
     #: Of the tokens that are absorbed; None: there are none.
     absorbed: AttentionPlan | None
@@ -80,7 +80,7 @@ def latent_of(
             made = plan_absorbed(few) if few.tokens else None
         else:
             made = plan_attention(few, None) if few.tokens else None
-        return LatentPlan(made, _index(batch, many), expanded)
+        return RowsPlan(made, _index(batch, many), expanded)
 
     def attend(
         q: torch.Tensor,
@@ -90,6 +90,7 @@ def latent_of(
         plan: LatentPlan,
         scale: float,
     ) -> torch.Tensor:
+        assert isinstance(plan, RowsPlan)
         if not plan.expanded:
             return _absorb(ask, q, pool, up, shape, plan.absorbed, scale).flatten(1)
         out = q.new_empty((*q.shape[:2], shape.value))

@@ -304,8 +304,8 @@ def _made(
 
 
 def _width(shape: LatentShape) -> int:
-    """Numbers of a key that is made, and of a value."""
-    return max(shape.nope + shape.rope, shape.value)
+    """Numbers of a key that is made, and of a value: as many as flash attention takes."""
+    return -(-max(shape.nope + shape.rope, shape.value) // 8) * 8
 
 
 def _by(attention: Attend) -> Absorbed:

@@ -102,15 +102,14 @@ def latent_of(
         for row in plan.expanded:
             tokens = min(len(row.slots), LONGEST_EXPANDED)
             at_once = max(EXPANDED_AT_ONCE[q.device.type] // tokens, 1)
+            if row.plan is None:
+                expand = functools.partial(_expand_in_parts, pool, row.slots)
+            else:
+                latents = pool[:, 0].index_select(0, row.slots)
+                expand = functools.partial(_expand, attention, latents, row.plan)
             for first in range(0, q.shape[1], at_once):
                 heads = slice(first, first + at_once)
-                asked, own = q[row.tokens, heads], up[heads]
-                if row.plan is None:
-                    found = _expand_in_parts(asked, pool, row.slots, own, shape, scale)
-                else:
-                    latents = pool[:, 0].index_select(0, row.slots)
-                    found = _expand(attention, asked, latents, own, shape, row.plan, scale)
-                out[row.tokens, heads] = found
+                out[row.tokens, heads] = expand(q[row.tokens, heads], up[heads], shape, scale)
         return out.flatten(1)
 
     return plan, attend
@@ -226,11 +225,11 @@ def _absorb(
 
 def _expand(
     attention: Attend,
-    q: torch.Tensor,
     latents: torch.Tensor,
+    plan: AttentionPlan,
+    q: torch.Tensor,
     up: torch.Tensor,
     shape: LatentShape,
-    plan: AttentionPlan,
     scale: float,
 ) -> torch.Tensor:
     """Q [n, H, nope + rope] of one row -> [n, H, value], by its latents [context, rank + rope]."""
@@ -242,9 +241,9 @@ def _expand(
 
 
 def _expand_in_parts(
-    q: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
+    q: torch.Tensor,
     up: torch.Tensor,
     shape: LatentShape,
     scale: float,

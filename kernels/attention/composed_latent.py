@@ -92,6 +92,7 @@ def latent_of(
     ) -> torch.Tensor:
         assert isinstance(plan, RowsPlan)
         if not plan.expanded:
+            assert plan.absorbed is not None, "a step has tokens"
             return _absorb(ask, q, pool, up, shape, plan.absorbed, scale).flatten(1)
         out = q.new_empty((*q.shape[:2], shape.value))
         if plan.absorbed is not None:

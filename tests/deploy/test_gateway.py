@@ -13,11 +13,13 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,9 +28,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import grpc
 import pytest
+import yaml
 
 from deploy.certificates import Authority
-from deploy.helm import NAMESPACE, Helm, Object
+from deploy.helm import CHART, NAMESPACE, Helm, Object
 from deploy.manifests import container_of, pod_of, settings_of
 from support.clients.public_api import generate, text_request
 from support.pods.harness import free_port
@@ -281,6 +284,70 @@ def test_beside_a_server_with_certificate_and_tokens_it_serves_also_when_that_st
             wait_for(lambda: ask() == 200, 120)
 
 
+# -- without Kubernetes: the compose file --------------------------------------------------------
+
+COMPOSE = CHART.parents[1] / "gateway" / "compose.yaml"
+
+
+def composed(**variables: str) -> dict[str, Object]:
+    """The compose file's services, as Compose fills in its variables."""
+
+    def filled(found: re.Match[str]) -> str:
+        name, default = found["name"], found["default"]
+        assert name in variables or default is not None, f"{name} must be set"
+        return variables.get(name, default or "")
+
+    text = re.sub(
+        r"\$\{(?P<name>[A-Z_]+)(:-(?P<default>[^}]*)|:\?[^}]*)\}", filled, COMPOSE.read_text()
+    )
+    services: dict[str, Object] = yaml.safe_load(text)["services"]
+    return services
+
+
+def test_the_compose_file_pins_the_gateway_and_opens_nothing_to_other_machines() -> None:
+    with pytest.raises(AssertionError, match="CONTROL_PLANE_KEY must be set"):
+        composed()
+    services = composed(CONTROL_PLANE_KEY="k")
+    assert set(services) == {"pod", "gateway"}
+    project = tomllib.loads((COMPOSE.parents[2] / "pyproject.toml").read_text())["project"]
+    (pinned,) = (each for each in project["optional-dependencies"]["gateway"] if "smg==" in each)
+    assert services["gateway"]["image"].rpartition(":")[2] == pinned.partition("==")[2]
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+@pytest.mark.skipif(VENV is None, reason="SMG_VENV names no environment with smg")
+def test_the_compose_files_commands_answer_those_who_have_the_key(tmp_path: Path) -> None:
+    services = composed(CONTROL_PLANE_KEY="operators", API_KEY="secret")
+    places = {
+        "50051": str(free_port()),
+        "8000": (http := str(free_port())),
+        "//pod:": "//localhost:",
+    }
+
+    def placed(service: str) -> list[str]:
+        found = []
+        for arg in services[service]["command"]:
+            for there, here in places.items():
+                arg = arg.replace(there, here)
+            found.append(arg)
+        return found
+
+    pod = [sys.executable, "-P", "-m", "tokenpod", *placed("pod"), "--port", places["50051"]]
+    pod += ["--health-port", "0", "--threads", "1"]
+    gateway = [str(Path(VENV or "") / "bin" / services["gateway"]["entrypoint"][0])]
+    gateway += [*placed("gateway"), "--prometheus-port", str(free_port())]
+    body = {"model": "demo", "prompt": "def f():", "max_tokens": 3}
+
+    def ask(path: str = "/v1/completions", key: str = "secret") -> int:
+        return answered(int(http), path, body, authorization=f"Bearer {key}")[0]
+
+    with running(pod, tmp_path / "pod.log"), running(gateway, tmp_path / "gateway.log"):
+        wait_for(lambda: ask() == 200, 120)
+        assert ask(key="other") == 401
+        assert ask("/flush_cache") in (401, 403)
+
+
 # -- the gateway itself --------------------------------------------------------------------------
 
 TOKEN = "of the service account"
@@ -409,12 +476,12 @@ def running(command: list[str], log: Path, **variables: str) -> Iterator[None]:
         process.wait()
 
 
-def answered(port: int, path: str, body: Object | None = None) -> tuple[int, Any, str]:
+def answered(port: int, path: str, body: Object | None = None, **more: str) -> tuple[int, Any, str]:
     """Status, answer and the worker that served; status 0: nobody is there."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
         try:
             data = None if body is None else json.dumps(body)
-            headers = {"content-type": "application/json"} if body else {}
+            headers = {"content-type": "application/json", **more} if body else more
             client.request("POST" if body else "GET", path, data, headers)
             answer = client.getresponse()
             text = answer.read()

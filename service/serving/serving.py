@@ -161,9 +161,6 @@ class Serving:
                 raise InvalidArgument("sampling.beam", problem)
         elif call.output.raw_text or call.beam is not None or not self.tokenizer.tells_bytes:
             return None
-        elif calls.framed:
-            # Text between special tokens is none that a constraint with free text allows.
-            return None
         return calls
 
     def _check_bytes(self, field: str) -> None:

@@ -49,19 +49,20 @@ class Harmony(CallFormat):
         return f"{_CHANNEL}{_ANALYSIS}" in template
 
     def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
-        """One message, with the rest of its header where it follows reasoning."""
-        heads = (f"{_START}assistant{_CHANNEL}", _CHANNEL)
-        tags = tuple(
-            Tag(
-                f"{head}commentary to=functions.{c.name} <|constrain|>json{_MESSAGE}",
-                c.arguments,
-                "",
-            )
+        """Messages, the first of which has the beginning of its header in the prompt.
+
+        Calls alone if one must be made; else those of other channels too, whose texts are free.
+        """
+        bodies = [
+            (f"commentary to=functions.{c.name} <|constrain|>json{_MESSAGE}", c.arguments, "")
             for c in calls
-            for head in heads
-        )
-        # A model ends its turn with a call: `<|call|>` ends a text as an end-of-text token does.
-        return Tagged(tags, most=1)
+        ]
+        texts = () if must else ((_ANALYSIS, _END), ("commentary", _END), ("final", ""))
+        bodies += [(f"{channel}{_MESSAGE}", None, end) for channel, end in texts]
+        heads = (f"{_START}assistant{_CHANNEL}", _CHANNEL)
+        # A model ends its turn with a call, and with its answer: `<|call|>` and `<|return|>` end a
+        # text as an end-of-text token does.
+        return Tagged(tuple(Tag(head + begin, *more) for begin, *more in bodies for head in heads))
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
         """What follows a mark: a header and what it is sent to; nothing behind the end of one."""

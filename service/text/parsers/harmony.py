@@ -28,6 +28,8 @@ from tokenpod.service.text.parsers.grammar import (
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 _ANALYSIS = "analysis"
+#: Channels of messages to the user, and how these end; nothing: the turn does.
+_TEXTS = ((_ANALYSIS, _END), ("commentary", _END), ("final", ""))
 _TO = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
 #: Characters of a message's header, at most.
 _MOST_HEADER = 600
@@ -53,16 +55,16 @@ class Harmony(CallFormat):
 
         Calls alone if one must be made; else those of other channels too, whose texts are free.
         """
-        bodies = [
-            (f"commentary to=functions.{c.name} <|constrain|>json{_MESSAGE}", c.arguments, "")
-            for c in calls
-        ]
-        texts = () if must else ((_ANALYSIS, _END), ("commentary", _END), ("final", ""))
-        bodies += [(f"{channel}{_MESSAGE}", None, end) for channel, end in texts]
-        heads = (f"{_START}assistant{_CHANNEL}", _CHANNEL)
+        tags = []
+        for head in (f"{_START}assistant{_CHANNEL}", _CHANNEL):
+            for call in calls:
+                begin = f"{head}commentary to=functions.{call.name} <|constrain|>json{_MESSAGE}"
+                tags.append(Tag(begin, call.arguments, ""))
+            for channel, end in () if must else _TEXTS:
+                tags.append(Tag(f"{head}{channel}{_MESSAGE}", None, end))
         # A model ends its turn with a call, and with its answer: `<|call|>` and `<|return|>` end a
         # text as an end-of-text token does.
-        return Tagged(tuple(Tag(head + begin, *more) for begin, *more in bodies for head in heads))
+        return Tagged(tuple(tags))
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
         """What follows a mark: a header and what it is sent to; nothing behind the end of one."""

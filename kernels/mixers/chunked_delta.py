@@ -9,7 +9,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.mixers.reference_delta import gated_norm, heads_of, log_decay
+from tokenpod.kernels.mixers.reference_delta import (
+    gated_norm,
+    has_drafts,
+    heads_of,
+    log_decay,
+)
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.delta_ops import (
     DeltaInputs,
@@ -35,6 +40,10 @@ def gated_delta(
     mixed, gate, write, decay = inputs
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     falls, share = log_decay(decay, weights), write.float().sigmoid()
+    if states.takes_back(shape):
+        for row, state in enumerate(plan.b_row):
+            tokens = plan.b_start[row + 1] - plan.b_start[row]
+            _catch_up(plan.b_context[row] - tokens, state, weights, shape, states)
     many = max(AT_ONCE // states.memory[0].numel(), 1)
     rows, contexts = (
         torch.tensor(each[: plan.single_rows], device=mixed.device)
@@ -43,7 +52,9 @@ def gated_delta(
     for first in range(0, plan.single_rows, many):
         own = slice(first, min(first + many, plan.single_rows))
         positions = contexts[own] - 1
-        made = _steps(mixed[own], rows[own], positions, weights, shape, states)
+        made = _steps(
+            DeltaInputs(*(x[own] for x in inputs)), rows[own], positions, weights, shape, states
+        )
         fresh = positions >= states.seen[rows[own], 0]
         # Where the memory has been through the position, nothing decays and nothing is written.
         kept, written = falls[own] * fresh[:, None], share[own] * fresh[:, None]
@@ -52,21 +63,53 @@ def gated_delta(
     for row in range(plan.single_rows, plan.rows):
         own = slice(plan.b_start[row], plan.b_start[row + 1])
         state, end = plan.b_row[row], plan.b_context[row]
-        made = _run(mixed[own], state, end, weights, shape, states)
-        q, k, v = heads_of(made, shape)
-        memory = states.memory[state]
-        found = []
-        for at in range(0, len(made), CHUNK):
-            some = slice(at, at + CHUNK)
-            part = (q[some], k[some], v[some], falls[own][some], share[own][some])
-            found.append(_chunk(*part, memory))
-        out[own] = torch.cat(found).to(out.dtype)
-        states.seen[state] = end
+        made = _run(DeltaInputs(*(x[own] for x in inputs)), state, end, weights, shape, states)
+        memory, drafts = states.memory[state], has_drafts(plan, row)
+        if drafts:
+            memory = memory.clone()
+        # Where the memory has been through the position, nothing decays and nothing is written.
+        known = int(states.seen[state, 0]) - (end - len(made))
+        falls[own][: max(known, 0)], share[own][: max(known, 0)] = 0, 0
+        out[own] = _chunks(made, falls[own], share[own], shape, memory).to(out.dtype)
+        if not drafts:
+            states.seen[state] = end
     return gated_norm(out, gate, weights)
 
 
+def _catch_up(
+    first: int, state: int, weights: DeltaWeights, shape: DeltaShape, states: DeltaStates
+) -> None:
+    """Let a memory go through the positions before `first` that it has not been through."""
+    seen = int(states.seen[state, 0])
+    if seen >= first:
+        return
+    ring, width = states.inputs[state], shape.width
+    window = ring[:, torch.arange(seen - width + 1, first, device=ring.device) % states.ring]
+    made = _convolved(window[: shape.channels], weights, shape)
+    write, decay = window[shape.channels :, width - 1 :].T.chunk(2, dim=1)
+    falls, share = log_decay(decay, weights), write.float().sigmoid()
+    _chunks(made, falls, share, shape, states.memory[state])
+    states.seen[state] = first
+
+
+def _chunks(
+    made: torch.Tensor,
+    falls: torch.Tensor,
+    share: torch.Tensor,
+    shape: DeltaShape,
+    memory: torch.Tensor,
+) -> torch.Tensor:
+    """What heads find of one row's tokens [n, H, value_dim], float32; its memory goes on."""
+    q, k, v = heads_of(made, shape)
+    found = []
+    for at in range(0, len(made), CHUNK):
+        some = slice(at, at + CHUNK)
+        found.append(_chunk(q[some], k[some], v[some], falls[some], share[some], memory))
+    return torch.cat(found)
+
+
 def _steps(
-    mixed: torch.Tensor,
+    inputs: DeltaInputs,
     rows: torch.Tensor,
     positions: torch.Tensor,
     weights: DeltaWeights,
@@ -74,15 +117,24 @@ def _steps(
     states: DeltaStates,
 ) -> torch.Tensor:
     """The convolution of one token of each row: [n, channels]."""
-    states.inputs[rows, :, positions % shape.width] = mixed
-    places = torch.arange(1, shape.width + 1, device=rows.device) + positions[:, None]
-    seen = states.inputs.index_select(0, rows)
-    seen = seen.gather(2, (places % shape.width)[:, None].expand_as(seen))
+    mixed = inputs.mixed
+    states.inputs[rows, :, positions % states.ring] = _kept(inputs, shape, states)
+    places = torch.arange(1 - shape.width, 1, device=rows.device) + positions[:, None]
+    seen = states.inputs[:, : shape.channels].index_select(0, rows)
+    places = (places % states.ring)[:, None].expand(-1, shape.channels, -1)
+    seen = seen.gather(2, places)
     return functional.silu((seen.float() * weights.conv.float()).sum(2)).to(mixed.dtype)
 
 
+def _kept(inputs: DeltaInputs, shape: DeltaShape, states: DeltaStates) -> torch.Tensor:
+    """[T, numbers] what is kept of tokens."""
+    if not states.takes_back(shape):
+        return inputs.mixed
+    return torch.cat([inputs.mixed, inputs.write, inputs.decay], dim=1)
+
+
 def _run(
-    mixed: torch.Tensor,
+    inputs: DeltaInputs,
     state: int,
     end: int,
     weights: DeltaWeights,
@@ -90,15 +142,19 @@ def _run(
     states: DeltaStates,
 ) -> torch.Tensor:
     """The convolution of one row's tokens, the last of `end` positions: [n, channels]."""
-    width, ring = shape.width, states.inputs[state]
-    # The oldest input lies where the next one goes; nobody sees it any more.
-    before = ring.roll(-((end - len(mixed)) % width), 1)[:, 1:]
-    seen = torch.cat([before, mixed.T], dim=1)
-    ring.copy_(seen[:, seen.shape[1] - width :].roll(end % width, 1))
-    windows = seen.float().unfold(1, width, 1)
-    return functional.silu(torch.einsum("ctw,cw->tc", windows, weights.conv.float())).to(
-        mixed.dtype
-    )
+    ring, first = states.inputs[state], end - len(inputs.mixed)
+    places = torch.arange(first - shape.width + 1, end, device=ring.device) % states.ring
+    before = ring[: shape.channels, places[: shape.width - 1]]
+    kept = _kept(inputs, shape, states)[-states.ring :]
+    ring[:, places[-len(kept) :]] = kept.T
+    return _convolved(torch.cat([before, inputs.mixed.T], dim=1), weights, shape)
+
+
+def _convolved(seen: torch.Tensor, weights: DeltaWeights, shape: DeltaShape) -> torch.Tensor:
+    """Inputs of n tokens and those before [channels, width - 1 + n] -> [n, channels]."""
+    windows = seen.float().unfold(1, shape.width, 1)
+    made = torch.einsum("ctw,cw->tc", windows, weights.conv.float())
+    return functional.silu(made).to(seen.dtype)
 
 
 def _singles(

@@ -38,20 +38,58 @@ def gated_delta(
     for row, state in enumerate(plan.b_row):
         start, end = plan.b_start[row], plan.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
-        first = plan.b_context[row] - (end - start)
+        first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
+        seen = int(states.seen[state, 0])
+        for position in range(seen, first) if states.takes_back(shape) else ():
+            _, k, v = _convolved(ring, position, weights, shape)
+            gates = ring[shape.channels :, position % states.ring].view(2, 1, -1)
+            then = log_decay(gates[1], weights).exp()[0], gates[0].float().sigmoid()[0]
+            _correct(memory, k, v, *then)
+        states.seen[state] = seen = max(seen, first)
+        if drafts:
+            memory = memory.clone()
         for token in range(start, end):
             position = first + token - start
-            ring[:, position % shape.width] = mixed[token]
-            window = ring.roll(-(position + 1) % shape.width, 1).float()
-            made = functional.silu((window * weights.conv.float()).sum(1)).to(mixed.dtype)
-            q, k, v = heads_of(made[None], shape)
-            if position >= states.seen[state, 0]:
-                memory *= kept[token, :, None, None]
-                missing = (v[0] - (k[0, :, :, None] * memory).sum(1)) * share[token, :, None]
-                memory += k[0, :, :, None] * missing[:, None]
-                states.seen[state] = position + 1
-            out[token] = (q[0, :, :, None] * memory).sum(1).to(out.dtype)
+            ring[: shape.channels, position % states.ring] = mixed[token]
+            if states.takes_back(shape):
+                beside = torch.cat([write[token], decay[token]])
+                ring[shape.channels :, position % states.ring] = beside
+            q, k, v = _convolved(ring, position, weights, shape)
+            if position >= seen:
+                _correct(memory, k, v, kept[token], share[token])
+            out[token] = (q[:, :, None] * memory).sum(1).to(out.dtype)
+        if not drafts:
+            states.seen[state] = max(seen, first + end - start)
     return gated_norm(out, gate, weights)
+
+
+def has_drafts(batch: ForwardBatch, row: int) -> bool:
+    """Whether some of a row's tokens may be wrong."""
+    return batch.b_drafts is not None and batch.b_drafts[row] > 0
+
+
+def _convolved(
+    ring: torch.Tensor, position: int, weights: DeltaWeights, shape: DeltaShape
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A query, a key and a value of each head, by the inputs of a row."""
+    places = torch.arange(position - shape.width + 1, position + 1) % ring.shape[1]
+    window = ring[: shape.channels, places.to(ring.device)].float()
+    made = functional.silu((window * weights.conv.float()).sum(1)).to(ring.dtype)
+    q, k, v = heads_of(made[None], shape)
+    return q[0], k[0], v[0]
+
+
+def _correct(
+    memory: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    share: torch.Tensor,
+) -> None:
+    """Let a memory [H, key_dim, value_dim] go through a token."""
+    memory *= kept[:, None, None]
+    missing = (v - (k[:, :, None] * memory).sum(1)) * share[:, None]
+    memory += k[:, :, None] * missing[:, None]
 
 
 def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:

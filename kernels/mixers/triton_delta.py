@@ -94,7 +94,14 @@ def plan_delta(batch: ForwardBatch) -> DeltaRows:
     if paged.tiles is not None:
         chunks = paged.tiles[CHUNKS].view(-1, FIELDS)
         return DeltaRows(batch.single_rows, paged, chunks, min(len(chunks), MOST_CAPTURED_ROWS))
-    rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
+    rows = RaggedRows(
+        batch.b_start,
+        batch.b_context,
+        batch.b_runs,
+        batch.b_row,
+        batch.single_rows,
+        b_drafts=batch.b_drafts,
+    )
     listed = torch.from_numpy(cut_chunks(rows, PROMPT_TILE.chunk))
     if batch.t_slot.is_cuda:
         listed = listed.pin_memory()
@@ -112,11 +119,53 @@ def gated_delta(
     """`GatedDelta` says what."""
     mixed = inputs.mixed
     out = mixed.new_empty((len(mixed), shape.value_heads * shape.value_dim))
+    if states.takes_back(shape):
+        if plan.single_rows:
+            _catch_up(weights, shape, states, plan, plan.single_rows, single=True)
+        if plan.chunks is not None:
+            _catch_up(weights, shape, states, plan, plan.rows, single=False)
     if plan.single_rows:
         _steps(inputs, weights, shape, states, plan, out)
     if plan.chunks is not None:
         _chunks(inputs, weights, shape, states, plan, plan.chunks, out)
     return out
+
+
+def _catch_up(
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    states: DeltaStates,
+    plan: DeltaRows,
+    rows: int,
+    *,
+    single: bool,
+) -> None:
+    """Let memories of rows, of one token or of several, go through what is before their first."""
+    block_k, block_v = _blocks(shape)
+    tile = step_tile(rows * shape.value_heads)
+    values = min(tile.values, block_v)
+    delta_step.catch_up[(rows, shape.value_heads, triton.cdiv(shape.value_dim, values))](
+        weights.conv,
+        weights.log_rate,
+        weights.shift,
+        *states,
+        plan.paged.b_row,
+        plan.paged.b_context,
+        plan.paged.b_row if plan.chunks is None else plan.chunks,
+        plan.t_row,
+        len(states.memory),
+        KEY_HEADS=shape.key_heads,
+        VALUE_HEADS=shape.value_heads,
+        KEY_DIM=shape.key_dim,
+        VALUE_DIM=shape.value_dim,
+        WIDTH=shape.width,
+        RING=states.ring,
+        BLOCK_K=block_k,
+        BLOCK_V=values,
+        SINGLE=single,
+        num_warps=tile.warps,
+        **launch_options(states.memory.device),
+    )
 
 
 def _steps(
@@ -155,6 +204,7 @@ def _steps(
         stride,
         len(states.memory),
         WIDTH=shape.width,
+        RING=states.ring,
         BLOCK=max(block_k, block_v),
         num_warps=1,
         **sizes,
@@ -229,7 +279,9 @@ def _chunks(
         plan.t_row,
         stride,
         CHANNELS=shape.channels,
+        VALUE_HEADS=heads,
         WIDTH=shape.width,
+        RING=states.ring,
         CHUNK=tile.chunk,
         BLOCK=CONVOLVED,
         **options,
@@ -240,7 +292,9 @@ def _chunks(
         inputs.decay,
         weights.log_rate,
         weights.shift,
+        states.seen,
         chunks,
+        plan.t_row,
         u,
         w,
         fallen,
@@ -254,6 +308,8 @@ def _chunks(
     # What heads find takes the place of `out`, where it is normed.
     delta_chunks.scan_chunks[(plan.rows, heads, triton.cdiv(shape.value_dim, scanned))](
         mixed,
+        inputs.write,
+        inputs.decay,
         made,
         u,
         w,
@@ -264,6 +320,7 @@ def _chunks(
         plan.t_row,
         stride,
         WIDTH=shape.width,
+        RING=states.ring,
         BLOCK_V=scanned,
         STAGES=tile.stages,
         num_warps=tile.warps,

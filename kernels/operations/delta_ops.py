@@ -29,6 +29,11 @@ class DeltaShape(NamedTuple):
         """Numbers of a token's queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def beside(self) -> int:
+        """Numbers of a token's `write` and `decay`."""
+        return 2 * self.value_heads
+
 
 class DeltaInputs(NamedTuple):
     """What the layer's first product says of T tokens; parts of one tensor, whose rows they share.
@@ -61,12 +66,24 @@ class DeltaWeights(NamedTuple):
 class DeltaStates(NamedTuple):
     """Of one layer, by row of the batch."""
 
-    #: [rows, channels, width]: the last inputs of the convolution, that of position p at p % width.
+    #: [rows, channels, ring]: the last inputs of the convolution, that of position p at p % ring,
+    #: where ring is its width. Where drafts may be wrong it is as much longer as there may be of
+    #: them, and behind the channels are `write` and `decay`, of each head: [rows, channels + 2 · H,
+    #: width + drafts].
     inputs: torch.Tensor
     #: [rows, H, key_dim, value_dim] float32
     memory: torch.Tensor
     #: [rows, H] int32: how many positions the memory has been through.
     seen: torch.Tensor
+
+    @property
+    def ring(self) -> int:
+        """Positions that there are inputs of."""
+        return self.inputs.shape[2]
+
+    def takes_back(self, shape: DeltaShape) -> bool:
+        """Whether there may be drafts."""
+        return self.ring > shape.width
 
 
 class PlanDelta(Protocol):
@@ -94,7 +111,11 @@ class GatedDelta(Protocol):
         silu(convolution) come queries, keys and values; queries and keys are divided by their
         lengths, queries by the root of theirs. S = S · decay; S += key ⊗ (value - key · S) ·
         sigmoid(write); a head finds query · S, which is normed as `RmsNorm` does, times silu(gate).
-        A row of one token at a position that its memory has been through finds the same again and
-        changes nothing. A row's results depend on no other row.
+        A token at a position that its memory has been through finds the same again and changes
+        nothing: a row's first may be one. A row's results depend on no other row.
+
+        The memory of a row with drafts goes through none of the step's tokens: their inputs are
+        kept. What a memory has not been through of the positions before a row's first token it goes
+        through before anything else, by the inputs that are kept; those were right.
         """
         ...

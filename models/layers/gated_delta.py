@@ -59,7 +59,8 @@ class GatedDeltaNet:
         """Nothing of a token: the convolution's last inputs, and a memory of each head."""
         shape = self.shape
         memory = (shape.value_heads, shape.key_dim, shape.value_dim)
-        return Cache(None, None, StateLayout((shape.channels, shape.width), memory))
+        layout = StateLayout((shape.channels, shape.width), memory, beside=shape.beside)
+        return Cache(None, None, layout)
 
     @property
     def reads_layer(self) -> None:

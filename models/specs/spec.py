@@ -92,6 +92,8 @@ class ModelSpec:
     dtype: torch.dtype | None = None
     #: Tokens that end a text.
     eos_token_ids: frozenset[int] = frozenset()
+    #: So many drafts of a row may turn out to be wrong: states of rows have room for their inputs.
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         """Raise ModelError if layers have too many experts."""
@@ -117,7 +119,13 @@ class ModelSpec:
     def state_layouts(self) -> tuple[StateLayout, ...]:
         """What the pool has for a row, state by state."""
         found = (layer.mixer.cache.state for layer in self.layers)
-        return tuple(layout for layout in found if layout is not None)
+        return tuple(x.with_drafts(self.drafts) for x in found if x is not None)
+
+    @cached_property
+    def takes_back(self) -> bool:
+        """Whether wrong drafts can be taken back in all layers."""
+        found = (layer.mixer.cache.state for layer in self.layers)
+        return all(layout is None or layout.beside is not None for layout in found)
 
     @property
     def head_counts(self) -> tuple[int, ...]:
@@ -154,7 +162,7 @@ class ModelSpec:
         if not self.state_layouts:
             return None
         row_bytes = sum(layout.nbytes(item_bytes) for layout in self.state_layouts)
-        return OwnState(row_bytes, 0, pooled=True)
+        return OwnState(row_bytes, 0, pooled=True, takes_back=self.takes_back)
 
     @property
     def expansion(self) -> Expansion | None:

@@ -10,6 +10,7 @@ import torch
 from support.kernels.attention_steps import Spec
 from support.kernels.delta_steps import (
     SMALL,
+    WALKS,
     copied,
     drawn_inputs,
     drawn_states,
@@ -18,6 +19,8 @@ from support.kernels.delta_steps import (
     run,
     some,
     step_of,
+    walk,
+    with_ring,
 )
 from tokenpod.kernels.attention.triton_attention import prepare_capture
 from tokenpod.kernels.mixers import reference_delta, triton_delta
@@ -133,6 +136,40 @@ def test_a_position_that_is_computed_again_changes_nothing(device):
     assert error(again, first) < TOLERANCE[torch.float32]
     for old, new in zip(kept, states, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
+def test_wrong_drafts_leave_nothing(steps, device):
+    (found, states), (expected, plain) = walk(
+        triton_delta, SMALL, steps, triton_delta.plan_delta, device
+    )
+    assert error(found, expected) < TOLERANCE[torch.float32]
+    assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
+    assert torch.equal(states.seen, plain.seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_with_drafts_beside_others(dtype, device, poisoned_memory):
+    """In one step: rows that decode, are behind, have drafts, and have a prompt's piece."""
+    specs = [Spec(1, 9), Spec(1, 4), Spec(4, 12), Spec(3, 20), Spec(40, 44)]
+    batch = step_of(specs, device)
+    batch = replace(batch, b_drafts=[0, 0, 3, 2, 0])
+    weights = drawn_weights(SMALL, dtype, device)
+    states = with_ring(drawn_states(SMALL, batch, dtype), SMALL, 4)
+    states.inputs[:, SMALL.channels :] = drawn_inputs(SMALL, 99, dtype, device).write[:1, :1]
+    behind = torch.tensor([2, 0, 3, 0, 4], device=device, dtype=torch.int32)
+    states.seen[torch.tensor(batch.b_row, device=device)] -= behind[:, None]
+    given, wanted = drawn_inputs(SMALL, batch.tokens, dtype, device), copied(states)
+    exact = weights._replace(conv=weights.conv.float())
+    exact = exact._replace(norm=exact.norm._replace(weight=exact.norm.weight.float()))
+    wanted = wanted._replace(inputs=wanted.inputs.float())
+    wide = type(given)(*(x.float() for x in given))
+    expected = run(reference_delta, wide, exact, SMALL, wanted, batch)
+    out = run(triton_delta, given, weights, SMALL, states, batch, triton_delta.plan_delta)
+    assert error(out, expected) < TOLERANCE[dtype]
+    assert error(states.memory, wanted.memory) < TOLERANCE[dtype]
+    assert torch.equal(states.seen, wanted.seen)
+    torch.testing.assert_close(states.inputs.float(), wanted.inputs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_equal_keys_are_solved_exactly(device):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tokenpod.kernels.mixers.reference_delta import gated_norm, heads_of, log_decay
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,

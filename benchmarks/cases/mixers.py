@@ -27,7 +27,7 @@ from benchmarks.support.timing import (
 from tokenpod.kernels.mixers import triton_delta
 from tokenpod.kernels.mixers.triton_delta import PromptTile, StepTile
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,

@@ -16,7 +16,7 @@ from tokenpod.kernels.mixers.reference_delta import (
     log_decay,
 )
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,

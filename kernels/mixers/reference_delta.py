@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,

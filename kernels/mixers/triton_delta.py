@@ -9,9 +9,9 @@ import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import delta_chunks, delta_step
-from tokenpod.kernels.mixers.delta_plan import CHUNK, FIELDS, cut_chunks
+from tokenpod.kernels.mixers.recurrent_plan import CHUNK, FIELDS, cut_chunks
 from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, PagedRows, RaggedRows
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from tokenpod.kernels.operations.delta_ops import DeltaShape
+from tokenpod.kernels.operations.recurrent_ops import DeltaShape
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (

@@ -13,7 +13,7 @@ import torch
 
 from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
 from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaPlan,
     DeltaShape,

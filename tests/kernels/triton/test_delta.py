@@ -25,7 +25,7 @@ from support.kernels.delta_steps import (
 from tokenpod.kernels.attention.triton_attention import prepare_capture
 from tokenpod.kernels.mixers import reference_delta, triton_delta
 from tokenpod.kernels.operations.batch import CHUNKS, RaggedRows
-from tokenpod.kernels.operations.delta_ops import DeltaShape
+from tokenpod.kernels.operations.recurrent_ops import DeltaShape
 
 pytestmark = pytest.mark.compute
 

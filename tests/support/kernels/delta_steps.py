@@ -9,7 +9,7 @@ import torch
 from support.kernels.attention_steps import Spec, lay_out
 from tokenpod.kernels.mixers import reference_delta
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,

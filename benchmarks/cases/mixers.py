@@ -27,13 +27,13 @@ from benchmarks.support.timing import (
 from tokenpod.kernels.mixers import triton_delta
 from tokenpod.kernels.mixers.triton_delta import PromptTile, StepTile
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,
     DeltaWeights,
 )
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 SMOKE = {"cpu": "--shape 1 2 16 16 --decode 2 --prompts 70", "gpu": "--decode 1 64 --prompts 512"}
 #: Values of a head that a program has, and its warps.

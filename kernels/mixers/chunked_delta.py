@@ -80,7 +80,7 @@ def _catch_up(
     first: int, state: int, weights: DeltaWeights, shape: DeltaShape, states: DeltaStates
 ) -> None:
     """Let a memory go through the positions before `first` that it has not been through."""
-    seen = int(states.seen[state, 0])
+    seen = states.known(state, first, shape)
     if seen >= first:
         return
     ring, width = states.inputs[state], shape.width

@@ -144,7 +144,9 @@ def catch_up(
         live = tl.load(chunk + 3) != 0
         first = tl.load(chunk + 2)
         state = tl.load(t_row + tl.load(chunk), mask=live, other=0).to(tl.int64)
+    # No further behind than a step with drafts has tokens; but trials of steps begin anywhere.
     begin = tl.load(seen + state * VALUE_HEADS + head)
+    begin = tl.maximum(begin, first - (RING - WIDTH + 1))
     if live & (begin < first):
         i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         some_k, some_v = i < KEY_DIM, j < VALUE_DIM

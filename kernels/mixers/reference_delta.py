@@ -39,7 +39,7 @@ def gated_delta(
         start, end = plan.b_start[row], plan.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
         first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
-        seen = int(states.seen[state, 0])
+        seen = states.known(state, first, shape)
         for position in range(seen, first) if states.takes_back(shape) else ():
             _, k, v = _convolved(ring, position, weights, shape)
             gates = ring[shape.channels :, position % states.ring].view(2, 1, -1)

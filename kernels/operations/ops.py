@@ -30,7 +30,6 @@ from tokenpod.kernels.operations.attention_ops import (
     StoreKeyValue,
     StoreLatent,
 )
-from tokenpod.kernels.operations.recurrent_ops import GatedDelta, PlanDelta
 from tokenpod.kernels.operations.expert_ops import PrepareExperts
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.pointwise_ops import (
@@ -42,6 +41,7 @@ from tokenpod.kernels.operations.pointwise_ops import (
     RmsNorm,
     RowNorm,
 )
+from tokenpod.kernels.operations.recurrent_ops import GatedDelta, PlanDelta
 
 
 class Linear(Protocol):

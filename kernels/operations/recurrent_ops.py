@@ -85,6 +85,14 @@ class DeltaStates(NamedTuple):
         """Whether there may be drafts."""
         return self.ring > shape.width
 
+    def known(self, state: int, first: int, shape: DeltaShape) -> int:
+        """Through how many positions a row's memory has been, of which the next step is at `first`.
+
+        It is never further behind than a step with drafts has tokens; but trials of steps begin
+        anywhere.
+        """
+        return max(int(self.seen[state, 0]), first - (self.ring - shape.width + 1))
+
 
 class PlanDelta(Protocol):
     """What all layers of a step share."""

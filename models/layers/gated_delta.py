@@ -13,6 +13,8 @@ import torch
 
 from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
 from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
+from tokenpod.kernels.operations.ops import Operations
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaPlan,
@@ -20,8 +22,6 @@ from tokenpod.kernels.operations.recurrent_ops import (
     DeltaStates,
     DeltaWeights,
 )
-from tokenpod.kernels.operations.ops import Operations
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layers.layer_tensors import LayerTensors
 from tokenpod.models.layers.mixer import Cache, MixerParts

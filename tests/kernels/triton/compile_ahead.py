@@ -32,9 +32,9 @@ from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales, LatentShape
-from tokenpod.kernels.operations.recurrent_ops import DeltaShape
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
+from tokenpod.kernels.operations.recurrent_ops import DeltaShape
 from tokenpod.kernels.operations.weight import StackedWeight
 from tokenpod.kernels.pointwise import triton_pointwise as pointwise
 from tokenpod.kernels.products import triton_product as product

@@ -9,13 +9,13 @@ import torch
 from support.kernels.attention_steps import Spec, lay_out
 from tokenpod.kernels.mixers import reference_delta
 from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaShape,
     DeltaStates,
     DeltaWeights,
 )
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.layers.gated_delta import GatedDeltaNet
 
 SMALL = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
@@ -128,7 +128,9 @@ def walk(form, shape, steps, plan_delta=reference_delta.plan_delta, device="cpu"
         other = some(noise, first, first + wrong)
         return DeltaInputs(
             *torch.split(
-                torch.cat([torch.cat(right, 1), torch.cat(other, 1)]), [x.shape[1] for x in right], 1
+                torch.cat([torch.cat(right, 1), torch.cat(other, 1)]),
+                [x.shape[1] for x in right],
+                1,
             )
         )
 

@@ -152,7 +152,13 @@ def read_layout(
     if quantize_head and spec.head.tied:
         weights = with_head(weights)
     layout = Layout(
-        spec, weights, scale_names(spec, chosen, prefix, stored), reader, split(stored, nesting)
+        spec,
+        weights,
+        scale_names(spec, chosen, prefix, stored),
+        chosen,
+        prefix,
+        reader,
+        split(stored, nesting),
     )
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]

@@ -145,7 +145,8 @@ def _of_mtp(folder: Path, model: Layout) -> Footprint:
         WHOLE.numbers(layout.weights), sum(kv.numbers for kv in HeadSpec(layout.spec).kv_layouts)
     )
     portions = {1: _with_quantised(portion, layout, 1)}
-    return msgspec.structs.replace(_footprint(model, tensors=False), portions=portions, repeated=0)
+    whole = _footprint(model, tensors=False)
+    return msgspec.structs.replace(whole, portions=portions, repeated=0, states={})
 
 
 def _through_transformers(

@@ -41,7 +41,7 @@ from tokenpod.models.families.opt import OPT
 from tokenpod.models.families.phi import PHI
 from tokenpod.models.families.phi3 import PHI3
 from tokenpod.models.families.phimoe import PHIMOE
-from tokenpod.models.families.qwen2 import QWEN2
+from tokenpod.models.families.qwen2 import MIMO, QWEN2
 from tokenpod.models.families.qwen2_moe import QWEN2_MOE
 from tokenpod.models.families.qwen3 import QWEN3
 from tokenpod.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -86,6 +86,7 @@ FAMILIES: tuple[Family, ...] = (
     INTERNLM2,
     INTERNLM3,
     LLAMA,
+    MIMO,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,

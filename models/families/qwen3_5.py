@@ -25,7 +25,7 @@ from tokenpod.models.layers.gated_delta import GatedDeltaNet
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.specs.layer_spec import LayerSpec
 from tokenpod.models.specs.spec import ModelSpec
-from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.names import Names, PredictingNames
 
 _KINDS = {"linear_attention", "full_attention"}
 
@@ -103,13 +103,27 @@ def _sparse_spec(fields: Fields, served: int | None) -> ModelSpec:
     return with_mixtures(fields, delta_spec(fields, served), normalised=True)
 
 
-#: Tensors that are not the text model's.
-BESIDE = ("mtp.", "model.visual.")
+def predicting(count: int = 0) -> PredictingNames:
+    """Of the layer that predicts further tokens; so many where a config does not say."""
+    return PredictingNames(
+        field="mtp_num_hidden_layers",
+        count=count,
+        at="mtp.",
+        beside=True,
+        layer="layers.0.",
+        embedding_norm="pre_fc_norm_embedding",
+        feature_norm="pre_fc_norm_hidden",
+        join="fc",
+        norm="norm",
+    )
 
-QWEN3_5 = Family(("Qwen3_5ForCausalLM",), delta_spec, Names(beside=BESIDE))
+
+_OTHERS = {"predicting": predicting(), "beside": ("model.visual.",)}
+
+QWEN3_5 = Family(("Qwen3_5ForCausalLM",), delta_spec, Names(**_OTHERS))
 QWEN3_5_MOE = Family(
     ("Qwen3_5MoeForCausalLM",),
     _sparse_spec,
-    Names(experts=gate_names(shared="shared_expert"), beside=BESIDE),
+    Names(experts=gate_names(shared="shared_expert"), **_OTHERS),
     layouts=(stacked(), stacked(transposed=True)),
 )

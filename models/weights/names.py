@@ -152,6 +152,30 @@ class PerLayerNames:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictingNames:
+    """Of a layer that predicts further tokens, as DeepSeek V3 has them: `models.mtp`."""
+
+    #: What says in config.json how many there are, and what it is where that does not say.
+    field: str = "num_nextn_predict_layers"
+    count: int = 0
+    #: What names begin with, behind the prefix or `beside` it; `{layers}` is how many there are.
+    at: str = "layers.{layers}."
+    beside: bool = False
+    #: What those of the weights that all layers have begin with, behind that.
+    layer: str = ""
+    embedding_norm: str = "enorm"
+    feature_norm: str = "hnorm"
+    join: str = "eh_proj"
+    #: The columns of `join` begin with the feature's, not with the token's.
+    feature_first: bool = False
+    norm: str = "shared_head.norm"
+
+    def place(self, prefix: str, layers: int) -> str:
+        """What names of its tensors begin with, of a model of so many layers."""
+        return ("" if self.beside else prefix) + self.at.format(layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """Names of tensors without `.weight` and `.bias`, as Llama has them.
 
@@ -187,6 +211,8 @@ class Names:
     latent: LatentNames = LatentNames()
     delta: DeltaNames = DeltaNames()
     per_layer: PerLayerNames = PerLayerNames()
+    #: None: no checkpoint has such a layer, or it is not known how.
+    predicting: PredictingNames | None = None
     #: A number that the stream behind a layer is multiplied by; the tensor's whole name.
     layer_scale: str = "layer_scalar"
     #: Tensors of one number for all heads or one each, which a checkpoint may have.

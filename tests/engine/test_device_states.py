@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
 from support.engines import constrained
 from support.engines.engine_link import Client
+from support.engines.guessing import drafting
 from support.kernels.interpreted import DEVICE
 from tokenpod.core.constraints import Regex
 from tokenpod.core.messages import PROBE_TOKENS
@@ -28,7 +30,7 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 pytestmark = pytest.mark.compute
 
 CPU = torch.device("cpu")
-ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY = 4, 200, 64, 12, 97
+ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY, DRAFTS = 4, 200, 64, 12, 97, 3
 
 
 def spec(vocab_size=VOCABULARY, positions=POSITIONS):
@@ -85,7 +87,7 @@ def pool(made, device, slots=SLOTS, rows=ROWS):
     return held
 
 
-def said(executor, requests, overlap):
+def said(executor, requests, overlap, drafting=None):
     """Each sequence's tokens."""
     limits = Limits(
         slots=SLOTS - PROBE_TOKENS,
@@ -95,10 +97,11 @@ def said(executor, requests, overlap):
         sharing=False,
     )
     client = Client(requests)
-    loop = EngineLoop(client, Scheduler(limits), executor, overlap=overlap)
+    loop = EngineLoop(client, Scheduler(limits, drafting=drafting), executor, overlap=overlap)
     while client.left:
         loop.turn()
     assert not client.failures
+    assert (client.accepted > 10) == (drafting is not None)
     return client.tokens
 
 
@@ -118,21 +121,36 @@ def expected():
     return said(executor, requests(), overlap=False)
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
-def test_tokens_are_those_of_a_cpu(expected, captured):
-    made = model(OPERATIONS, DEVICE)
+@pytest.mark.parametrize(
+    ("captured", "drafts"),
+    [
+        pytest.param(False, 0, id="launched"),
+        pytest.param(True, 0, id="captured"),
+        pytest.param(False, DRAFTS, id="launched, with drafts", marks=pytest.mark.slow),
+        pytest.param(True, DRAFTS, id="captured, with drafts"),
+    ],
+)
+def test_tokens_are_those_of_a_cpu(expected, captured, drafts):
+    """With drafts that are right, and with some that are wrong."""
+    made = model(OPERATIONS, DEVICE, replace(CONFIG, drafts=drafts))
     executor = DeviceExecutor(
         made,
         pool(made, DEVICE),
         DeviceSampler(rows=ROWS + 1, vocab_size=VOCABULARY, device=DEVICE, most_edits=4),
         rows=ROWS + 1,
         max_positions=POSITIONS,
-        max_tokens=PREFILL + PROBE_TOKENS,
+        max_tokens=PREFILL + PROBE_TOKENS + ROWS * drafts,
         device=DEVICE,
+        drafts=ROWS * drafts,
+        flat=False,
     )
     if captured:
         executor.capture()
-    assert said(executor, requests(), overlap=True) == expected
+    asked, guesses = requests(), None
+    if drafts:
+        asked = [msgspec.structs.replace(x, drafts=drafts) for x in asked]
+        guesses = drafting(expected, "random", drafts, VOCABULARY)
+    assert said(executor, asked, overlap=True, drafting=guesses) == expected
 
 
 def test_late_masks_change_no_token():

@@ -116,7 +116,7 @@ def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(golden, eng
         assert outputs == said_by(golden("qwen3-5"), prompt, outputs)
 
 
-@any_service(12)
+@any_service(6)
 @given(data=st.data())
 def test_whatever_is_drafted_tokens_are_the_same(golden, engine, text, data):
     """In all of these, and what is cached holds nothing of drafts that were wrong."""
@@ -132,7 +132,7 @@ def test_whatever_is_drafted_tokens_are_the_same(golden, engine, text, data):
     asked = [msgspec.structs.replace(x, drafts=DRAFTS) for x in asked]
     client = engine.answer(asked, drafting=guesses, **how)
     assert not client.failures
-    assert client.drafted > 0
+    assert client.tried > 0
     assert (client.accepted > 0) == (kind != "wrong")
     assert in_order(client) == plain * 2
     for prompt, outputs in zip(prompts, plain, strict=True):

@@ -27,7 +27,7 @@ class Client:
         self.scored: dict[int, list[float]] = defaultdict(list)
         self.cached: dict[int, int] = {}
         #: Tokens drafted for all, and those of them that were accepted.
-        self.drafted = self.accepted = 0
+        self.tried = self.accepted = 0
         self.finishes: dict[int, FinishCode] = {}
         self.failures: dict[int, str] = {}
         self.codes: dict[int, FailureCode] = {}
@@ -60,7 +60,7 @@ class Client:
             if started.prompt_logprobs:
                 self.scored[started.sequence_id] = started.prompt_logprobs
         for draft in message.drafted:
-            self.drafted += draft.drafted
+            self.tried += draft.drafted
             self.accepted += draft.accepted
         for failure in message.failures:
             self.failures[failure.sequence_id] = failure.message

@@ -155,13 +155,17 @@ def random_model(
     quantize: str = "none",
     quantize_head: bool = False,
     change: Callable[[Weights], None] = lambda weights: None,
+    drafts: int = 0,
 ) -> Decoder:
-    """A decoder of random weights, which `change` may alter; then they are quantised."""
+    """A decoder of random weights, which `change` may alter; then they are quantised.
+
+    `drafts`: so many of a row may be wrong.
+    """
     config, weights = config_of(shape, dtype), random_weights(shape, device, dtype)
     change(weights)
     if quantize != "none":
         weights = quantised(weights, config, quantize, head=quantize_head)
-    return Decoder(config, weights, operations_for(device, dtype))
+    return Decoder(replace(config, drafts=drafts), weights, operations_for(device, dtype))
 
 
 def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Path:

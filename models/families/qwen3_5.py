@@ -33,6 +33,7 @@ _KINDS = {"linear_attention", "full_attention"}
 def delta_spec(fields: Fields, served: int | None) -> ModelSpec:
     """Of a model with dense blocks."""
     fields.only("hidden_act", "silu")
+    fields.only("attn_output_gate", True)
     bias = fields.flag("attention_bias", False)
     epsilon = fields.real("rms_norm_eps", 1e-6)
     spec = gated_decoder(
@@ -118,12 +119,12 @@ def predicting(count: int = 0) -> PredictingNames:
     )
 
 
-_OTHERS = {"predicting": predicting(), "beside": ("model.visual.",)}
+_NAMES = Names(predicting=predicting(), beside=("model.visual.",))
 
-QWEN3_5 = Family(("Qwen3_5ForCausalLM",), delta_spec, Names(**_OTHERS))
+QWEN3_5 = Family(("Qwen3_5ForCausalLM",), delta_spec, _NAMES)
 QWEN3_5_MOE = Family(
     ("Qwen3_5MoeForCausalLM",),
     _sparse_spec,
-    Names(experts=gate_names(shared="shared_expert"), **_OTHERS),
+    replace(_NAMES, experts=gate_names(shared="shared_expert")),
     layouts=(stacked(), stacked(transposed=True)),
 )

@@ -25,15 +25,16 @@ from benchmarks.support.timing import (
     synchronise,
 )
 from tokenpod.kernels.mixers import triton_delta
+from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.mixers.triton_delta import PromptTile, StepTile
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 SMOKE = {"cpu": "--shape 1 2 16 16 --decode 2 --prompts 70", "gpu": "--decode 1 64 --prompts 512"}
 #: Values of a head that a program has, and its warps.
@@ -62,7 +63,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
-    shape = DeltaShape(*asked.shape, width=4)
+    shape = MemoryShape(*asked.shape, width=4)
     with torch.inference_mode():
         for rows in asked.decode:
             tiles = [StepTile(*each) for each in SEARCHED if asked.search]
@@ -77,7 +78,7 @@ def run(asked: argparse.Namespace, report: Report) -> None:
                     prompts(shape, rows, length, report, kernels=asked.kernels)
 
 
-def decode(shape: DeltaShape, rows: int, tile: StepTile, report: Report) -> None:
+def decode(shape: MemoryShape, rows: int, tile: StepTile, report: Report) -> None:
     """Steps of so many rows."""
     state = 4 * shape.value_heads * shape.key_dim * shape.value_dim
     copies = max(1, min(64, ROTATED_BYTES // (rows * state)))
@@ -95,7 +96,7 @@ def decode(shape: DeltaShape, rows: int, tile: StepTile, report: Report) -> None
     )
 
 
-def prompts(shape: DeltaShape, rows: int, length: int, report: Report, *, kernels: bool) -> None:
+def prompts(shape: MemoryShape, rows: int, length: int, report: Report, *, kernels: bool) -> None:
     """Prompts of so many tokens each."""
     one = call(shape, [length] * rows)
     seconds = graph_seconds(one)
@@ -107,7 +108,7 @@ def prompts(shape: DeltaShape, rows: int, length: int, report: Report, *, kernel
             print(f"    {microseconds:9.1f} us  {name}")
 
 
-def call(shape: DeltaShape, lengths: list[int]) -> Callable[[], torch.Tensor]:
+def call(shape: MemoryShape, lengths: list[int]) -> Callable[[], torch.Tensor]:
     """The operation for rows of so many tokens each, none of which has any before."""
     tokens, rows = sum(lengths), len(lengths)
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -120,7 +121,7 @@ def call(shape: DeltaShape, lengths: list[int]) -> Callable[[], torch.Tensor]:
     rates, shifts = draw(2, shape.value_heads, dtype=torch.float32)
     norm = RowNorm(draw(shape.value_dim), 1e-6)
     weights = DeltaWeights(draw(shape.channels, shape.width) / 2, rates, shifts, norm)
-    states = DeltaStates(
+    states = RecurrentStates(
         draw(rows, shape.channels, shape.width),
         torch.zeros(
             (rows, shape.value_heads, shape.key_dim, shape.value_dim), device=DEVICE
@@ -140,5 +141,5 @@ def call(shape: DeltaShape, lengths: list[int]) -> Callable[[], torch.Tensor]:
     batch = ForwardBatch(
         slots, slots, slots, starts, lengths, [[]] * rows, numbers, table, single, None, paged
     )
-    plan = triton_delta.plan_delta(batch)
+    plan = plan_recurrent(batch, triton_delta.PROMPT_TILE.chunk)
     return lambda: triton_delta.gated_delta(inputs, weights, shape, states, plan)

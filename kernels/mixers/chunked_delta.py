@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels.mixers.convolution import convolve_rows, convolve_run
 from tokenpod.kernels.mixers.reference_delta import gated_norm, heads_of, log_decay
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
 
 #: Tokens of a chunk.
@@ -27,8 +28,8 @@ AT_ONCE = 1 << 24
 def gated_delta(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
     plan: ForwardBatch,
 ) -> torch.Tensor:
     """Rows of one token together, others in chunks; `GatedDelta` says what."""
@@ -43,7 +44,8 @@ def gated_delta(
     for first in range(0, plan.single_rows, many):
         own = slice(first, min(first + many, plan.single_rows))
         positions = contexts[own] - 1
-        made = _steps(mixed[own], rows[own], positions, weights, shape, states)
+        made = convolve_rows(mixed[own], rows[own], positions, weights.conv, None, states.inputs)
+        made = functional.silu(made).to(mixed.dtype)
         fresh = positions >= states.seen[rows[own], 0]
         # Where the memory has been through the position, nothing decays and nothing is written.
         kept, written = falls[own] * fresh[:, None], share[own] * fresh[:, None]
@@ -52,7 +54,8 @@ def gated_delta(
     for row in range(plan.single_rows, plan.rows):
         own = slice(plan.b_start[row], plan.b_start[row + 1])
         state, end = plan.b_row[row], plan.b_context[row]
-        made = _run(mixed[own], state, end, weights, shape, states)
+        made = convolve_run(mixed[own], states.inputs[state], end, weights.conv, None)
+        made = functional.silu(made).to(mixed.dtype)
         q, k, v = heads_of(made, shape)
         memory = states.memory[state]
         found = []
@@ -65,49 +68,13 @@ def gated_delta(
     return gated_norm(out, gate, weights)
 
 
-def _steps(
-    mixed: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-) -> torch.Tensor:
-    """The convolution of one token of each row: [n, channels]."""
-    states.inputs[rows, :, positions % shape.width] = mixed
-    places = torch.arange(1, shape.width + 1, device=rows.device) + positions[:, None]
-    seen = states.inputs.index_select(0, rows)
-    seen = seen.gather(2, (places % shape.width)[:, None].expand_as(seen))
-    return functional.silu((seen.float() * weights.conv.float()).sum(2)).to(mixed.dtype)
-
-
-def _run(
-    mixed: torch.Tensor,
-    state: int,
-    end: int,
-    weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-) -> torch.Tensor:
-    """The convolution of one row's tokens, the last of `end` positions: [n, channels]."""
-    width, ring = shape.width, states.inputs[state]
-    # The oldest input lies where the next one goes; nobody sees it any more.
-    before = ring.roll(-((end - len(mixed)) % width), 1)[:, 1:]
-    seen = torch.cat([before, mixed.T], dim=1)
-    ring.copy_(seen[:, seen.shape[1] - width :].roll(end % width, 1))
-    windows = seen.float().unfold(1, width, 1)
-    return functional.silu(torch.einsum("ctw,cw->tc", windows, weights.conv.float())).to(
-        mixed.dtype
-    )
-
-
 def _singles(
     made: torch.Tensor,
     kept: torch.Tensor,
     share: torch.Tensor,
     rows: torch.Tensor,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
 ) -> torch.Tensor:
     """One token of each row: [n, H, value_dim]."""
     q, k, v = heads_of(made, shape)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels.mixers.convolution import convolve_token
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
 from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
@@ -18,16 +19,11 @@ from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 EPSILON = 1e-6
 
 
-def plan_delta(batch: ForwardBatch) -> ForwardBatch:
-    """The rows are in the batch."""
-    return batch
-
-
 def gated_delta(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
     plan: ForwardBatch,
 ) -> torch.Tensor:
     """One token after the other; `GatedDelta` says what."""
@@ -41,9 +37,8 @@ def gated_delta(
         first = plan.b_context[row] - (end - start)
         for token in range(start, end):
             position = first + token - start
-            ring[:, position % shape.width] = mixed[token]
-            window = ring.roll(-(position + 1) % shape.width, 1).float()
-            made = functional.silu((window * weights.conv.float()).sum(1)).to(mixed.dtype)
+            made = convolve_token(mixed[token], ring, position, weights.conv, None)
+            made = functional.silu(made).to(mixed.dtype)
             q, k, v = heads_of(made[None], shape)
             if position >= states.seen[state, 0]:
                 memory *= kept[token, :, None, None]
@@ -60,7 +55,7 @@ def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
 
 
 def heads_of(
-    made: torch.Tensor, shape: DeltaShape
+    made: torch.Tensor, shape: MemoryShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, channels] -> queries and keys [T, H, key_dim], values [T, H, value_dim], float32."""
     keys = shape.key_heads * shape.key_dim

@@ -9,17 +9,14 @@ import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import delta_chunks, delta_step
-from tokenpod.kernels.mixers.recurrent_plan import CHUNK, FIELDS, cut_chunks
-from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, PagedRows, RaggedRows
+from tokenpod.kernels.mixers.recurrent_plan import CHUNK, RecurrentRows
+from tokenpod.kernels.mixers.triton_convolution import convolve_chunks
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
-
-#: A captured step has room for so many rows with several tokens.
-MOST_CAPTURED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +50,18 @@ class PromptTile:
 #: Prompts of 8,192 tokens ran at 72 % of the limit with it; others were not tried.
 PROMPT_TILE = PromptTile(CHUNK, 2, 64, 4, 2)
 
-#: Channels of a chunk that one program convolves.
-CONVOLVED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaRows:
-    """A step's rows for all layers."""
-
-    single_rows: int
-    paged: PagedRows
-    #: [chunks, FIELDS] int32 on the device; None: all rows have one token.
-    chunks: torch.Tensor | None
-    #: So many of the first chunks may begin rows.
-    rows: int
-
-    @property
-    def t_row(self) -> torch.Tensor:
-        """[T] int64: each token's state."""
-        assert self.paged.t_row is not None
-        return self.paged.t_row
-
 
 def step_tile(pairs: int) -> StepTile:
     """For so many pairs of a row and a value head."""
     return next(tile for most, tile in STEP_TILES if pairs <= most)
 
 
-def plan_delta(batch: ForwardBatch) -> DeltaRows:
-    """What all layers share; of a captured step its chunks come with its integers.
-
-    Raises:
-        ValueError: the batch has no rows on the device.
-    """
-    paged = batch.paged
-    if paged is None:
-        raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
-    if batch.rows == batch.single_rows:
-        return DeltaRows(batch.single_rows, paged, None, 0)
-    if paged.tiles is not None:
-        chunks = paged.tiles[CHUNKS].view(-1, FIELDS)
-        return DeltaRows(batch.single_rows, paged, chunks, min(len(chunks), MOST_CAPTURED_ROWS))
-    rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
-    listed = torch.from_numpy(cut_chunks(rows, PROMPT_TILE.chunk))
-    if batch.t_slot.is_cuda:
-        listed = listed.pin_memory()
-    chunks = listed.to(batch.t_slot.device, non_blocking=True)
-    return DeltaRows(batch.single_rows, paged, chunks, batch.rows - batch.single_rows)
-
-
 def gated_delta(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-    plan: DeltaRows,
+    shape: MemoryShape,
+    states: RecurrentStates,
+    plan: RecurrentRows,
 ) -> torch.Tensor:
     """`GatedDelta` says what."""
     mixed = inputs.mixed
@@ -122,9 +76,9 @@ def gated_delta(
 def _steps(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-    plan: DeltaRows,
+    shape: MemoryShape,
+    states: RecurrentStates,
+    plan: RecurrentRows,
     out: torch.Tensor,
 ) -> None:
     rows, stride, options = plan.single_rows, inputs.mixed.stride(0), launch_options(out.device)
@@ -199,9 +153,9 @@ def _steps(
 def _chunks(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-    plan: DeltaRows,
+    shape: MemoryShape,
+    states: RecurrentStates,
+    plan: RecurrentRows,
     chunks: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
@@ -220,20 +174,7 @@ def _chunks(
         "BLOCK_K": block_k,
         "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
     }
-    delta_chunks.convolve_chunks[(n, triton.cdiv(shape.channels, CONVOLVED))](
-        mixed,
-        weights.conv,
-        states.inputs,
-        made,
-        chunks,
-        plan.t_row,
-        stride,
-        CHANNELS=shape.channels,
-        WIDTH=shape.width,
-        CHUNK=tile.chunk,
-        BLOCK=CONVOLVED,
-        **options,
-    )
+    convolve_chunks(mixed, weights.conv, None, states, plan, made, gated=False, chunk=tile.chunk)
     delta_chunks.solve_chunks[(n, heads)](
         made,
         inputs.write,
@@ -286,6 +227,6 @@ def _chunks(
     )
 
 
-def _blocks(shape: DeltaShape) -> tuple[int, int]:
+def _blocks(shape: MemoryShape) -> tuple[int, int]:
     """Numbers of a key and of a value, up to the next size that products take."""
     return tuple(max(16, triton.next_power_of_2(d)) for d in (shape.key_dim, shape.value_dim))

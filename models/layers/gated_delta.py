@@ -13,15 +13,15 @@ import torch
 
 from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
 from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
-from tokenpod.kernels.operations.recurrent_ops import (
-    DeltaInputs,
-    DeltaPlan,
-    DeltaShape,
-    DeltaStates,
-    DeltaWeights,
-)
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.operations.recurrent_ops import (
+    DeltaInputs,
+    DeltaWeights,
+    MemoryShape,
+    RecurrentPlan,
+    RecurrentStates,
+)
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layers.layer_tensors import LayerTensors
 from tokenpod.models.layers.mixer import Cache, MixerParts
@@ -36,7 +36,7 @@ from tokenpod.models.weights.weights import Axis, Division, Segment, Source, Wei
 class GatedDeltaNet:
     """A mixer whose memory is as large whatever the text's length."""
 
-    shape: DeltaShape
+    shape: MemoryShape
     #: Of the norm of what each head reads.
     epsilon: float
 
@@ -142,9 +142,9 @@ class GatedDeltaNet:
         """One plan for all."""
         return GatedDeltaNet
 
-    def plan(self, ops: Operations, batch: ForwardBatch) -> DeltaPlan:
+    def plan(self, ops: Operations, batch: ForwardBatch) -> RecurrentPlan:
         """The step's rows, and what their chunks are."""
-        return ops.plan_delta(batch)
+        return ops.plan_recurrent(batch)
 
     def captured(self, dtype: torch.dtype, device: torch.device) -> TileKind:
         """Rows of several tokens are walked along in chunks."""
@@ -178,7 +178,7 @@ class GatedDeltaLayer:
         """The states of the step's rows have gone on afterwards."""
         pool = step.pool
         assert isinstance(pool, StatePool)
-        states = DeltaStates(*pool.states[self._cache])
+        states = RecurrentStates(*pool.states[self._cache])
         inputs = DeltaInputs(*torch.split(self._in(x, step.batch), self._parts, dim=1))
         plan = step.plans[self._plan_key]
         return self._ops.gated_delta(inputs, self._weights, self._shape, states, plan)

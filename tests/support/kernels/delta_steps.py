@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 
 from support.kernels.attention_steps import Spec, lay_out
-from tokenpod.kernels.mixers import reference_delta
+from tokenpod.kernels.mixers.convolution import plan_recurrent
 from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
-SMALL = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
+SMALL = MemoryShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
 EPSILON = 1e-5
 
 
-def drawn_states(shape: DeltaShape, batch: ForwardBatch, dtype=torch.float32) -> DeltaStates:
+def drawn_states(shape: MemoryShape, batch: ForwardBatch, dtype=torch.float32) -> RecurrentStates:
     """Of every row of the batch what its positions before the step have left; NaN of others."""
     device, rows = batch.t_slot.device, len(batch.row_table)
     generator = torch.Generator(device).manual_seed(2)
@@ -41,10 +41,10 @@ def drawn_states(shape: DeltaShape, batch: ForwardBatch, dtype=torch.float32) ->
         else:
             seen[row] = used[row]
             inputs[row, :, used[row] :] = 0
-    return DeltaStates(inputs, memory, seen)
+    return RecurrentStates(inputs, memory, seen)
 
 
-def drawn_weights(shape: DeltaShape, dtype=torch.float32, device="cpu") -> DeltaWeights:
+def drawn_weights(shape: MemoryShape, dtype=torch.float32, device="cpu") -> DeltaWeights:
     generator = torch.Generator(device).manual_seed(1)
 
     def draw(*sizes):
@@ -56,7 +56,7 @@ def drawn_weights(shape: DeltaShape, dtype=torch.float32, device="cpu") -> Delta
     return DeltaWeights(conv, rates, shifts, RowNorm(norm, EPSILON))
 
 
-def drawn_inputs(shape: DeltaShape, tokens: int, dtype=torch.float32, device="cpu") -> DeltaInputs:
+def drawn_inputs(shape: MemoryShape, tokens: int, dtype=torch.float32, device="cpu") -> DeltaInputs:
     """Parts of one tensor, as products leave them."""
     generator = torch.Generator(device).manual_seed(tokens)
     sizes = [shape.channels, shape.value_heads * shape.value_dim, *[shape.value_heads] * 2]
@@ -88,9 +88,9 @@ def one_row(batch: ForwardBatch, state: int) -> ForwardBatch:
     )
 
 
-def copied(states: DeltaStates) -> DeltaStates:
-    return DeltaStates(*(x.clone() for x in states))
+def copied(states: RecurrentStates) -> RecurrentStates:
+    return RecurrentStates(*(x.clone() for x in states))
 
 
-def run(form, inputs, weights, shape, states, batch, plan_delta=reference_delta.plan_delta):
-    return form.gated_delta(inputs, weights, shape, states, plan_delta(batch))
+def run(form, inputs, weights, shape, states, batch, plan=plan_recurrent):
+    return form.gated_delta(inputs, weights, shape, states, plan(batch))

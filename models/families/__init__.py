@@ -28,6 +28,7 @@ from tokenpod.models.families.granite_moe import GRANITE_MOE
 from tokenpod.models.families.helium import HELIUM
 from tokenpod.models.families.hy_v3 import HY_V3
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
+from tokenpod.models.families.lfm2 import LFM2, LFM2_MOE
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.families.minimax_m2 import MINIMAX_M2
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -85,6 +86,8 @@ FAMILIES: tuple[Family, ...] = (
     HY_V3,
     INTERNLM2,
     INTERNLM3,
+    LFM2,
+    LFM2_MOE,
     LLAMA,
     MINIMAX_M2,
     MINISTRAL,

@@ -52,6 +52,19 @@ class LayerTensors:
             ours = name if kind == "weight" else f"{name}_bias"
             yield Weight(ours, tuple(sources), multiplied=kind == "weight")
 
+    def cut(
+        self, stored: str, parts: tuple[Axis, ...], *more: Axis, groups: int = 1
+    ) -> tuple[Source, ...]:
+        """The parts of one tensor, which has them group by group.
+
+        `stored` is its whole name, `more` are the axes behind that of the parts.
+        """
+        sizes = tuple(axis.length // groups for axis in parts)
+        return tuple(
+            Source(self.at + stored, (axis, *more), Segment(sizes, i, groups))
+            for i, axis in enumerate(parts)
+        )
+
     def product(
         self, name: str, stored: str, rows: Axis, columns: Axis, bias: bool
     ) -> Iterator[Weight]:

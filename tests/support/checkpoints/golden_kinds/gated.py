@@ -101,6 +101,27 @@ KINDS: dict[str, Kind] = {
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         },
     ),
+    "lfm2": Kind("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-varied": Kind(
+        "Lfm2",
+        {
+            **rope("linear", factor=3.0),
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "norm_eps": 1e-2,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-adjusted": Kind(
+        "Lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "conv"],
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 24,
+        },
+    ),
     "smollm3": Kind("SmolLM3", {}),
     "smollm3-varied": Kind(
         "SmolLM3",

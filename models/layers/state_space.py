@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,13 +26,13 @@ from tokenpod.kernels.operations.recurrent_ops import (
     SpaceWeights,
 )
 from tokenpod.models.checkpoints.errors import ModelError
-from tokenpod.models.layers.layer_tensors import LayerTensors
+from tokenpod.models.layers.layer_tensors import LayerTensors, times
 from tokenpod.models.layers.mixer import Cache, MixerParts
 from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.shard import Shard
-from tokenpod.models.weights.weights import Axis, Division, Source, Weight
+from tokenpod.models.weights.weights import Axis, Division, Weight
 
 
 class Multipliers(NamedTuple):
@@ -115,11 +114,11 @@ class StateSpace:
             axes = (hidden,) if ending == "weight" else ()
             gate, x, b, c, steps = tensors.cut(f"{names.inputs}.{ending}", stored, *axes)
             parts = (
-                _times(c, by.queries),
-                _times(b, by.keys),
-                _times(x, by.values),
-                _times(gate, by.gate),
-                _times(steps, by.steps),
+                times(c, by.queries),
+                times(b, by.keys),
+                times(x, by.values),
+                times(gate, by.gate),
+                times(steps, by.steps),
             )
             name = "space_in" if ending == "weight" else "space_in_bias"
             yield Weight(name, parts, multiplied=ending == "weight")
@@ -132,8 +131,8 @@ class StateSpace:
             yield replace(weight, dtype=torch.float32)
         if self.epsilon is not None:
             yield from tensors.norm("space_norm", Norm("rms", self.epsilon), names.norm, values)
-        for weight in tensors.product("output", names.output, hidden, values, self.bias):
-            yield replace(weight, sources=tuple(_times(x, by.output) for x in weight.sources))
+        output = names.output, hidden, values
+        yield from tensors.product("output", *output, self.bias, by.output)
 
     def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
         """There are none."""
@@ -234,8 +233,3 @@ class SharedNorm:
         self.group.sum(squares)
         scale = torch.rsqrt(squares / self.group.world + self.norm.epsilon)
         return (wide * scale).to(x.dtype) * self.norm.weight
-
-
-def _times(source: Source, factor: float) -> Source:
-    """The same, multiplied when it is read."""
-    return source if factor == 1.0 else replace(source, function=partial(torch.mul, other=factor))

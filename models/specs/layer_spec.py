@@ -12,7 +12,7 @@ import torch
 from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.checkpoints.errors import ModelError
-from tokenpod.models.layers.layer_tensors import LayerTensors, Rows, plain_weight
+from tokenpod.models.layers.layer_tensors import LayerTensors, Rows, plain_weight, times
 from tokenpod.models.layers.mixer import Mixer
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.weights.names import ExpertNames, Fused
@@ -39,6 +39,14 @@ class Mlp:
     gated: bool
     up_bias: bool = False
     down_bias: bool = False
+    #: Multiply gates, and what the last product says.
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for gates that can't be multiplied."""
+        if self.gate_scale != 1.0 and (self.up_bias or not self.gated):
+            raise ModelError("mlp.gate_scale needs gates without a bias")
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """Its products, `up` with gates first, and `down`."""
@@ -50,8 +58,11 @@ class Mlp:
         """The same, whose names begin with `name`, of these tensors."""
         width = Axis(self.width, Division.EVEN)
         rows: list[Rows] = [(width, None)] * (2 if self.gated else 1)
-        yield from tensors.stacked(f"{name}up", up, rows, 1, self.up_bias)
-        yield from tensors.product(f"{name}down", down, tensors.hidden, width, self.down_bias)
+        for weight in tensors.stacked(f"{name}up", up, rows, 1, self.up_bias):
+            gates, *others = weight.sources
+            yield replace(weight, sources=(times(gates, self.gate_scale), *others))
+        last = down, tensors.hidden, width
+        yield from tensors.product(f"{name}down", *last, self.down_bias, self.down_scale)
 
     def problem(self, world: int) -> str | None:
         """Why so many ranks can't divide it, as the beginning of a sentence."""

@@ -21,13 +21,12 @@ _SPACE = {
 }
 _GRANITE4 = {
     **_SPACE,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["mamba", "attention", "mamba"],
     "num_local_experts": 0,
     "shared_intermediate_size": 72,
 }
 _NEMOTRON = {
-    "num_hidden_layers": 4,
-    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "hybrid_override_pattern": "M-*M",
     "head_dim": 16,
     "mamba_num_heads": 8,
     "mamba_head_dim": 12,
@@ -151,7 +150,7 @@ KINDS: dict[str, Kind] = {
         "NemotronH",
         {
             **_NEMOTRON,
-            "layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention"],
+            "hybrid_override_pattern": "-M-*",
             "mlp_bias": True,
             "use_bias": True,
             "use_conv_bias": False,

@@ -191,7 +191,7 @@ _GRANITE4 = {
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
     "mamba_d_head": 16,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["mamba", "attention", "mamba"],
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
     "shared_intermediate_size": 72,

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.support import limits, loads
 from benchmarks.support.engine import GREEDY, Bench, Client, Compilations, Engine
-from benchmarks.support.models import config_of, random_model, shape_names, shape_of
+from benchmarks.support.models import config_of, first_layers, random_model, shape_names, shape_of
 from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, profiled, synchronise
 from tokenpod.core.sampling import SamplingParams
@@ -35,6 +35,7 @@ SAMPLED = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, presence_pe
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=shape_names(), default="llama-3.1-8b" if GPU else "15m")
+    parser.add_argument("--layers", type=int, default=0, help="the first of the shape; 0: all")
     parser.add_argument(
         "--workload", type=Path, help="its cases, too; and its shape, if it has one"
     )
@@ -78,7 +79,7 @@ def run(asked: argparse.Namespace, report: Report) -> None:
 
 def shape_and_cases(asked: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The shape, and (prompt, output) lengths by case."""
-    shape, cases = shape_of(asked.shape), {}
+    shape, cases = first_layers(shape_of(asked.shape), asked.layers), {}
     if asked.workload:
         cases, own = loads.workload_cases(asked.workload)
         shape = own or shape

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.cases import steps
 from benchmarks.support.engine import Bench, Client, Engine
-from benchmarks.support.models import config_of, shape_names, shape_of
+from benchmarks.support.models import config_of, first_layers, shape_names, shape_of
 from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, reporting
 from tokenpod.engine.startup.memory import let_segments_grow
@@ -46,7 +46,9 @@ def run(asked: argparse.Namespace, report: Report) -> None:
     asked.prefill, asked.quantize, asked.quantize_head = 2048, "none", False
     asked.profile, asked.sampled = 0, False
     for name in asked.shapes:
-        shape = cut(shape_of(name), asked.layers)
+        shape = first_layers(shape_of(name), asked.layers)
+        # Both compute the same head.
+        shape["vocab_size"] = min(shape["vocab_size"], 32_768)
         with reporting(name), tempfile.TemporaryDirectory() as folder:
             write(shape, Path(folder))
             ours = measured(Path(folder), shape, asked, report, native=True)
@@ -61,17 +63,6 @@ def run(asked: argparse.Namespace, report: Report) -> None:
                     tier_ms=1e3 * tier[what],
                     times=tier[what] / seconds,
                 )
-
-
-def cut(shape: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The first layers of a shape, with a smaller vocabulary: both compute the same head."""
-    own = {**shape, "num_hidden_layers": layers, "vocab_size": min(shape["vocab_size"], 32_768)}
-    for name in ("layer_types", "hybrid_override_pattern"):
-        if name in own:
-            own[name] = own[name][:layers]
-    if "full_attn_idxs" in own:
-        own["full_attn_idxs"] = [i for i in own["full_attn_idxs"] if i < layers]
-    return own
 
 
 def write(shape: dict[str, Any], folder: Path) -> None:

@@ -5,6 +5,7 @@ They are listed on the host, before any layer is computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,20 @@ def cut_chunks(rows: RaggedRows, chunk: int = CHUNK) -> npt.NDArray[np.int32]:
             for done in range(chunk, end - token, chunk)
         ]
     return np.array([*firsts, *others], np.int32).reshape(-1, FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTile:
+    """How rows of one token go through their memories."""
+
+    #: Values of a head that one program has.
+    values: int
+    warps: int
+
+
+def step_tile(tiles: Sequence[tuple[float, StepTile]], pairs: int) -> StepTile:
+    """Of tiles by rows times value heads, ascending, that for so many."""
+    return next(tile for most, tile in tiles if pairs <= most)
 
 
 def plan_recurrent(batch: ForwardBatch, chunk: int = CHUNK) -> RecurrentRows:

@@ -9,7 +9,7 @@ import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import delta_chunks, delta_step
-from tokenpod.kernels.mixers.recurrent_plan import CHUNK, RecurrentRows
+from tokenpod.kernels.mixers.recurrent_plan import CHUNK, RecurrentRows, StepTile, step_tile
 from tokenpod.kernels.mixers.triton_convolution import convolve_chunks
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
@@ -17,16 +17,6 @@ from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
     RecurrentStates,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StepTile:
-    """How rows of one token go through their memories."""
-
-    #: Values of a head that one program has.
-    values: int
-    warps: int
-
 
 #: By rows times value heads, ascending. Found on an H200 (`benchmarks/run.py mixers --search`) with
 #: 1, 64 and 256 rows of 32 heads of 128: few pairs are cut finely, so that there are programs for
@@ -49,11 +39,6 @@ class PromptTile:
 
 #: Prompts of 8,192 tokens ran at 72 % of the limit with it; others were not tried.
 PROMPT_TILE = PromptTile(CHUNK, 2, 64, 4, 2)
-
-
-def step_tile(pairs: int) -> StepTile:
-    """For so many pairs of a row and a value head."""
-    return next(tile for most, tile in STEP_TILES if pairs <= most)
 
 
 def gated_delta(
@@ -83,7 +68,7 @@ def _steps(
 ) -> None:
     rows, stride, options = plan.single_rows, inputs.mixed.stride(0), launch_options(out.device)
     block_k, block_v = _blocks(shape)
-    tile = step_tile(rows * shape.value_heads)
+    tile = step_tile(STEP_TILES, rows * shape.value_heads)
     values = min(tile.values, block_v)
     made = torch.empty((rows, shape.channels), device=out.device)
     gates = torch.empty((rows, 2, shape.value_heads), device=out.device)

@@ -9,7 +9,7 @@ import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import space_kernels
-from tokenpod.kernels.mixers.recurrent_plan import RecurrentRows
+from tokenpod.kernels.mixers.recurrent_plan import RecurrentRows, StepTile, step_tile
 from tokenpod.kernels.mixers.triton_convolution import convolve_chunks, convolve_rows, keep_inputs
 from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
@@ -17,16 +17,6 @@ from tokenpod.kernels.operations.recurrent_ops import (
     SpaceInputs,
     SpaceWeights,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StepTile:
-    """How rows of one token go through their memories."""
-
-    #: Values of a head that one program has.
-    values: int
-    warps: int
-
 
 #: By rows times heads, ascending.
 STEP_TILES = ((128, StepTile(16, 1)), (float("inf"), StepTile(64, 2)))
@@ -45,11 +35,6 @@ class PromptTile:
 
 #: Of keys of up to 128 numbers of 2 bytes each, and of what is larger.
 PROMPT_TILE, LARGE_PROMPT_TILE = PromptTile(64, 64, 4, 2), PromptTile(32, 32, 4, 1)
-
-
-def step_tile(pairs: int) -> StepTile:
-    """For so many pairs of a row and a head."""
-    return next(tile for most, tile in STEP_TILES if pairs <= most)
 
 
 def state_space(
@@ -87,7 +72,7 @@ def _step(
 ) -> None:
     rows, heads = plan.single_rows, shape.value_heads
     block_k, block_v = _blocks(shape)
-    tile = step_tile(rows * heads)
+    tile = step_tile(STEP_TILES, rows * heads)
     values = min(tile.values, block_v)
     space_kernels.step_memories[(rows, heads, triton.cdiv(shape.value_dim, values))](
         made,

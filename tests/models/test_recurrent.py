@@ -23,22 +23,22 @@ KINDS = ("qwen3-5", "lfm2", "granite4", "falcon-h1")
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request):
+def family(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def engine(golden, kind):
-    made = Engine(golden(kind).folder)
+def engine(golden, family):
+    made = Engine(golden(family).folder)
     made.limits = replace(
         made.limits, snapshots=SnapshotLimits(8, made.room.rows + 1, least=4, stride=9)
     )
     return made
 
 
-def test_the_engine_says_what_transformers_says(golden, kind, engine, text):
+def test_the_engine_says_what_transformers_says(golden, family, engine, text):
     """Pieces of prompts, rows that join and leave, rows that are preempted and begin anew."""
-    checkpoint = golden(kind)
+    checkpoint = golden(family)
     prompts = [text(length, seed=length) for length in (37, 5, 6, 40, 1, 12, 17)]
     client = engine.answer(requests_of(prompts, scored=True), preempt=0.04)
     assert not client.failures
@@ -79,7 +79,7 @@ def test_a_prompt_that_is_asked_twice_is_computed_once(engine, text):
 )
 @given(data=st.data())
 def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
-    golden, kind, engine, text, data
+    golden, family, engine, text, data
 ):
     """Any budget of a step, any company, cached or not, preempted or not."""
     lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=6))
@@ -110,7 +110,7 @@ def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
         limits=limits,
     )
     assert not client.failures
-    checkpoint = golden(kind)
+    checkpoint = golden(family)
     for i, prompt in enumerate(prompts):
         outputs = client.tokens[i]
         truth = checkpoint.logprobs([*prompt, *outputs[:-1]])

@@ -144,9 +144,10 @@ class MtpHead:
         )
         self._join = products.linear("join")
         layer = decoder.layers[0]
-        self._plans = StepPlans([layer.mixer], ops, self._dtype, served.device)
-        rotation = self._plans.rotation(layer.mixer)
-        self._layer = make_layer(layer, MixerParts(products, 0, cache=0, rotation=rotation))
+        self._plans = StepPlans(layer.mixers, ops, self._dtype, served.device)
+        rotation = self._plans.rotation(layer.mixers)
+        parts = MixerParts(products, 0, cache=0, state=0, rotation=rotation)
+        self._layer = make_layer(layer, parts)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -42,6 +42,19 @@ def shape_of(name: str) -> Shape:
     return dict(json.loads(_SHAPES.read_text())[name])
 
 
+def first_layers(shape: Shape, layers: int) -> Shape:
+    """The same with so few layers; 0: with all."""
+    if not layers:
+        return shape
+    own = {**shape, "num_hidden_layers": layers}
+    for name in ("layer_types", "hybrid_override_pattern"):
+        if name in own:
+            own[name] = own[name][:layers]
+    if "full_attn_idxs" in own:
+        own["full_attn_idxs"] = [i for i in own["full_attn_idxs"] if i < layers]
+    return own
+
+
 def family_of(shape: Shape) -> Family:
     """The family that reads this config.json."""
     return next(f for f in FAMILIES if shape["architectures"][0] in f.architectures)

@@ -9,6 +9,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels.mixers.convolution import (
+    convolve_rows,
+    convolve_run,
+    convolve_seen,
+    keep_run,
+)
 from tokenpod.kernels.mixers.reference_delta import (
     gated_norm,
     has_drafts,
@@ -18,9 +24,9 @@ from tokenpod.kernels.mixers.reference_delta import (
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
 
 #: Tokens of a chunk.
@@ -32,18 +38,21 @@ AT_ONCE = 1 << 24
 def gated_delta(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
     plan: ForwardBatch,
 ) -> torch.Tensor:
     """Rows of one token together, others in chunks; `GatedDelta` says what."""
     mixed, gate, write, decay = inputs
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     falls, share = log_decay(decay, weights), write.float().sigmoid()
-    if states.takes_back(shape):
-        for row, state in enumerate(plan.b_row):
-            tokens = plan.b_start[row + 1] - plan.b_start[row]
-            _catch_up(plan.b_context[row] - tokens, state, weights, shape, states)
+    own_inputs, beside = states.inputs.split_with_sizes(
+        [shape.channels, states.inputs.shape[1] - shape.channels], dim=1
+    )
+    keeps, said = states.takes_back(shape.width), torch.cat([write, decay], dim=1)
+    for row, state in enumerate(plan.b_row) if keeps else ():
+        tokens = plan.b_start[row + 1] - plan.b_start[row]
+        _catch_up(plan.b_context[row] - tokens, state, weights, shape, states)
     many = max(AT_ONCE // states.memory[0].numel(), 1)
     rows, contexts = (
         torch.tensor(each[: plan.single_rows], device=mixed.device)
@@ -52,9 +61,10 @@ def gated_delta(
     for first in range(0, plan.single_rows, many):
         own = slice(first, min(first + many, plan.single_rows))
         positions = contexts[own] - 1
-        made = _steps(
-            DeltaInputs(*(x[own] for x in inputs)), rows[own], positions, weights, shape, states
-        )
+        made = convolve_rows(mixed[own], rows[own], positions, weights.conv, None, own_inputs)
+        made = functional.silu(made).to(mixed.dtype)
+        if keeps:
+            beside[rows[own], :, positions % states.ring] = said[own]
         fresh = positions >= states.seen[rows[own], 0]
         # Where the memory has been through the position, nothing decays and nothing is written.
         kept, written = falls[own] * fresh[:, None], share[own] * fresh[:, None]
@@ -63,7 +73,10 @@ def gated_delta(
     for row in range(plan.single_rows, plan.rows):
         own = slice(plan.b_start[row], plan.b_start[row + 1])
         state, end = plan.b_row[row], plan.b_context[row]
-        made = _run(DeltaInputs(*(x[own] for x in inputs)), state, end, weights, shape, states)
+        made = convolve_run(mixed[own], own_inputs[state], end, weights.conv, None)
+        made = functional.silu(made).to(mixed.dtype)
+        if keeps:
+            keep_run(said[own], beside[state], end)
         memory, drafts = states.memory[state], has_drafts(plan, row)
         if drafts:
             memory = memory.clone()
@@ -77,15 +90,20 @@ def gated_delta(
 
 
 def _catch_up(
-    first: int, state: int, weights: DeltaWeights, shape: DeltaShape, states: DeltaStates
+    first: int,
+    state: int,
+    weights: DeltaWeights,
+    shape: MemoryShape,
+    states: RecurrentStates,
 ) -> None:
     """Let a memory go through the positions before `first` that it has not been through."""
-    seen = states.known(state, first, shape)
+    seen, width = states.known(state, first, shape.width), shape.width
     if seen >= first:
         return
-    ring, width = states.inputs[state], shape.width
+    ring = states.inputs[state]
     window = ring[:, torch.arange(seen - width + 1, first, device=ring.device) % states.ring]
-    made = _convolved(window[: shape.channels], weights, shape)
+    made = convolve_seen(window[: shape.channels], weights.conv, None)
+    made = functional.silu(made).to(ring.dtype)
     write, decay = window[shape.channels :, width - 1 :].T.chunk(2, dim=1)
     falls, share = log_decay(decay, weights), write.float().sigmoid()
     _chunks(made, falls, share, shape, states.memory[state])
@@ -96,7 +114,7 @@ def _chunks(
     made: torch.Tensor,
     falls: torch.Tensor,
     share: torch.Tensor,
-    shape: DeltaShape,
+    shape: MemoryShape,
     memory: torch.Tensor,
 ) -> torch.Tensor:
     """What heads find of one row's tokens [n, H, value_dim], float32; its memory goes on."""
@@ -108,62 +126,13 @@ def _chunks(
     return torch.cat(found)
 
 
-def _steps(
-    inputs: DeltaInputs,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-) -> torch.Tensor:
-    """The convolution of one token of each row: [n, channels]."""
-    mixed = inputs.mixed
-    states.inputs[rows, :, positions % states.ring] = _kept(inputs, shape, states)
-    places = torch.arange(1 - shape.width, 1, device=rows.device) + positions[:, None]
-    seen = states.inputs[:, : shape.channels].index_select(0, rows)
-    places = (places % states.ring)[:, None].expand(-1, shape.channels, -1)
-    seen = seen.gather(2, places)
-    return functional.silu((seen.float() * weights.conv.float()).sum(2)).to(mixed.dtype)
-
-
-def _kept(inputs: DeltaInputs, shape: DeltaShape, states: DeltaStates) -> torch.Tensor:
-    """[T, numbers] what is kept of tokens."""
-    if not states.takes_back(shape):
-        return inputs.mixed
-    return torch.cat([inputs.mixed, inputs.write, inputs.decay], dim=1)
-
-
-def _run(
-    inputs: DeltaInputs,
-    state: int,
-    end: int,
-    weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-) -> torch.Tensor:
-    """The convolution of one row's tokens, the last of `end` positions: [n, channels]."""
-    ring, first = states.inputs[state], end - len(inputs.mixed)
-    places = torch.arange(first - shape.width + 1, end, device=ring.device) % states.ring
-    before = ring[: shape.channels, places[: shape.width - 1]]
-    kept = _kept(inputs, shape, states)[-states.ring :]
-    ring[:, places[-len(kept) :]] = kept.T
-    return _convolved(torch.cat([before, inputs.mixed.T], dim=1), weights, shape)
-
-
-def _convolved(seen: torch.Tensor, weights: DeltaWeights, shape: DeltaShape) -> torch.Tensor:
-    """Inputs of n tokens and those before [channels, width - 1 + n] -> [n, channels]."""
-    windows = seen.float().unfold(1, shape.width, 1)
-    made = torch.einsum("ctw,cw->tc", windows, weights.conv.float())
-    return functional.silu(made).to(seen.dtype)
-
-
 def _singles(
     made: torch.Tensor,
     kept: torch.Tensor,
     share: torch.Tensor,
     rows: torch.Tensor,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
 ) -> torch.Tensor:
     """One token of each row: [n, H, value_dim]."""
     q, k, v = heads_of(made, shape)

@@ -11,9 +11,8 @@ chunk are products. Within a chunk, G is the sum of logarithms of decays up to a
     found   = exp(G) · q · S + (q · kᵀ · exp(G[i] - G[j]), j ≤ i) · written
     S       = exp(G_last) · S + (k · exp(G_last - G))ᵀ · written
 
-A chunk is [first token, tokens, position of the first, and of a row's first chunk the tokens of the
-row]; chunks of no tokens are padding. Where some of them are drafts it is less than 0: the memory
-stays as it was, and the ring keeps what it may have to go through.
+What a chunk is, `convolution_kernels` says. Where a row has drafts its memory stays as it was, and
+the ring keeps what it may have to go through.
 """
 
 from __future__ import annotations
@@ -22,71 +21,8 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
-from tokenpod.kernels.mixers.delta_step import (
-    FIELDS,
-    gated_norm,
-    keep_gates,
-    log_decay,
-    ring_numbers,
-    unit,
-)
-
-
-@triton.jit
-def convolve_chunks(
-    mixed,
-    conv,
-    inputs,
-    made,
-    chunks,
-    t_row,
-    stride,
-    CHANNELS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RING: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Made [T, channels] of queries, keys and values behind their convolution."""
-    chunk = chunks + tl.program_id(0) * FIELDS
-    first, count, position = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
-    t = tl.arange(0, CHUNK)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    some = channel < CHANNELS
-    await_inputs(OVERLAP)
-    if count > 0:
-        row = tl.load(t_row + first)
-        ring = inputs + row * ring_numbers(CHANNELS, VALUE_HEADS, WIDTH, RING)
-        token = (first + t).to(tl.int64)
-        total = tl.zeros((CHUNK, BLOCK), tl.float32)
-        for tap in tl.static_range(WIDTH):
-            back = WIDTH - 1 - tap
-            source = token - back
-            # A row's tokens lie together: who is of another row is before the row's first.
-            own = (t < count) & (source >= 0)
-            own &= tl.load(t_row + source, mask=own, other=-1) == row
-            x = tl.load(
-                mixed + source[:, None] * stride + channel[None, :],
-                mask=own[:, None] & some[None, :],
-                other=0.0,
-            )
-            if tap < WIDTH - 1:
-                at = position + t - back
-                kept = (t < count) & (own == 0) & (at >= 0)
-                x += tl.load(
-                    ring + channel[None, :] * RING + ((at + RING) % RING)[:, None],
-                    mask=kept[:, None] & some[None, :],
-                    other=0.0,
-                )
-            weight = tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0)
-            total += x.to(tl.float32) * weight.to(tl.float32)[None, :]
-        tl.store(
-            made + token[:, None] * CHANNELS + channel[None, :],
-            (total * tl.sigmoid(total)).to(made.dtype.element_ty),
-            mask=(t < count)[:, None] & some[None, :],
-        )
+from tokenpod.kernels.mixers.convolution_kernels import FIELDS
+from tokenpod.kernels.mixers.delta_step import gated_norm, keep_gates, log_decay, unit
 
 
 @triton.jit
@@ -184,6 +120,7 @@ def scan_chunks(
     chunks,
     t_row,
     stride,
+    pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -262,7 +199,7 @@ def scan_chunks(
             through = tl.maximum(tl.load(seen + state), position)
             tl.store(seen + state, tl.where(told > 0, end, through))
             # The ring gets the row's last inputs; the convolution has been made of the old ones.
-            ring = inputs + row * ring_numbers(channels, VALUE_HEADS, WIDTH, RING)
+            ring = inputs + row * pitch
             for back in range(0, RING):
                 at_end = count - 1 - back
                 own = mixed + (first + at_end).to(tl.int64) * stride

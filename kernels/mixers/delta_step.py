@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
-
-#: Numbers that say what a chunk is.
-FIELDS: tl.constexpr = tl.constexpr(4)
+from tokenpod.kernels.mixers.convolution_kernels import FIELDS
 
 #: Added to the squares of a key's or query's numbers before their root is taken.
 EPSILON: tl.constexpr = tl.constexpr(1e-6)
@@ -37,6 +35,7 @@ def convolve_rows(
     b_context,
     stride,
     states,
+    pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -65,7 +64,7 @@ def convolve_rows(
     i = tl.arange(0, BLOCK)
     channel = begin + i
     some = i < size
-    own_ring = inputs + state * ring_numbers(CHANNELS, VALUE_HEADS, WIDTH, RING)
+    own_ring = inputs + state * pitch
     ring = own_ring + channel * RING
     total = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(WIDTH - 1):
@@ -114,6 +113,7 @@ def catch_up(
     chunks,
     t_row,
     states,
+    pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -154,7 +154,7 @@ def catch_up(
         held += j[None, :]
         some = some_k[:, None] & some_v[None, :]
         kept = tl.load(held, mask=some, other=0.0)
-        ring = inputs + state * ring_numbers(CHANNELS, VALUE_HEADS, WIDTH, RING)
+        ring = inputs + state * pitch
         key = KEY_HEADS * KEY_DIM + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
         value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
         rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
@@ -180,15 +180,6 @@ def convolved(ring, conv, channel, some, position, WIDTH: tl.constexpr, RING: tl
         total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
     # Rounded as inputs are.
     return (total * tl.sigmoid(total)).to(ring.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def ring_numbers(CHANNELS, VALUE_HEADS, WIDTH: tl.constexpr, RING: tl.constexpr):
-    """Numbers that a row's ring has: gates are kept where there may be drafts."""
-    if RING > WIDTH:
-        return (CHANNELS + 2 * VALUE_HEADS) * RING
-    else:
-        return CHANNELS * RING
 
 
 @triton.jit

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels.mixers.convolution import convolve_token
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
 from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
@@ -18,16 +19,11 @@ from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 EPSILON = 1e-6
 
 
-def plan_delta(batch: ForwardBatch) -> ForwardBatch:
-    """The rows are in the batch."""
-    return batch
-
-
 def gated_delta(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
     plan: ForwardBatch,
 ) -> torch.Tensor:
     """One token after the other; `GatedDelta` says what."""
@@ -39,25 +35,29 @@ def gated_delta(
         start, end = plan.b_start[row], plan.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
         first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
-        seen = states.known(state, first, shape)
-        for position in range(seen, first) if states.takes_back(shape) else ():
-            _, k, v = _convolved(ring, position, weights, shape)
-            gates = ring[shape.channels :, position % states.ring].view(2, 1, -1)
-            then = log_decay(gates[1], weights).exp()[0], gates[0].float().sigmoid()[0]
-            _correct(memory, k, v, *then)
-        states.seen[state] = seen = max(seen, first)
+        seen, keeps = states.known(state, first, shape.width), states.takes_back(shape.width)
+        own, beside = ring[: shape.channels], ring[shape.channels :]
+        for position in range(seen, first) if keeps else ():
+            at = position % states.ring
+            made = convolve_token(own[:, at].clone(), own, position, weights.conv, None)
+            _, k, v = heads_of(functional.silu(made).to(mixed.dtype)[None], shape)
+            wrote, fell = beside[:, at].view(2, 1, -1)
+            then = log_decay(fell, weights).exp()[0], wrote.float().sigmoid()[0]
+            _correct(memory, k[0], v[0], *then)
+        seen = max(seen, first)
+        states.seen[state] = seen
         if drafts:
             memory = memory.clone()
         for token in range(start, end):
             position = first + token - start
-            ring[: shape.channels, position % states.ring] = mixed[token]
-            if states.takes_back(shape):
-                beside = torch.cat([write[token], decay[token]])
-                ring[shape.channels :, position % states.ring] = beside
-            q, k, v = _convolved(ring, position, weights, shape)
+            made = convolve_token(mixed[token], own, position, weights.conv, None)
+            if keeps:
+                beside[:, position % states.ring] = torch.cat([write[token], decay[token]])
+            made = functional.silu(made).to(mixed.dtype)
+            q, k, v = heads_of(made[None], shape)
             if position >= seen:
-                _correct(memory, k, v, kept[token], share[token])
-            out[token] = (q[:, :, None] * memory).sum(1).to(out.dtype)
+                _correct(memory, k[0], v[0], kept[token], share[token])
+            out[token] = (q[0, :, :, None] * memory).sum(1).to(out.dtype)
         if not drafts:
             states.seen[state] = max(seen, first + end - start)
     return gated_norm(out, gate, weights)
@@ -66,17 +66,6 @@ def gated_delta(
 def has_drafts(batch: ForwardBatch, row: int) -> bool:
     """Whether some of a row's tokens may be wrong."""
     return batch.b_drafts is not None and batch.b_drafts[row] > 0
-
-
-def _convolved(
-    ring: torch.Tensor, position: int, weights: DeltaWeights, shape: DeltaShape
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A query, a key and a value of each head, by the inputs of a row."""
-    places = torch.arange(position - shape.width + 1, position + 1) % ring.shape[1]
-    window = ring[: shape.channels, places.to(ring.device)].float()
-    made = functional.silu((window * weights.conv.float()).sum(1)).to(ring.dtype)
-    q, k, v = heads_of(made[None], shape)
-    return q[0], k[0], v[0]
 
 
 def _correct(
@@ -98,7 +87,7 @@ def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
 
 
 def heads_of(
-    made: torch.Tensor, shape: DeltaShape
+    made: torch.Tensor, shape: MemoryShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, channels] -> queries and keys [T, H, key_dim], values [T, H, value_dim], float32."""
     keys = shape.key_heads * shape.key_dim

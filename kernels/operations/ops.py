@@ -41,7 +41,12 @@ from tokenpod.kernels.operations.pointwise_ops import (
     RmsNorm,
     RowNorm,
 )
-from tokenpod.kernels.operations.recurrent_ops import GatedDelta, PlanDelta
+from tokenpod.kernels.operations.recurrent_ops import (
+    GatedDelta,
+    PlanRecurrent,
+    ShortConvolution,
+    StateSpace,
+)
 
 
 class Linear(Protocol):
@@ -154,8 +159,10 @@ class Operations:
     store_latent: StoreLatent
     plan_latent: PlanLatent
     attend_latent: AttendLatent
-    plan_delta: PlanDelta
+    plan_recurrent: PlanRecurrent
     gated_delta: GatedDelta
+    state_space: StateSpace
+    short_convolution: ShortConvolution
     act_mul: ActMul
     activate: Activate
     prepare_linear: PrepareLinear

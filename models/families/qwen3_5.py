@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from tokenpod.kernels.operations.recurrent_ops import DeltaShape
+from tokenpod.kernels.operations.recurrent_ops import MemoryShape
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
@@ -56,8 +56,8 @@ def delta_spec(fields: Fields, served: int | None) -> ModelSpec:
     return each_layer(with_attention(spec, output_gate=True), layer)
 
 
-def _shape(fields: Fields) -> DeltaShape:
-    return DeltaShape(
+def _shape(fields: Fields) -> MemoryShape:
+    return MemoryShape(
         key_heads=fields.integer("linear_num_key_heads", 16, most=1 << 12),
         value_heads=fields.integer("linear_num_value_heads", 32, most=1 << 12),
         key_dim=fields.integer("linear_key_head_dim", 128, most=1 << 12),

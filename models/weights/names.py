@@ -139,6 +139,31 @@ class DeltaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class SpaceNames:
+    """Of state spaces, as Granite 4 has them."""
+
+    #: Gates, values, keys, queries, steps.
+    inputs: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    #: Whole names of tensors.
+    log_rate: str = "mamba.A_log"
+    shift: str = "mamba.dt_bias"
+    skip: str = "mamba.D"
+    norm: str = "mamba.norm"
+    output: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortNames:
+    """Of short convolutions, as LFM2 has them."""
+
+    #: What is let in, what is let out, values.
+    inputs: str = "conv.in_proj"
+    conv: str = "conv.conv"
+    output: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class PerLayerNames:
     """Of embeddings that each layer has of its own, as Gemma has them."""
 
@@ -210,6 +235,8 @@ class Names:
     experts: ExpertNames | None = None
     latent: LatentNames = LatentNames()
     delta: DeltaNames = DeltaNames()
+    space: SpaceNames = SpaceNames()
+    short: ShortNames = ShortNames()
     per_layer: PerLayerNames = PerLayerNames()
     #: None: no checkpoint has such a layer, or it is not known how.
     predicting: PredictingNames | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import msgspec
@@ -23,7 +24,7 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.backends import cpu, reference, triton
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.decoders.decoder import Decoder
-from tokenpod.models.families.qwen3_5 import QWEN3_5
+from tokenpod.models.families import FAMILIES
 from tokenpod.models.specs.weight_table import weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -33,30 +34,55 @@ CPU = torch.device("cpu")
 ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY, DRAFTS = 4, 200, 64, 12, 97, 3
 
 
-def spec(vocab_size=VOCABULARY, positions=POSITIONS):
-    """Of two layers, one with states and one with keys and values."""
-    fields = {
+#: By the kind of the layer with states; the other has keys and values, too.
+KINDS = {
+    "delta net": {
         "architectures": ["Qwen3_5ForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
+    },
+    "state space": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "head_dim": 16,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
+    "convolution": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+
+
+def spec(kind="delta net", vocab_size=VOCABULARY, positions=POSITIONS):
+    """Of two layers, one of which has keys and values at least."""
+    fields = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "max_position_embeddings": positions,
         "rms_norm_eps": 1e-6,
         "torch_dtype": "float32",
+        **KINDS[kind],
     }
-    return QWEN3_5.spec(Fields(fields, "a test's"), None)
+    return family_of(fields["architectures"][0]).spec(Fields(fields, "a test's"), None)
 
 
-CONFIG = spec()
+def family_of(architecture):
+    return next(x for x in FAMILIES if architecture in x.architectures)
+
 
 #: Interpreted, products take minutes; they have their own tests.
 OPERATIONS = triton.OPERATIONS
@@ -71,10 +97,11 @@ if DEVICE.type == "cpu":
     )
 
 
-def model(ops, device, config=CONFIG):
+def model(ops, device, config):
     generator = torch.Generator().manual_seed(4)
     weights = {}
-    for weight in weights_of(config, QWEN3_5.names_of(config)[0], "model."):
+    names = family_of(config.architecture).names_of(config)[0]
+    for weight in weights_of(config, names, "model."):
         made = torch.randn(weight.shape, generator=generator) * 0.3
         weights[weight.name] = made.to(device)
     return Decoder(config, weights, ops)
@@ -116,23 +143,29 @@ def requests():
 
 @pytest.fixture(scope="module")
 def expected():
-    made = model(cpu.OPERATIONS, CPU)
-    executor = CpuExecutor(made, pool(made, CPU), rows=ROWS + 1, vocab_size=VOCABULARY)
-    return said(executor, requests(), overlap=False)
+    """By kind."""
+
+    @functools.cache
+    def tokens(kind):
+        made = model(cpu.OPERATIONS, CPU, spec(kind))
+        executor = CpuExecutor(made, pool(made, CPU), rows=ROWS + 1, vocab_size=VOCABULARY)
+        return said(executor, requests(), overlap=False)
+
+    return tokens
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 @pytest.mark.parametrize(
-    ("captured", "drafts"),
+    ("kind", "drafts"),
     [
-        pytest.param(False, 0, id="launched"),
-        pytest.param(True, 0, id="captured"),
-        pytest.param(False, DRAFTS, id="launched, with drafts", marks=pytest.mark.slow),
-        pytest.param(True, DRAFTS, id="captured, with drafts"),
+        *((kind, 0) for kind in KINDS),
+        pytest.param("delta net", DRAFTS, id="delta net, with drafts"),
+        pytest.param("convolution", DRAFTS, id="convolution, with drafts"),
     ],
 )
-def test_tokens_are_those_of_a_cpu(expected, captured, drafts):
+def test_tokens_are_those_of_a_cpu(expected, kind, drafts, captured):
     """With drafts that are right, and with some that are wrong."""
-    made = model(OPERATIONS, DEVICE, replace(CONFIG, drafts=drafts))
+    made = model(OPERATIONS, DEVICE, replace(spec(kind), drafts=drafts))
     executor = DeviceExecutor(
         made,
         pool(made, DEVICE),
@@ -149,13 +182,14 @@ def test_tokens_are_those_of_a_cpu(expected, captured, drafts):
     asked, guesses = requests(), None
     if drafts:
         asked = [msgspec.structs.replace(x, drafts=drafts) for x in asked]
-        guesses = drafting(expected, "random", drafts, VOCABULARY)
-    assert said(executor, asked, overlap=True, drafting=guesses) == expected
+        guesses = drafting(expected(kind), "random", drafts, VOCABULARY)
+    assert said(executor, asked, overlap=True, drafting=guesses) == expected(kind)
 
 
-def test_late_masks_change_no_token():
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_masks_change_no_token(kind):
     """A row whose mask is late computes its last token again: its states are one ahead."""
-    made = model(cpu.OPERATIONS, CPU, spec(constrained.VOCABULARY, constrained.POSITIONS))
+    made = model(cpu.OPERATIONS, CPU, spec(kind, constrained.VOCABULARY, constrained.POSITIONS))
     wanted = Regex("[a-z ]{20,60}")
     said = []
     for late in (0.0, 0.4):

@@ -21,18 +21,27 @@ TOLERANCE = 1e-4
 DRAFTS, VOCABULARY = 4, 96
 
 
+#: Gated delta nets, short convolutions, state spaces apart from attention and beside it.
+KINDS = ("qwen3-5", "lfm2", "granite4", "falcon-h1")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def engine(golden):
-    made = Engine(golden("qwen3-5").folder, speculate=DRAFTS)
+def engine(golden, family):
+    made = Engine(golden(family).folder, speculate=DRAFTS)
     made.limits = replace(
         made.limits, snapshots=SnapshotLimits(8, made.room.rows + 1, least=4, stride=9)
     )
     return made
 
 
-def test_the_engine_says_what_transformers_says(golden, engine, text):
+def test_the_engine_says_what_transformers_says(golden, family, engine, text):
     """Pieces of prompts, rows that join and leave, rows that are preempted and begin anew."""
-    checkpoint = golden("qwen3-5")
+    checkpoint = golden(family)
     prompts = [text(length, seed=length) for length in (37, 5, 6, 40, 1, 12, 17)]
     client = engine.answer(requests_of(prompts, scored=True), preempt=0.04)
     assert not client.failures
@@ -106,19 +115,22 @@ def any_service(cases):
     )
 
 
-@any_service(40)
+@any_service(20)
 @given(data=st.data())
-def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(golden, engine, text, data):
+def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
+    golden, family, engine, text, data
+):
     prompts, how = drawn(data, engine, text)
     client = engine.answer(requests_of(prompts, scored=False), **how)
     assert not client.failures
     for prompt, outputs in zip(prompts, in_order(client), strict=True):
-        assert outputs == said_by(golden("qwen3-5"), prompt, outputs)
+        assert outputs == said_by(golden(family), prompt, outputs)
 
 
-@any_service(6)
+@pytest.mark.parametrize("family", ["qwen3-5", "lfm2"], indirect=True)
+@any_service(4)
 @given(data=st.data())
-def test_whatever_is_drafted_tokens_are_the_same(golden, engine, text, data):
+def test_whatever_is_drafted_tokens_are_the_same(golden, family, engine, text, data):
     """In all of these, and what is cached holds nothing of drafts that were wrong."""
     prompts, how = drawn(data, engine, text)
     asked = requests_of(prompts, scored=False)
@@ -136,7 +148,7 @@ def test_whatever_is_drafted_tokens_are_the_same(golden, engine, text, data):
     assert (client.accepted > 0) == (kind != "wrong")
     assert in_order(client) == plain * 2
     for prompt, outputs in zip(prompts, plain, strict=True):
-        assert outputs == said_by(golden("qwen3-5"), prompt, outputs)
+        assert outputs == said_by(golden(family), prompt, outputs)
 
 
 def in_order(client):

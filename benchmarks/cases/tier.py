@@ -1,14 +1,17 @@
 """The native decoder beside the transformers tier: the same checkpoint through the same engine.
 
 Random weights of the first layers of a published shape, greedy. What the tier takes beyond reading
-its weights is its code's time on the host, so fewer layers leave the ratio as it is.
+its weights is its code's time on the host, so fewer layers leave the ratio as it is. A shape of no
+family of ours runs through the tier alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +24,7 @@ from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, reporting
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.models import load
+from tokenpod.models.folder import is_native
 
 GPU = DEVICE.type == "cuda"
 SMOKE = {
@@ -51,6 +55,9 @@ def run(asked: argparse.Namespace, report: Report) -> None:
         shape["vocab_size"] = min(shape["vocab_size"], 32_768)
         with reporting(name), tempfile.TemporaryDirectory() as folder:
             write(shape, Path(folder))
+            if not is_native(Path(folder)):
+                alone(name, Path(folder), asked, report)
+                continue
             ours = measured(Path(folder), shape, asked, report, native=True)
             tier = measured(Path(folder), shape, asked, report, native=False)
             for what, seconds in ours.items():
@@ -77,10 +84,23 @@ def write(shape: dict[str, Any], folder: Path) -> None:
         found._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def measured(
-    folder: Path, shape: dict[str, Any], asked: Any, report: Report, *, native: bool
-) -> dict[str, float]:
-    """Seconds by what is computed."""
+def alone(name: str, folder: Path, asked: Any, report: Report) -> None:
+    """Steps of rows that decode through the tier."""
+    bench = bench_of(folder, asked, report, native=False)
+    for rows in asked.decode:
+        arrivals = bench.client.arrivals
+        arrivals.clear()
+        for _ in range(rows):
+            bench.ask(CONTEXT, 32)
+        bench.turn_until(lambda: not bench.client.left)
+        gaps = [b[0] - a[0] for a, b in pairwise(arrivals) if a[1] == b[1] == rows]
+        step = 1e3 * median(gaps)
+        cells = {"shape": name, "layers": asked.layers, "rows": rows, "context": CONTEXT}
+        report.row("tier alone", **cells, step_ms=step, layer_ms=step / asked.layers)
+
+
+def bench_of(folder: Path, asked: Any, report: Report, *, native: bool) -> Bench:
+    """An engine that serves the checkpoint."""
     with patch.object(load, "is_native", lambda folder: native):
         model = load.load_model(
             folder,
@@ -99,9 +119,15 @@ def measured(
         max_total_tokens=4096,
     )
     client = Client()
-    bench = Bench(engine.loop(client), client, engine.vocabulary)
-    config = config_of(shape)
     report.note(f"{'native' if native else 'tier'}: warm after {engine.warm_s:.1f} s")
+    return Bench(engine.loop(client), client, engine.vocabulary)
+
+
+def measured(
+    folder: Path, shape: dict[str, Any], asked: Any, report: Report, *, native: bool
+) -> dict[str, float]:
+    """Seconds by what is computed."""
+    bench, config = bench_of(folder, asked, report, native=native), config_of(shape)
     found = {}
     for rows in asked.decode:
         found[f"{rows} rows"] = steps.decode(bench, rows, CONTEXT, asked, config, report)

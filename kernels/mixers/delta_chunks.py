@@ -71,8 +71,8 @@ def solve_chunks(
         own = token * stride + head
         fall = log_decay(tl.load(decay + own, mask=some, other=0.0).to(tl.float32), rate, shifted)
         # A memory that has been through a position neither decays nor is written.
-        known = tl.load(seen + tl.load(t_row + first) * VALUE_HEADS + head)
-        fresh = some & (position + t >= known)
+        through = tl.load(seen + tl.load(t_row + first) * VALUE_HEADS + head)
+        fresh = some & (position + t >= through)
         fall = tl.cumsum(tl.where(fresh, fall, 0.0), 0)
         share = tl.sigmoid(tl.load(write + own, mask=some, other=0.0).to(tl.float32))
         share = tl.where(fresh, share, 0.0)

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from support.kernels.attention_steps import Spec, lay_out
-from support.kernels.delta_steps import drawn_inputs, drawn_states, drawn_weights
+from support.kernels.delta_steps import drawn_inputs, drawn_states, drawn_weights, with_ring
 from support.kernels.space_steps import (
     NORMS,
     convolution_inputs,
@@ -330,7 +330,10 @@ def latents() -> None:
 
 
 def delta_nets() -> None:
-    """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests."""
+    """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests.
+
+    And what is launched where there may be drafts.
+    """
     shape = MemoryShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, width=4)
     for dtype, specs in itertools.product(
         (BF16, torch.float32),
@@ -339,7 +342,9 @@ def delta_nets() -> None:
         batch = lay_out(specs, CPU).batch
         inputs = drawn_inputs(shape, batch.tokens, dtype)
         states, weights = drawn_states(shape, batch, dtype), drawn_weights(shape, dtype)
-        OPERATIONS.gated_delta(inputs, weights, shape, states, OPERATIONS.plan_recurrent(batch))
+        plan = OPERATIONS.plan_recurrent(batch)
+        OPERATIONS.gated_delta(inputs, weights, shape, states, plan)
+        OPERATIONS.gated_delta(inputs, weights, shape, with_ring(states, shape, 4), plan)
 
 
 def state_spaces() -> None:

@@ -139,32 +139,34 @@ def test_a_position_that_is_computed_again_changes_nothing(device):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
-def test_wrong_drafts_leave_nothing(steps, device):
-    (found, states), (expected, plain) = walk(triton_delta, SMALL, steps, plan_recurrent, device)
+def test_wrong_drafts_leave_nothing(shape, steps, device):
+    (found, states), (expected, plain) = walk(triton_delta, shape, steps, plan_recurrent, device)
     assert error(found, expected) < TOLERANCE[torch.float32]
     assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
     assert torch.equal(states.seen, plain.seen)
 
 
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_with_drafts_beside_others(dtype, device, poisoned_memory):
+def test_rows_with_drafts_beside_others(shape, dtype, device, poisoned_memory):
     """In one step: rows that decode, are behind, have drafts, and have a prompt's piece."""
     specs = [Spec(1, 9), Spec(1, 4), Spec(4, 12), Spec(3, 20), Spec(40, 44)]
     batch = step_of(specs, device)
     batch = replace(batch, b_drafts=[0, 0, 3, 2, 0])
-    weights = drawn_weights(SMALL, dtype, device)
-    states = with_ring(drawn_states(SMALL, batch, dtype), SMALL, 4)
-    states.inputs[:, SMALL.channels :] = drawn_inputs(SMALL, 99, dtype, device).write[:1, :1]
+    weights = drawn_weights(shape, dtype, device)
+    states = with_ring(drawn_states(shape, batch, dtype), shape, 4)
+    states.inputs[:, shape.channels :] = drawn_inputs(shape, 99, dtype, device).write[:1, :1]
     behind = torch.tensor([2, 0, 3, 0, 4], device=device, dtype=torch.int32)
     states.seen[torch.tensor(batch.b_row, device=device)] -= behind[:, None]
-    given, wanted = drawn_inputs(SMALL, batch.tokens, dtype, device), copied(states)
+    given, wanted = drawn_inputs(shape, batch.tokens, dtype, device), copied(states)
     exact = weights._replace(conv=weights.conv.float())
     exact = exact._replace(norm=exact.norm._replace(weight=exact.norm.weight.float()))
     wanted = wanted._replace(inputs=wanted.inputs.float())
     wide = type(given)(*(x.float() for x in given))
-    expected = run(reference_delta, wide, exact, SMALL, wanted, batch)
-    out = run(triton_delta, given, weights, SMALL, states, batch, plan_recurrent)
+    expected = run(reference_delta, wide, exact, shape, wanted, batch)
+    out = run(triton_delta, given, weights, shape, states, batch, plan_recurrent)
     assert error(out, expected) < TOLERANCE[dtype]
     assert error(states.memory, wanted.memory) < TOLERANCE[dtype]
     assert torch.equal(states.seen, wanted.seen)

@@ -54,7 +54,11 @@ def mtp_layout(folder: Path, model: Layout) -> Layout:
         raise ModelError(
             f"{spec.architecture} has no layers that predict further tokens ({names.field} is 0)"
         )
-    layer = next(each for each in reversed(spec.layers) if each.mixer.cache.kv is not None)
+    layer = next(
+        layer
+        for layer in reversed(spec.layers)
+        if layer.mixer is not None and layer.mixer.cache.kv is not None
+    )
     at, hidden = names.place(model.prefix, len(spec.layers)), Axis(spec.hidden_size)
     own = layer.weights(LayerTensors(spec.hidden_size, model.names, at + names.layer))
     weights = [replace(weight, name=f"0.{weight.name}") for weight in own]

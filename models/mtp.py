@@ -108,7 +108,7 @@ def load_mtp(
     return MtpHead(
         HeadSpec(layout.spec),
         weights,
-        operations_for(device, served.dtype),
+        operations_for(device),
         served,
         feature_first=names is not None and names.feature_first,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.simulator.machine_times import MachineTimes, StepSize, fitted
+from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize, fitted
 
 
 @dataclass(frozen=True, slots=True)

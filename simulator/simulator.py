@@ -23,7 +23,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
-from tokenpod.simulator.machine_times import Ints, MachineTimes, StepSize
+from tokenpod.scheduler.steps.machine_times import Ints, MachineTimes, StepSize
 from tokenpod.simulator.skipping import SkippingScheduler
 from tokenpod.simulator.token_times import TokenTimes
 from tokenpod.simulator.trace import Arrival

@@ -8,7 +8,7 @@ import pytest
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.sequences.work import Limits
-from tokenpod.simulator.machine_times import MachineTimes
+from tokenpod.scheduler.steps.machine_times import MachineTimes
 from tokenpod.simulator.machines import MACHINES
 from tokenpod.simulator.simulator import Simulator
 from tokenpod.simulator.skipping import SkippingScheduler

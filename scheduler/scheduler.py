@@ -32,6 +32,7 @@ from tokenpod.scheduler.kv.offload import Offload, offload_of
 from tokenpod.scheduler.kv.preemption import Always, Preemption
 from tokenpod.scheduler.planners.batcher import Batcher
 from tokenpod.scheduler.planners.deadlines import Deadlines
+from tokenpod.scheduler.planners.order import Arrival, Shortest
 from tokenpod.scheduler.planners.planner import StepPlanner
 from tokenpod.scheduler.planners.queue import Queue
 from tokenpod.scheduler.planners.refusals import malformed, never_fits, too_much
@@ -58,10 +59,13 @@ from tokenpod.scheduler.sequences.sequence import (
 from tokenpod.scheduler.sequences.table import Table
 from tokenpod.scheduler.sequences.work import Limits, Settled
 from tokenpod.scheduler.steps.estimates import Estimates
+from tokenpod.scheduler.steps.gaps import GapBound
 from tokenpod.scheduler.steps.step import Step, StepBuilder
 from tokenpod.scheduler.steps.step_times import Costs
 
 _RECOMPUTE = Always(swap=False)
+#: Where the order of the queue is not that of arrival, what has left it computes so many steps.
+_STEPS_AHEAD = 2
 
 __all__ = ["Limits", "Scheduler", "Settled", "Step"]
 
@@ -115,6 +119,7 @@ class Scheduler:
             self._rows,
             self.adapters,
             self._admission,
+            Shortest(limits.prefill_tokens) if limits.shortest_first else Arrival(),
             swapped_first=preemption.swapped_first,
         )
         self._constrained = self._queue.masks
@@ -127,6 +132,7 @@ class Scheduler:
             preemption=preemption,
             forced=self.forced,
             drafting=self._drafting,
+            ahead=_STEPS_AHEAD * limits.prefill_tokens if limits.shortest_first else None,
         )
         self._routed = RouterSteps(self.kv, self._rows, self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
@@ -135,7 +141,10 @@ class Scheduler:
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         self._estimates = Estimates(
-            limits.prefill_tokens, self._drafting.costs if self._drafting else None, forced_costs
+            limits.prefill_tokens,
+            self._drafting.costs if self._drafting else None,
+            forced_costs,
+            _gap_bound(limits),
         )
         self._deadlines = Deadlines(self._sequences, self.kv, self._estimates.prompts)
         self._vectors = VectorIds()
@@ -383,7 +392,7 @@ class Scheduler:
         Of its drafts each can have as many as its sequences are of all. Probes have a budget of
         their own.
         """
-        budget = self.limits.prefill_tokens
+        budget = self._prompt_budget()
         if self._routed.ops:
             of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
             running = self._batcher.running
@@ -394,6 +403,19 @@ class Scheduler:
         self._batcher.next_rows(step, left, self._slots_for_batcher)
         if self._probes.waiting:
             self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
+
+    def _prompt_budget(self) -> int:
+        """Prompt tokens that the next step may have: fewer than it could, where streams wait."""
+        gaps = self._estimates.gaps
+        if gaps is None or not (self._batcher.has_prompts or self._routed.ops):
+            return self.limits.prefill_tokens
+        rows, context = self._batcher.decoding
+        if self._routed.ops:
+            more, read = self._routed.decoding
+            rows, context = rows + more, context + read
+        if not rows:
+            return self.limits.prefill_tokens
+        return gaps.prompt_tokens(rows, context, self._batcher.prompts)
 
     def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""
@@ -579,3 +601,10 @@ class Scheduler:
     def _fail(self, sequence: Sequence, code: FailureCode, problem: str) -> None:
         self._events.failed(sequence.reported, code, problem)
         self._end(sequence, EndState.ABORTED)
+
+
+def _gap_bound(limits: Limits) -> GapBound | None:
+    """What keeps steps short while others stream."""
+    if limits.max_gap is None:
+        return None
+    return GapBound(limits.max_gap, limits.least_prompt_tokens, limits.prefill_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
@@ -37,7 +38,7 @@ from tokenpod.engine.startup.memory import (
     map_ahead,
 )
 from tokenpod.engine.startup.offload_room import make_offload_pool
-from tokenpod.engine.startup.room import Room, room_for
+from tokenpod.engine.startup.room import Room, room_for, rows_for
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Executor
 from tokenpod.engine.steps.first_steps import (
@@ -83,6 +84,24 @@ class Assembled:
     def slots(self) -> int:
         """KV slots of its pool."""
         return self.room.slots
+
+
+def with_rows(
+    model: LoadedModel,
+    options: EngineOptions,
+    positions: int,
+    device: torch.device,
+    group: Group | None,
+) -> EngineOptions:
+    """The options with as many rows as a GPU's memory holds well, if nobody has said how many.
+
+    Arguments and errors are those of `assemble`, which is called next.
+    """
+    if not options.fewer_rows:
+        return options
+    dtype = kv_dtype(model, options, device)
+    rows = rows_for(model, options, positions, free_memory(device), dtype, group)
+    return msgspec.structs.replace(options, max_batch_size=rows)
 
 
 def assemble(

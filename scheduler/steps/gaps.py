@@ -1,0 +1,79 @@
+"""How many prompt tokens a step may hold, so that running streams don't wait too long for it.
+
+settled steps --their sizes and times--> the model of steps' times --> tokens within the bound
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from itertools import chain, repeat
+from math import sqrt
+
+from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize, fitted
+
+#: Steps that the model is fitted to, of each size: of 2**k to 2**(k + 1) - 1 prompt tokens.
+_KEPT = 16
+#: The model is fitted again after so many of them; before the first time nothing is known.
+_REFITTED = 4
+#: Times the least number of prompt tokens, while nothing is known.
+_UNKNOWN = 4
+#: What follows the prompts that are known: prompts of this length.
+_OTHERS = 512
+#: A step counts as no longer than so many times what the model says: it may have been held up.
+_OUTLIER = 2.0
+
+
+class GapBound:
+    """Bounds the time of steps that streams wait for, by their prompt tokens.
+
+    Args:
+        most: nanoseconds that such a step may take.
+        least_tokens: prompt tokens that it may have however long it takes.
+        most_tokens: of any step.
+    """
+
+    def __init__(self, most: int, least_tokens: int, most_tokens: int) -> None:
+        self._most = most / 1e9
+        self._least_tokens, self._most_tokens = least_tokens, most_tokens
+        self._seen: defaultdict[int, deque[tuple[StepSize, float]]] = defaultdict(
+            lambda: deque(maxlen=_KEPT)
+        )
+        self._times: MachineTimes | None = None
+        #: Steps that have settled since the model was fitted.
+        self._new = 0
+
+    def note(self, size: StepSize, took: int) -> None:
+        """A step with prompts has settled; it took so many nanoseconds, more than 0."""
+        if self._times is not None:
+            took = min(took, int(_OUTLIER * self._times.nanoseconds(size)) or took)
+        self._seen[size.prompt_tokens.bit_length()].append((size, took / 1e9))
+        self._new += 1
+
+    def prompt_tokens(self, rows: int, context: int, prompts: Iterable[tuple[int, int]]) -> int:
+        """How many prompt tokens a step may have beside rows that decode.
+
+        Args:
+            rows: that decode.
+            context: tokens that they read together.
+            prompts: of each that comes next, the tokens that are computed and those that are not.
+        """
+        if self._new >= _REFITTED:
+            self._times, self._new = fitted([*chain(*self._seen.values())]), 0
+        times = self._times
+        if times is None:
+            return min(_UNKNOWN * self._least_tokens, self._most_tokens)
+        left = self._most - times.nanoseconds(StepSize(rows, context)) / 1e9
+        tokens = 0
+        for start, n in chain(prompts, repeat((0, _OTHERS))):
+            if left <= 0 or tokens >= self._most_tokens:
+                break
+            each = times.prompt_token + times.pair * (start + 0.5)
+            took = each * n + times.pair * n * n / 2
+            if took > left:
+                # The larger the piece, the more pairs each of its tokens makes.
+                tokens += int(2 * left / (each + sqrt(each * each + 2 * times.pair * left)))
+                break
+            left -= took
+            tokens += n
+        return max(min(tokens, self._most_tokens), self._least_tokens)

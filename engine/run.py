@@ -104,7 +104,14 @@ def run(
 
         late = LateKernels()
     loop = EngineLoop(
-        link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked, late=late
+        link,
+        scheduler,
+        launcher,
+        overlap=overlap,
+        adapters=adapters,
+        masked=masked,
+        late=late,
+        captures=assembled.captures,
     )
     loop.run()
 

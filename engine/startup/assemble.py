@@ -40,7 +40,7 @@ from tokenpod.engine.startup.memory import (
 from tokenpod.engine.startup.offload_room import make_offload_pool
 from tokenpod.engine.startup.room import Room, room_for, rows_for
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.engine.steps.executor import Executor
+from tokenpod.engine.steps.executor import CapturesLater, Executor
 from tokenpod.engine.steps.first_steps import (
     TIMED_BEHIND,
     prompt_seconds,
@@ -79,6 +79,8 @@ class Assembled:
     adapters: AdapterStore | None = None
     #: Tokens whose keys and values the host's memory holds.
     offload_slots: int = 0
+    #: What is captured once the engine has nothing else to do; None: nothing is.
+    captures: CapturesLater | None = None
 
     @property
     def slots(self) -> int:
@@ -264,8 +266,10 @@ def _on_device(
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
     pool.reserve(room.states)
+    # Ranks would have to capture the others at the same time, and drafts have graphs of their own.
+    some = model.captures and group is None and not options.speculate
     if model.captures:
-        executor.capture()
+        executor.capture(some=some)
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
@@ -292,6 +296,7 @@ def _on_device(
         prefill_tokens=options.max_batch_prefill_tokens,
         adapters=model.adapters,
         offload_slots=0 if offload is None else offload.slots,
+        captures=executor if some else None,
     )
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenpod.core.capacity import GIB, Capacity, capacity, choose_slots, fewest_ranks
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import Footprint, Portion
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 
 #: Llama 3.1's 8B shape.
@@ -202,3 +203,60 @@ def test_twice_the_ranks_never_hold_less(ranks: int, memory: int):
     )
     assert two.free >= one.free
     assert two.fits or not one.fits
+
+
+def chosen(model: Footprint, memory: float, **changes: object) -> Capacity:
+    """What a GPU of so many GiB holds if nobody says how many sequences run at once."""
+    asked = options(**{"max_batch_size": 1024, "fewer_rows": True, **changes})
+    return capacity(model, asked, memory=int(memory * GIB), ranks=1)
+
+
+def test_rows_are_as_many_as_have_memory_for_a_text_each():
+    rows = [chosen(MODEL, memory).rows for memory in (22, 44, 79, 139.8)]
+    assert rows == sorted(rows)
+    assert rows[0] < 256
+    assert rows[-2:] == [1024, 1024]
+    for memory in (22, 44):
+        found = chosen(MODEL, memory)
+        assert found.slots is not None
+        # Steps take some memory besides, which is counted later.
+        assert found.slots > 128 * found.rows
+        assert found.fits
+    # What was asked for is not changed, and a small pool has few rows.
+    assert h200(max_batch_size=1024).rows == 1024
+    assert chosen(MODEL, 139.8, max_batch_total_tokens=40_000).rows == 128
+    assert chosen(MODEL, 139.8, max_batch_total_tokens=40_000, max_total_tokens=64).rows == 576
+
+
+#: Of the shape of Gemma 3 4B: a window of 1,024 tokens in 29 of 34 layers.
+LONG_WINDOWS = msgspec.structs.replace(
+    WINDOWED,
+    vocab_size=262_208,
+    portions={1: Portion(4_300_000_000, 34 * 2048, window_numbers=29 * 2048)},
+    window=1024,
+)
+
+
+def test_rows_are_so_few_that_their_windows_take_half_of_the_memory():
+    at_512 = capacity(LONG_WINDOWS, options(), memory=79 * GIB, ranks=1)
+    found = chosen(LONG_WINDOWS, 79)
+    assert at_512.windows is None
+    assert found.windows is not None
+    assert 128 <= found.rows < 512
+    windows = found.windows.slots * found.window_bytes
+    assert windows <= 0.5 * 0.9 * found.memory
+    assert found.slots is not None
+    assert at_512.slots is not None
+    assert found.slots > 2 * at_512.slots
+    # Short windows cost little, and where few rows could have theirs all layers hold whole texts.
+    assert chosen(WINDOWED, 139.8).rows == 1024
+    assert chosen(LONG_WINDOWS, 30).windows is None
+
+
+def test_rows_leave_room_beside_their_states_for_snapshots_and_texts():
+    states = {2: OwnState(row_bytes=52_000_000, token_bytes=0, pooled=True)}
+    model = msgspec.structs.replace(MODEL, states=states)
+    found = chosen(model, 139.8)
+    assert 256 < found.rows < 1024
+    assert found.rows * 52_000_000 <= 0.9 * found.memory / 4
+    assert found.reserve["states"] > 1.3 * found.rows * 52_000_000

@@ -20,15 +20,20 @@ _REFITTED = 4
 _UNKNOWN = 4
 #: What follows the prompts that are known: prompts of this length.
 _OTHERS = 512
-#: A step counts as no longer than so many times what the model says: it may have been held up.
-_OUTLIER = 2.0
+#: What prompts may add to a step that takes longer than it may without: else they would hardly go
+#: on, and gaps would be no shorter to speak of.
+_MORE = 0.5
+#: A step counts as no longer than so many times what the model says, once that is fitted to as many
+#: steps as these: it may have been held up.
+_OUTLIER, _ENOUGH = 2.0, 24
 
 
 class GapBound:
     """Bounds the time of steps that streams wait for, by their prompt tokens.
 
     Args:
-        most: nanoseconds that such a step may take.
+        most: nanoseconds that such a step may take; half as long again as one without prompts, if
+            that is more.
         least_tokens: prompt tokens that it may have however long it takes.
         most_tokens: of any step.
     """
@@ -40,12 +45,12 @@ class GapBound:
             lambda: deque(maxlen=_KEPT)
         )
         self._times: MachineTimes | None = None
-        #: Steps that have settled since the model was fitted.
-        self._new = 0
+        #: Steps that it was fitted to, and those that have settled since then.
+        self._fitted_to = self._new = 0
 
     def note(self, size: StepSize, took: int) -> None:
         """A step with prompts has settled; it took so many nanoseconds, more than 0."""
-        if self._times is not None:
+        if self._times is not None and self._fitted_to >= _ENOUGH:
             took = min(took, int(_OUTLIER * self._times.nanoseconds(size)) or took)
         self._seen[size.prompt_tokens.bit_length()].append((size, took / 1e9))
         self._new += 1
@@ -59,14 +64,16 @@ class GapBound:
             prompts: of each that comes next, the tokens that are computed and those that are not.
         """
         if self._new >= _REFITTED:
-            self._times, self._new = fitted([*chain(*self._seen.values())]), 0
+            steps = [*chain(*self._seen.values())]
+            self._times, self._fitted_to, self._new = fitted(steps), len(steps), 0
         times = self._times
         if times is None:
             return min(_UNKNOWN * self._least_tokens, self._most_tokens)
-        left = self._most - times.nanoseconds(StepSize(rows, context)) / 1e9
+        without = times.nanoseconds(StepSize(rows, context)) / 1e9
+        left = max(self._most - without, _MORE * without)
         tokens = 0
         for start, n in chain(prompts, repeat((0, _OTHERS))):
-            if left <= 0 or tokens >= self._most_tokens:
+            if tokens >= self._most_tokens:
                 break
             each = times.prompt_token + times.pair * (start + 0.5)
             took = each * n + times.pair * n * n / 2

@@ -262,8 +262,8 @@ class Settings(BaseSettings):
     """Prompt tokens of one step; a longer prompt takes several."""
     max_gap_ms: float | None = _memory(derived="120 on a GPU, 100 on a CPU", ge=0, le=60_000)
     """Milliseconds that a step with prompts may take while others stream, by estimate: it has fewer
-    prompt tokens then, a sixteenth of max-batch-prefill-tokens or 32 at least. 0: no bound. Not
-    with batching alternate."""
+    prompt tokens then, a sixteenth of max-batch-prefill-tokens or 32 at least. If it takes so long
+    without prompts, they may add half of that. 0: no bound. Not with batching alternate."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
     """Size of the KV cache in tokens: all running requests and the prefixes kept."""
     admission: Literal["exact", "reserve", "optimistic", "past_future"] = _memory("exact")

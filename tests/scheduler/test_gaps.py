@@ -68,8 +68,17 @@ def test_a_prompt_behind_a_long_text_has_fewer_tokens_in_a_step():
     assert counts[0] > 2 * counts[2]
 
 
-def test_some_prompt_tokens_are_computed_however_long_rows_take():
-    assert learned().prompt_tokens(8000, 8_000_000, [(0, 10_000)]) == 256
+def test_prompts_go_on_beside_rows_that_take_longer_than_the_bound():
+    """By half of what the rows take; where that is nothing to speak of, by the least."""
+    rows, context = 2000, 3_000_000
+    alone = TIMES.nanoseconds(StepSize(rows, context)) / MS
+    tokens = learned().prompt_tokens(rows, context, [(0, 100_000)])
+    assert alone > BOUND / MS
+    assert taken(rows, context, [(0, tokens)], tokens) == pytest.approx(1.5 * alone, rel=0.02)
+    slow = GapBound(1, 256, 8192)
+    for tokens in (512, 700, 900, 2000):
+        slow.note(StepSize(1, 10, tokens, tokens**2 // 2), MS * (1 + 100 * tokens))
+    assert slow.prompt_tokens(1, 10, [(0, 100_000)]) == 256
 
 
 def test_a_step_is_never_larger_than_it_can_be():
@@ -146,7 +155,7 @@ def test_exact_admission_counts_with_the_least_that_steps_have():
         scheduler.submit(Request([number], prompt, SamplingParams(), stopping))
     now = 0
     while (step := scheduler.plan(now)) is not None:
-        now += 100 * MS
+        now += MS * (1 + 100 * step.prompt_tokens)
         scheduler.settle(step, [1] * step.plan.sampling, now)
         scheduler.check()
         if step.size.rows:

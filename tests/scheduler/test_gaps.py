@@ -70,7 +70,7 @@ def test_a_prompt_behind_a_long_text_has_fewer_tokens_in_a_step():
 
 def test_prompts_go_on_beside_rows_that_take_longer_than_the_bound():
     """By half of what the rows take; where that is nothing to speak of, by the least."""
-    rows, context = 2000, 3_000_000
+    rows, context = 4000, 300 * 4000
     alone = TIMES.nanoseconds(StepSize(rows, context)) / MS
     tokens = learned().prompt_tokens(rows, context, [(0, 100_000)])
     assert alone > BOUND / MS

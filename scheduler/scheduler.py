@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
+from itertools import compress
 from types import MappingProxyType
 
 import msgspec
@@ -64,6 +65,8 @@ from tokenpod.scheduler.steps.step import Step, StepBuilder
 from tokenpod.scheduler.steps.step_times import Costs
 
 _RECOMPUTE = Always(swap=False)
+#: In a token's place: its logits had NaN or Inf; none was drawn.
+_NO_TOKENS = -1, UNSAMPLED
 #: Where the order of the queue is not that of arrival, what has left it computes so many steps.
 _STEPS_AHEAD = 2
 
@@ -147,6 +150,8 @@ class Scheduler:
             _gap_bound(limits),
         )
         self._deadlines = Deadlines(self._sequences, self.kv, self._estimates.prompts)
+        #: What may end some sequence, or is no token.
+        self._ends = {*_NO_TOKENS}
         self._vectors = VectorIds()
         self._step_limits = limits.step
         self._cache_log: BlockLog | None = None
@@ -215,6 +220,9 @@ class Scheduler:
             prompt = np.array(request.prompt, np.int32)
         streams = range(len(request.sequence_ids))
         samples = [Sequence(request, i, prompt, self.kv.table, planner) for i in streams]
+        if not self._sequences:
+            self._ends = {*_NO_TOKENS}
+        self._ends |= request.stopping.eos_token_ids | request.stopping.stop_token_ids
         group = None if request.beam is None else Group(request, request.beam, samples)
         together = [*samples]
         for sequence in samples:
@@ -455,7 +463,8 @@ class Scheduler:
             drafted: what has become of drafts, by sequence.
             now: in nanoseconds.
         """
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+        for at in self._take_plain(step, tokens):
+            sequence, token = step.sampled[at], tokens[at]
             if sequence.group is not None:
                 self._take_tops(sequence.group, sequence, tops.get(at), now)
             elif token != UNSAMPLED:
@@ -466,6 +475,31 @@ class Scheduler:
                 row = step.rows_of_firsts[at]
                 # Drafts that may be wrong have been taken back.
                 self._postpone(sequence, 1 + (row in step.forced) * step.drafts_of(row))
+
+    def _take_plain(self, step: Step, tokens: Listing[int]) -> list[int]:
+        """Append the tokens that change nothing but outputs; the samples whose tokens may do more.
+
+        Those of sequences that have begun, and that neither end by them nor can do so otherwise: in
+        most steps all but a few, and a step may have a thousand.
+        """
+        plan, table = step.plan, self.kv.table
+        if self._drafting is not None or plan.samples != plan.sampling:
+            return [*range(len(tokens))]
+        places = step.places if plan.sampling == plan.rows else step.places[plan.r_samples > 0]
+        number = table.launched[places] - table.in_flight[places]
+        plain = (number < table.plain[places]) & (table.ended[places] == 0)
+        if not self._ends.isdisjoint(tokens):
+            plain &= [token not in self._ends for token in tokens]
+        chosen = plain.tolist()
+        sequences, taken = [*compress(step.sampled, chosen)], [*compress(tokens, chosen)]
+        for sequence, token in zip(sequences, taken, strict=True):
+            sequence.outputs.append(token)
+        events = self._events.settled
+        events.sequence_ids += table.id[places[plain]].tolist()
+        events.token_ids += taken
+        events.finishes += [FinishCode.RUNNING] * len(taken)
+        events.samples += plain.nonzero()[0].tolist()
+        return (~plain).nonzero()[0].tolist()
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
         """Append a token of a sequence, sample `at` of its step."""
@@ -484,7 +518,7 @@ class Scheduler:
         if not sequence.proven:
             if len(sequence.outputs) == 1:
                 self._start(sequence)
-            sequence.proven = True
+            sequence.prove()
             sequence.planner.inputs_settled(sequence)
         events = self._events.settled
         events.sequence_ids.append(sequence.id)

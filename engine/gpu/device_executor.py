@@ -149,6 +149,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
         `some`: a few sizes of these alone; each call of `capture_next` captures one of the others.
         """
+        if self._device.type == "cuda":
+            # Graphs have memory of their own: it comes from what torch keeps for steps.
+            torch.cuda.empty_cache()
         memory = self._captured.capture(self, windows=self._windowed, some=some)
         if self._proposals is not None:
             with torch.inference_mode():

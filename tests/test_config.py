@@ -143,7 +143,8 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
-    odd |= {"admission": "optimistic", "batching": "alternate", "preemption": "swap"}
+    odd |= {"admission": "optimistic", "batching": "alternate", "queue_order": "shortest"}
+    odd |= {"preemption": "swap"}
     given = {name: odd.get(name, "12") for name in ServerSettings.model_fields}
     for name, value in given.items():
         monkeypatch.setenv(variable(name), value)

@@ -38,8 +38,8 @@ GAPS = 16
 MOST_DRAFTS = 256
 #: Rows for which a device finds drafts before their step is planned: so many at most.
 MOST_AHEAD = 16
-#: Rows that are chosen: multiples of the first, or of the most that there may be less these; the
-#: least; and the tokens that each must find room for.
+#: By how many fewer rows are tried, how many there are at least, and the tokens that each must have
+#: room for.
 _ROWS_APART, _LEAST_ROWS, _ROW_TOKENS = 64, 64, 256
 #: Of the memory that may be used, rows' windows take a half at most, and their states a quarter;
 #: with fewer rows than that, windows would make a pod slower than whole texts.

@@ -82,6 +82,7 @@ def run(
         drafting=drafting(options),
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
         forced_costs=Costs(),
+        measured=assembled.measured,
     )
     adapters: Adapters | None = None
     if store is not None:

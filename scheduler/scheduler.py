@@ -61,6 +61,7 @@ from tokenpod.scheduler.sequences.table import Table
 from tokenpod.scheduler.sequences.work import Limits, Settled
 from tokenpod.scheduler.steps.estimates import Estimates
 from tokenpod.scheduler.steps.gaps import GapBound
+from tokenpod.scheduler.steps.machine_times import StepSize
 from tokenpod.scheduler.steps.step import Step, StepBuilder
 from tokenpod.scheduler.steps.step_times import Costs
 
@@ -84,6 +85,7 @@ class Scheduler:
         drafting: makes what decides who has drafts; None: nobody has.
         preemption: decides who is swapped to the host's memory.
         forced_costs: decides whether forced tokens are taken together; None: always.
+        measured: steps that were timed before, and their seconds.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Scheduler:
         drafting: Callable[[KV], Drafting] | None = None,
         preemption: Preemption = _RECOMPUTE,
         forced_costs: Costs | None = None,
+        measured: Iterable[tuple[StepSize, float]] = (),
     ) -> None:
         self.limits = limits
         slots, windows = limits.slots + PROBE_TOKENS, None
@@ -147,7 +150,7 @@ class Scheduler:
             limits.prefill_tokens,
             self._drafting.costs if self._drafting else None,
             forced_costs,
-            _gap_bound(limits),
+            _gap_bound(limits, measured),
         )
         self._deadlines = Deadlines(self._sequences, self.kv, self._estimates.prompts)
         #: What may end some sequence, or is no token.
@@ -637,8 +640,8 @@ class Scheduler:
         self._end(sequence, EndState.ABORTED)
 
 
-def _gap_bound(limits: Limits) -> GapBound | None:
+def _gap_bound(limits: Limits, measured: Iterable[tuple[StepSize, float]]) -> GapBound | None:
     """What keeps steps short while others stream."""
     if limits.max_gap is None:
         return None
-    return GapBound(limits.max_gap, limits.least_prompt_tokens, limits.prefill_tokens)
+    return GapBound(limits.max_gap, limits.least_prompt_tokens, limits.prefill_tokens, measured)

@@ -46,6 +46,7 @@ from tokenpod.engine.steps.first_steps import (
     prompt_seconds,
     run_worst_steps,
     short_prompt,
+    timed_steps,
     warm_copies,
     warm_up,
 )
@@ -54,6 +55,7 @@ from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.decoders.facts import LoadedModel
+from tokenpod.scheduler.steps.machine_times import StepSize
 
 if TYPE_CHECKING:
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
@@ -79,6 +81,8 @@ class Assembled:
     adapters: AdapterStore | None = None
     #: Tokens whose keys and values the host's memory holds.
     offload_slots: int = 0
+    #: Steps that were timed, and their seconds.
+    measured: Sequence[tuple[StepSize, float]] = ()
     #: What is captured once the engine has nothing else to do; None: nothing is.
     captures: CapturesLater | None = None
 
@@ -288,6 +292,16 @@ def _on_device(
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     if offload is not None:
         warm_copies(executor, pool.sink, offload.slots)
+    measured: Sequence[tuple[StepSize, float]] = ()
+    if options.max_gap_seconds is not None:
+        measured = timed_steps(
+            executor,
+            rows=room.rows,
+            prompt=options.max_batch_prefill_tokens,
+            positions=positions,
+            slots=slots,
+            stateless=model.config.own_state is None,
+        )
     return Assembled(
         executor,
         room,
@@ -296,6 +310,7 @@ def _on_device(
         prefill_tokens=options.max_batch_prefill_tokens,
         adapters=model.adapters,
         offload_slots=0 if offload is None else offload.slots,
+        measured=measured,
         captures=executor if some else None,
     )
 

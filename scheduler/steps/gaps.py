@@ -24,7 +24,7 @@ _OTHERS = 512
 #: on, and gaps would be no shorter to speak of.
 _MORE = 0.5
 #: A step counts as no longer than so many times what the model says, once that is fitted to as many
-#: steps as these: it may have been held up.
+#: steps as these, or to those that were timed before: it may have been held up.
 _OUTLIER, _ENOUGH = 2.0, 24
 
 
@@ -36,9 +36,17 @@ class GapBound:
             that is more.
         least_tokens: prompt tokens that it may have however long it takes.
         most_tokens: of any step.
+        measured: steps that were timed before, and their seconds. Without these the first steps,
+            which may be slow for reasons of their own, are all that is known for a while.
     """
 
-    def __init__(self, most: int, least_tokens: int, most_tokens: int) -> None:
+    def __init__(
+        self,
+        most: int,
+        least_tokens: int,
+        most_tokens: int,
+        measured: Iterable[tuple[StepSize, float]] = (),
+    ) -> None:
         self._most = most / 1e9
         self._least_tokens, self._most_tokens = least_tokens, most_tokens
         self._seen: defaultdict[int, deque[tuple[StepSize, float]]] = defaultdict(
@@ -47,12 +55,19 @@ class GapBound:
         self._times: MachineTimes | None = None
         #: Steps that it was fitted to, and those that have settled since then.
         self._fitted_to = self._new = 0
+        for size, seconds in measured:
+            self._add(size, seconds)
+        #: Steps that the model must have been fitted to before it says what is out of the ordinary.
+        self._enough = self._new or _ENOUGH
 
     def note(self, size: StepSize, took: int) -> None:
         """A step with prompts has settled; it took so many nanoseconds, more than 0."""
-        if self._times is not None and self._fitted_to >= _ENOUGH:
+        if self._times is not None and self._fitted_to >= self._enough:
             took = min(took, int(_OUTLIER * self._times.nanoseconds(size)) or took)
-        self._seen[size.prompt_tokens.bit_length()].append((size, took / 1e9))
+        self._add(size, took / 1e9)
+
+    def _add(self, size: StepSize, seconds: float) -> None:
+        self._seen[size.prompt_tokens.bit_length()].append((size, seconds))
         self._new += 1
 
     def prompt_tokens(self, rows: int, context: int, prompts: Iterable[tuple[int, int]]) -> int:

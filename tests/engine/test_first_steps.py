@@ -11,7 +11,7 @@ from support.engines.demo_engine import CPU, demo_model
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.assemble import assemble
-from tokenpod.engine.steps.first_steps import prompt_seconds, short_prompt
+from tokenpod.engine.steps.first_steps import prompt_seconds, short_prompt, timed_steps
 
 OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_tokens=64)
 
@@ -57,6 +57,23 @@ def test_steps_are_timed_without_a_trace(cached):
     assert prompt_seconds(made.executor, 32, cached) > 0
     # Rows were given back: the same one is taken again.
     assert prompt_seconds(made.executor, 32, cached) > 0
+
+
+@pytest.mark.parametrize("stateless", [True, False])
+@pytest.mark.parametrize(("prompt", "slots"), [(64, 64), (40, 30), (3, 7)])
+def test_plain_steps_of_prompts_and_rows_are_timed(stateless, prompt, slots):
+    executor = assemble(demo_model(), OPTIONS, positions=64, device=CPU).executor
+    asked = {"rows": 2, "prompt": prompt, "positions": 32, "slots": slots}
+    for _ in range(2):  # rows were given back
+        found = timed_steps(executor, stateless=stateless, **asked)
+        assert all(seconds > 0 for _, seconds in found)
+        sizes = [size for size, _ in found]
+        assert max(size.prompt_tokens for size in sizes) == min(prompt, slots, 2 * 31)
+        assert {size.rows for size in sizes} == ({0, 1, 2} if stateless else {0})
+        assert max(size.context for size in sizes) <= 2 * slots
+        if stateless and prompt > 8:
+            # One of them is behind a text.
+            assert any(size.pairs > size.prompt_tokens**2 for size in sizes if size.prompt_tokens)
 
 
 def test_what_an_operator_has_chosen_is_kept():

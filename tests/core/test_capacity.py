@@ -10,6 +10,7 @@ from tokenpod.core.capacity import GIB, Capacity, capacity, choose_slots, fewest
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import Footprint, Portion
 from tokenpod.core.own_state import OwnState
+from tokenpod.core.windows import WholeTokens, WindowRoom
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 
 #: Llama 3.1's 8B shape.
@@ -93,7 +94,7 @@ def test_layers_with_a_window_have_slots_for_all_rows_and_leave_others_the_rest(
     asked = {"memory": int(139.8 * GIB), "ranks": 1}
     before, after = capacity(whole, options(), **asked), capacity(WINDOWED, options(), **asked)
     assert before.windows is None
-    assert after.windows is not None
+    assert isinstance(after.windows, WindowRoom)
     assert after.windows.slots == (513 * (8 + 3 + 12) + 257) * 16
     assert (before.slot_bytes, after.slot_bytes) == (24 * 2048, 12 * 2048)
     assert after.window_bytes == 12 * 2048
@@ -116,7 +117,7 @@ def test_layers_with_a_window_have_slots_for_all_rows_and_leave_others_the_rest(
 def test_layers_with_a_window_have_all_slots_where_that_takes_less_memory(changes):
     asked = {"memory": int(139.8 * GIB), "ranks": 1}
     found = capacity(WINDOWED, options(**changes), **asked)
-    assert found.windows is None
+    assert isinstance(found.windows, WholeTokens)
     assert found.slot_bytes == 24 * 2048
 
 
@@ -240,8 +241,8 @@ LONG_WINDOWS = msgspec.structs.replace(
 def test_rows_are_so_few_that_their_windows_take_half_of_the_memory():
     at_512 = capacity(LONG_WINDOWS, options(), memory=79 * GIB, ranks=1)
     found = chosen(LONG_WINDOWS, 79)
-    assert at_512.windows is None
-    assert found.windows is not None
+    assert isinstance(at_512.windows, WholeTokens)
+    assert isinstance(found.windows, WindowRoom)
     assert 128 <= found.rows < 512
     windows = found.windows.slots * found.window_bytes
     assert windows <= 0.5 * 0.9 * found.memory
@@ -250,7 +251,7 @@ def test_rows_are_so_few_that_their_windows_take_half_of_the_memory():
     assert found.slots > 2 * at_512.slots
     # Short windows cost little, and where few rows could have theirs all layers hold whole texts.
     assert chosen(WINDOWED, 139.8).rows == 1024
-    assert chosen(LONG_WINDOWS, 30).windows is None
+    assert isinstance(chosen(LONG_WINDOWS, 30).windows, WholeTokens)
 
 
 def test_rows_leave_room_beside_their_states_for_snapshots_and_texts():

@@ -502,7 +502,8 @@ class Scheduler:
         events.token_ids += taken
         events.finishes += [FinishCode.RUNNING] * len(taken)
         events.samples += plain.nonzero()[0].tolist()
-        return (~plain).nonzero()[0].tolist()
+        others: list[int] = (~plain).nonzero()[0].tolist()
+        return others
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
         """Append a token of a sequence, sample `at` of its step."""

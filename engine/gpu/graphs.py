@@ -108,7 +108,7 @@ def _unowned(made: torch.Tensor) -> Any:
 @functools.cache
 def _capturing() -> torch.cuda.Stream:
     """The stream on which all graphs are captured: they share memory."""
-    return torch.cuda.Stream()
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def _coarse(size: int, most: int) -> bool:
@@ -192,10 +192,9 @@ class Graphs:
     def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        pool = () if self.memory is None else (self.memory,)
         # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps.
         with torch.cuda.stream(_capturing()):
-            graph.capture_begin(*pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
             try:
                 made = step()
             finally:

@@ -136,7 +136,7 @@ class ForwardBatch:
     #: None: layers with a window have the slots of all others.
     windows: WindowRows | None = None
     #: What `Operations.plan_adapters` made of that; None: no product is adapted.
-    adapters: AdapterPlan = None
+    adapters: AdapterPlan | None = None
     #: See `t_position`; None: positions are places.
     t_own_position: torch.Tensor | None = None
 

@@ -62,21 +62,19 @@ def make_layer(spec: LayerSpec, parts: MixerParts) -> Layer:
     if spec.beside is not None:
         norm = make_norm(norms.attention_in, products, parts.named("attention_in"))
         other = replace(parts, beside=BESIDE)
-        mixers = tuple(
-            mixer_branch(mixer.make(own, None), own)
-            for mixer, own in ((spec.mixer, parts), (spec.beside, other))
-        )
-        return _followed(BesideLayer(norm, *mixers, _mlp(spec, parts)), spec, parts)
-    mixer, mlp = _mixer(spec.mixer, spec, parts), _mlp(spec, parts)
+        mixer = mixer_branch(spec.mixer.make(parts, None), parts)
+        beside = mixer_branch(spec.beside.make(other, None), other)
+        return _followed(BesideLayer(norm, mixer, beside, _mlp(spec, parts)), spec, parts)
+    first, mlp = _mixer(spec.mixer, spec, parts), _mlp(spec, parts)
     if spec.join is Join.PARALLEL:
         shared = None
         if norms.mlp_in is SAME:
             shared = make_norm(norms.attention_in, products, parts.named("attention_in"))
-        return _followed(ParallelLayer(shared, mixer, mlp), spec, parts)
+        return _followed(ParallelLayer(shared, first, mlp), spec, parts)
     if not post:
-        return _followed(SequentialLayer(mixer, mlp), spec, parts)
+        return _followed(SequentialLayer(first, mlp), spec, parts)
     return PostNormLayer(
-        mixer,
+        first,
         make_norm(norms.attention_out, products, parts.named("attention_out")),
         mlp,
         make_norm(norms.mlp_out, products, parts.named("mlp_out")),

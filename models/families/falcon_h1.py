@@ -28,13 +28,15 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
         fields.real(f"{name}_multiplier", 1.0)
         for name in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out")
     )
-    parts = (enters * factor for factor in _reals(fields, "ssm_multipliers", 5))
+    opens, values, keys, queries, lengths = (
+        enters * factor for factor in _reals(fields, "ssm_multipliers", 5)
+    )
     space = mamba_of(
         fields,
         spec.hidden_size,
         epsilon if fields.flag("mamba_rms_norm", False) else None,
         norm_first=fields.flag("mamba_norm_before_gate", True),
-        multipliers=Multipliers(*parts, leaves),
+        multipliers=Multipliers(opens, values, keys, queries, lengths, leaves),
     )
 
     def layer(own: LayerSpec) -> LayerSpec:

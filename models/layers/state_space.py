@@ -32,7 +32,7 @@ from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.shard import Shard
-from tokenpod.models.weights.weights import Axis, Division, Weight
+from tokenpod.models.weights.weights import Axis, Division, Source, Weight
 
 
 class Multipliers(NamedTuple):
@@ -105,34 +105,44 @@ class StateSpace:
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """One product of all that a token says, the convolution, rates, the norm, and `output`."""
-        names, hidden, shape, by = tensors.names.space, tensors.hidden, self.shape, self.multipliers
+        names, hidden, shape = tensors.names.space, tensors.hidden, self.shape
         keys = Axis(shape.key_heads * shape.key_dim, Division.KEY, unit=shape.key_dim)
         values = Axis(shape.values, Division.EVEN, unit=shape.value_dim)
         each = Axis(shape.value_heads, Division.EVEN)
-        stored = values, values, keys, keys, each
-        for ending in ("weight", "bias") if self.bias else ("weight",):
-            axes = (hidden,) if ending == "weight" else ()
-            gate, x, b, c, steps = tensors.cut(f"{names.inputs}.{ending}", stored, *axes)
-            parts = (
-                times(c, by.queries),
-                times(b, by.keys),
-                times(x, by.values),
-                times(gate, by.gate),
-                times(steps, by.steps),
-            )
-            name = "space_in" if ending == "weight" else "space_in_bias"
-            yield Weight(name, parts, multiplied=ending == "weight")
-        for ending in ("weight", "bias") if self.conv_bias else ("weight",):
-            axes = (Axis(1), Axis(shape.width)) if ending == "weight" else ()
-            x, b, c = tensors.cut(f"{names.conv}.{ending}", (values, keys, keys), *axes)
-            yield Weight("conv" if ending == "weight" else "conv_bias", (c, b, x))
+        said, taps = (values, values, keys, keys, each), (Axis(1), Axis(shape.width))
+        yield Weight("space_in", self._said(tensors, said, hidden), multiplied=True)
+        if self.bias:
+            yield Weight("space_in_bias", self._said(tensors, said))
+        x, b, c = tensors.cut(f"{names.conv}.weight", (values, keys, keys), *taps)
+        yield Weight("conv", (c, b, x))
+        if self.conv_bias:
+            x, b, c = tensors.cut(f"{names.conv}.bias", (values, keys, keys))
+            yield Weight("conv_bias", (c, b, x))
         for name in ("log_rate", "shift", "skip"):
             weight = tensors.single(name, getattr(names, name), each)
             yield replace(weight, dtype=torch.float32)
         if self.epsilon is not None:
             yield from tensors.norm("space_norm", Norm("rms", self.epsilon), names.norm, values)
         output = names.output, hidden, values
-        yield from tensors.product("output", *output, self.bias, by.output)
+        yield from tensors.product("output", *output, self.bias, self.multipliers.output)
+
+    def _said(
+        self, tensors: LayerTensors, parts: tuple[Axis, ...], *inputs: Axis
+    ) -> tuple[Source, ...]:
+        """The first product's weight, or without `inputs` its bias, in the order of `SpaceInputs`.
+
+        The checkpoint has gates, values, keys, queries and steps.
+        """
+        stored, by = tensors.names.space.inputs, self.multipliers
+        ending = "weight" if inputs else "bias"
+        gate, x, b, c, steps = tensors.cut(f"{stored}.{ending}", parts, *inputs)
+        return (
+            times(c, by.queries),
+            times(b, by.keys),
+            times(x, by.values),
+            times(gate, by.gate),
+            times(steps, by.steps),
+        )
 
     def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
         """There are none."""
@@ -198,15 +208,18 @@ class StateSpaceLayer:
         self._parts = [shape.channels, shape.values, shape.value_heads]
         conv = products.tensor(parts.named("conv"))[:, 0].contiguous()
         bias = products.optional(parts.named("conv_bias"))
-        each = (products.tensor(parts.named(name)) for name in ("log_rate", "shift", "skip"))
+        rate, shift, skip = (
+            products.tensor(parts.named(name)) for name in ("log_rate", "shift", "skip")
+        )
         row_norm, self._after = None, None
         if spec.epsilon is not None:
             row_norm = RowNorm(products.tensor(parts.named("space_norm")), spec.epsilon)
             if spec.norm_shared:
                 assert products.ops.group is not None, "several ranks have a group"
                 self._after, row_norm = SharedNorm(row_norm, products.ops.group), None
-        groups, first = spec.norm_groups, spec.norm_first
-        self._weights = SpaceWeights(conv, bias, *each, row_norm, groups, first)
+        self._weights = SpaceWeights(
+            conv, bias, rate, shift, skip, row_norm, spec.norm_groups, spec.norm_first
+        )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The states of the step's rows have gone on afterwards."""

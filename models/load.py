@@ -29,6 +29,7 @@ from tokenpod.models.decoders.facts import LoadedModel, ModelFacts
 from tokenpod.models.folder import describe, is_native, read_layout, tier_of, unsupported
 from tokenpod.models.formats import bytes_needed
 from tokenpod.models.layers.reading import Progress, read_weights
+from tokenpod.models.pooling.head import pooling_head
 from tokenpod.models.specs.kv_scales import read_scales
 from tokenpod.models.weights.memory import available_bytes, freed_at_once
 from tokenpod.models.weights.shard import WHOLE, Shard
@@ -53,6 +54,7 @@ def load_model(
     override: Mapping[str, Any] | None = None,
     adapters: Space | None = None,
     fuse: Path | None = None,
+    task: str = "auto",
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -70,6 +72,7 @@ def load_model(
         override: fields that replace those of config.json.
         adapters: what is taken for adapters; None: there are none.
         fuse: folder of a LoRA adapter that is fused into the weights; None: there is none.
+        task: what is done with it, a value of `Task`; "auto": what its files show.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -102,6 +105,7 @@ def load_model(
             quantize,
             quantize_head=quantize_head,
             override=override,
+            task=task,
         )
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
@@ -127,6 +131,9 @@ def load_model(
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
         scales = read_scales(checkpoint, layout.scales, spec.kv_layouts, shard, device)
+        pooling = None
+        if layout.pooling is not None:
+            pooling = pooling_head(layout.pooling, folder, checkpoint, device)
     ops = operations_for(device, dtype)
     store = None
     if adapters is not None:
@@ -143,6 +150,7 @@ def load_model(
         unused=layout.unused,
         adapters=store,
         quantization=layout.reader.name if layout.reader else "",
+        pooling=pooling,
     )
 
 

@@ -55,6 +55,11 @@ class GatedDeltaNet:
         return self.shape.value_heads
 
     @property
+    def causal(self) -> bool:
+        """A token sees none of those behind it."""
+        return True
+
+    @property
     def cache(self) -> Cache:
         """Nothing of a token: the convolution's last inputs, and a memory of each head."""
         shape = self.shape

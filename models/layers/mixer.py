@@ -84,6 +84,11 @@ class Mixer(Protocol):
         ...
 
     @property
+    def causal(self) -> bool:
+        """Whether a token sees none of those behind it."""
+        ...
+
+    @property
     def reads_layer(self) -> int | None:
         """The number of the layer whose cache it reads, and does not write; None: its own."""
         ...

@@ -52,6 +52,8 @@ class Embedding:
     norm: Norm | None = None
     #: What layers read besides the stream.
     per_layer: PerLayerRows | None = None
+    #: Kinds of texts that tokens may belong to, each with a row that is added; 0: there are none.
+    token_types: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Head:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only model."""
+    """A decoder-only model, or an encoder: one whose tokens see those behind them, too."""
 
     architecture: str
     vocab_size: int
@@ -94,7 +96,9 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raise ModelError if layers have too many experts."""
+        """Raise ModelError if layers have too many experts, or do not go together."""
+        if len({*self._caches}) > 1 and self.encodes:
+            raise ModelError(f"{self.architecture}: layers of an encoder are of one shape")
         experts = sum(x.mlp.count for x in self.layers if isinstance(x.mlp, Experts))
         if experts > MOST_EXPERTS:
             raise ModelError(
@@ -124,9 +128,28 @@ class ModelSpec:
         """Query heads of each layer that has keys and values."""
         return tuple(self.layers[i].mixer.heads for i in self.storing)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether each token sees all of its text, so that nothing is read after its step."""
+        return any(not layer.mixer.causal for layer in self.layers)
+
+    @property
+    def second_text(self) -> int:
+        """What is added to the id of a token of a second text; 0: it is told apart by nothing."""
+        return self.vocab_size if self.embedding.token_types > 1 else 0
+
+    @property
+    def _caches(self) -> list[KVLayout | None]:
+        return [layer.mixer.cache.kv for layer in self.layers]
+
     @cached_property
     def storing(self) -> tuple[int, ...]:
-        """The layers that have keys and values of their own."""
+        """The layers that have keys and values of their own.
+
+        Those of an encoder's layer are not read after it: all layers write to those of the first.
+        """
+        if self.encodes:
+            return (0,)
         mixers = [layer.mixer for layer in self.layers]
         return tuple(
             i for i, x in enumerate(mixers) if x.reads_layer is None and x.cache.kv is not None
@@ -134,6 +157,8 @@ class ModelSpec:
 
     def cache_of(self, i: int) -> int:
         """Which of the pool's caches layer `i` reads."""
+        if self.encodes:
+            return 0
         reads = self.layers[i].mixer.reads_layer
         if self.layers[i].mixer.cache.state is not None:
             return sum(layer.mixer.cache.state is not None for layer in self.layers[:i])

@@ -46,8 +46,20 @@ class VectorFacts(msgspec.Struct, frozen=True, array_like=True):
     #: Added to the id of a token of a second text, which the model tells from the first; 0: it does
     #: not.
     second_text: int = 0
+    #: Labels do not exclude each other.
+    several_labels: bool = False
     #: How a query and a document become a text, where the model was trained to answer a question
-    #: about them; `{query}`, `{document}` and `{instruction}` stand for them.
+    #: about them: what stands before it and behind it, and between these the text, in which
+    #: `{query}`, `{document}` and `{instruction}` stand for them.
+    before: str = ""
+    behind: str = ""
     template: str = ""
     #: What the question is about, where a caller does not say.
     instruction: str = ""
+
+    def pair(self, query: str, document: str, instruction: str) -> tuple[str, str | None]:
+        """A query and a document as the model reads them: a text, or two."""
+        if not self.template:
+            return query, document
+        words = {"instruction": instruction, "query": query, "document": document}
+        return self.template.format(**words), None

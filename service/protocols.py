@@ -11,6 +11,7 @@ from tokenpod.service.dialects.generate_v2.methods import METHODS as GENERATE_V2
 from tokenpod.service.dialects.generate_v3.methods import METHODS as GENERATE_V3
 from tokenpod.service.dialects.tokenpod_admin.methods import METHODS as ADMIN
 from tokenpod.service.dialects.tokenpod_v1.adapters import METHODS as ADAPTERS
+from tokenpod.service.dialects.tokenpod_v1.embedding import METHODS as EMBEDDING
 from tokenpod.service.dialects.tokenpod_v1.methods import METHODS as TOKENPOD_V1
 from tokenpod.service.rpc.health import METHODS as HEALTH
 from tokenpod.service.rpc.methods import Method, MethodTable
@@ -30,6 +31,7 @@ def _of_an_extra() -> Sequence[Method]:
 TABLE = MethodTable(
     [
         *TOKENPOD_V1,
+        *EMBEDDING,
         *ADAPTERS,
         *ADMIN,
         *GENERATE_V3,

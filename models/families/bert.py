@@ -26,7 +26,7 @@ from tokenpod.models.weights.names import Names
 NAMES = Names(
     embedding="embeddings.word_embeddings",
     positions="embeddings.position_embeddings",
-    token_types="embeddings.token_type_embeddings",
+    token_types="embeddings.token_type_embeddings",  # noqa: S106 (no secret)
     embedding_norm="embeddings.LayerNorm",
     layer="encoder.layer.{i}.",
     qkv=("attention.self.query", "attention.self.key", "attention.self.value"),

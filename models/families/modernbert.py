@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al. 2024): an encoder with rotation, and layers that see a neighbourhood."""
+"""ModernBERT (Warner et al. 2024): an encoder with rotation, some of whose layers see nearby."""
 
 from __future__ import annotations
 

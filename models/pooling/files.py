@@ -181,8 +181,8 @@ def _mode(fields: Fields) -> tuple[Mode, bool]:
     modes = [_FLAGS[name] for name in on if name in _FLAGS]
     if len(on) != 1 or len(modes) != 1:
         raise ModelError(
-            f"{fields.source}: {', '.join(on) or 'no pooling_mode'} is not supported (supported: one"
-            f" of {', '.join(_FLAGS)})"
+            f"{fields.source}: {', '.join(on) or 'no pooling_mode'} is not supported (supported:"
+            f" one of {', '.join(_FLAGS)})"
         )
     return modes[0], pools_prompts
 
@@ -260,16 +260,18 @@ def _labelled(fields: Fields, spec: ModelSpec, architecture: str, task: Task) ->
     else:
         mode = Mode.LAST_TOKEN
         own = (Dense("score", "", count, hidden, False),)
-    return PoolingSpec(task, mode, hidden, own, labels=labels)
+    several = fields.text("problem_type", "") == "multi_label_classification"
+    return PoolingSpec(task, mode, hidden, own, labels=labels, several_labels=several)
 
 
 #: Qwen3-Reranker's question (Zhang et al. 2025, arXiv 2506.05176): the model answers yes or no.
-_TEMPLATE = (
+_BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
     ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    "<|im_start|>user\n"
 )
+_TEMPLATE = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -282,6 +284,8 @@ def _yes_or_no(folder: Path, spec: ModelSpec) -> PoolingSpec:
         Mode.LAST_TOKEN,
         spec.hidden_size,
         (head,),
+        before=_BEFORE,
+        behind=_BEHIND,
         template=_TEMPLATE,
         instruction=_INSTRUCTION,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -140,7 +141,7 @@ class PoolingHead:
         if mode is Mode.MAX:
             return torch.stack([hidden[p.first : p.end].float().amax(0) for p in pieces])
         spans = [range(piece.counted, piece.end) for piece in pieces]
-        whole = all(a.stop == b.start for a, b in zip(spans, spans[1:], strict=False))
+        whole = all(a.stop == b.start for a, b in pairwise(spans))
         if whole:
             rows = hidden[spans[0].start : spans[-1].stop].float()
         else:

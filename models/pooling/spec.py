@@ -61,6 +61,9 @@ class PoolingSpec:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     labels: tuple[str, ...] = ()
+    several_labels: bool = False
+    before: str = ""
+    behind: str = ""
     template: str = ""
     instruction: str = ""
 
@@ -87,6 +90,9 @@ class PoolingSpec:
             labels=list(self.labels),
             pooling=self.mode.value,
             second_text=second_text,
+            several_labels=self.several_labels,
+            before=self.before,
+            behind=self.behind,
             template=self.template,
             instruction=self.instruction,
         )

@@ -17,6 +17,7 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from tokenpod.core.task import Task
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
 
@@ -120,6 +121,7 @@ class Method:
             ends with OK has an access line at severity debug alone.
         strict: messages with fields that it does not know are refused, unless the operator says
             otherwise (--unknown-fields).
+        task: what a model must be for; None: any will do.
         serve: what answers it; None: a servicer of grpcio's.
         request, response: the classes of its messages, where `serve` is set.
     """
@@ -134,6 +136,7 @@ class Method:
     traced: bool = True
     frequent: bool = False
     strict: bool = False
+    task: Task | None = None
     serve: Serve | None = None
     request: Any = None
     response: Any = None

@@ -8,10 +8,19 @@ from typing import Any
 import grpc
 
 from tokenpod.core.messages import Ready
+from tokenpod.core.task import Task
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.calls.errors import RETRY_SECONDS, FailedPrecondition, Unavailable
 from tokenpod.service.rpc.methods import Gate, MethodTable
+
+#: What to call, by what a model is for.
+RPC_OF = {
+    Task.GENERATE: "tokenpod.v1.GenerationService/Generate",
+    Task.EMBED: "tokenpod.v1.EmbeddingService/Embed",
+    Task.SCORE: "tokenpod.v1.EmbeddingService/Score",
+    Task.CLASSIFY: "tokenpod.v1.EmbeddingService/Classify",
+}
 
 
 class Services:
@@ -30,6 +39,11 @@ class Services:
         self.leader_address = ""
         self._relays = relays
         self._ready: Ready | None = None
+
+    @property
+    def task(self) -> Task | None:
+        """What the model is for; None: it is not ready yet."""
+        return None if self._ready is None else self._ready.task
 
     @property
     def ready(self) -> Ready:
@@ -54,7 +68,8 @@ class Services:
             Unavailable: the server starts or drains, or the engine makes no progress.
             ResourceExhausted: the queue or the front ends' memory is full, or the call would end
                 after its deadline.
-            FailedPrecondition: this pod follows, and the leader alone answers such calls.
+            FailedPrecondition: this pod follows, and the leader alone answers such calls; or the
+                model is made for another rpc, which is named.
         """
         row = self.table[method]
         queues = row.gate in (Gate.QUEUE, Gate.ROW)
@@ -66,6 +81,10 @@ class Services:
             self.admission.check_room(remaining if row.gate is Gate.ROW else None)
         if self.leader_address and not row.on_followers:
             raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
+        if row.task is not None and self.task not in (row.task, None):
+            raise FailedPrecondition(
+                f"this server's model is made to {self.task.value}: call {RPC_OF[self.task]}"
+            )
         if not queues:
             return None
         self.admission.memory.check()

@@ -18,6 +18,7 @@ import grpc
 from tokenpod.core.outputs import FinishCode
 from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.pooled import PooledTexts
 from tokenpod.service.rpc.interceptors import (
     Context,
     Handler,
@@ -95,6 +96,8 @@ class ServerCall:
         self._began = time.perf_counter()
         #: Most calls have one; a batch of prompts has one for each.
         self.generations: list[Generation] = []
+        #: Of a call that wants numbers of texts.
+        self.texts: PooledTexts | None = None
         self.model_id = self.request_id = self.adapter = self.quantization = ""
         #: By which the client groups its calls.
         self.labels: Mapping[str, str] = {}
@@ -124,6 +127,10 @@ class ServerCall:
         self.generations.append(generation)
         self.model_id, self.adapter, self.quantization = model_id, adapter, quantization
 
+    def reads(self, texts: PooledTexts) -> None:
+        """What the call has read; said when it is over, however it ended."""
+        self.texts = texts
+
     def adapts(self, adapter: str) -> None:
         """A request of the call names this adapter, and is under way until the call ends."""
         self.adapters.append(adapter)
@@ -152,6 +159,8 @@ class ServerCall:
     @property
     def phase(self) -> str:
         """How far the call's text had come."""
+        if self.texts is not None:
+            return "queue" if self.texts.began_at is None else "prefill"
         if not self.generations:
             return "admission"
         *_, (name, _, _) = generation_phases(self.generations[-1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -97,6 +98,12 @@ KINDS = {
     "bert-alone": EmbeddingKind("BertModel", _BERT),
 }
 
+WRITING = {
+    "qwen3-writes": EmbeddingKind(
+        "Qwen3ForCausalLM", {**_DECODER, "max_position_embeddings": 1024}
+    ),
+}
+
 LABELLED = {
     "bge-reranker": EmbeddingKind(
         "XLMRobertaForSequenceClassification",
@@ -117,6 +124,26 @@ LABELLED = {
 }
 
 
+def save_tokenizer(folder: Path, kind: str) -> None:
+    """A tokenizer of words of one letter, with special tokens as models of the kind have them."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "yes", "no"]
+    words += [chr(code) for code in range(33, 33 + VOCABULARY - len(words))]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex("yes|no|."), "isolated"
+    )
+    backend.add_special_tokens(["[PAD]", "[CLS]", "[SEP]"])
+    framed = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    if kind == "decoder":
+        framed = {"single": "$A [SEP]", "pair": "$A $B:1 [SEP]:1"}
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        **framed, special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+
 class EmbeddingGolden:
     """The checkpoint of a kind in a folder, and what transformers makes of texts.
 
@@ -126,7 +153,7 @@ class EmbeddingGolden:
     """
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self.kind = ({**KINDS, **LABELLED})[kind]
+        self.kind = {**KINDS, **LABELLED, **WRITING}[kind]
         self.folder = folder
         model_class = getattr(transformers, self.kind.model)
         config = model_class.config_class(**self.kind.settings)

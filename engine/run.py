@@ -269,7 +269,7 @@ def load(
         offload_slots=assembled.offload_slots,
         prefill_tokens=assembled.prefill_tokens,
         task=Task.GENERATE if pooling is None else pooling.spec.task,
-        vectors=pooling and pooling.spec.facts(config.second_text),
+        vectors=None if pooling is None else pooling.spec.facts(config.second_text),
     )
     return assembled, ready, limits
 

@@ -9,6 +9,7 @@ from tokenpod.service.dialects.fmaas.methods import METHODS as FMAAS
 from tokenpod.service.dialects.generate_v1.methods import METHODS as GENERATE_V1
 from tokenpod.service.dialects.generate_v2.methods import METHODS as GENERATE_V2
 from tokenpod.service.dialects.generate_v3.methods import METHODS as GENERATE_V3
+from tokenpod.service.dialects.tei.methods import METHODS as TEI
 from tokenpod.service.dialects.tokenpod_admin.methods import METHODS as ADMIN
 from tokenpod.service.dialects.tokenpod_v1.adapters import METHODS as ADAPTERS
 from tokenpod.service.dialects.tokenpod_v1.embedding import METHODS as EMBEDDING
@@ -38,6 +39,7 @@ TABLE = MethodTable(
         *GENERATE_V2,
         *GENERATE_V1,
         *FMAAS,
+        *TEI,
         *_of_an_extra(),
         *HEALTH,
         *REFLECTION,

@@ -320,13 +320,12 @@ class StepExecutor(ABC, Generic[S]):
             vectors = head.texts(hidden, [*whole.values()])
             rows = [at for at, piece in whole.items() if piece.last]
             found.append(PooledRows(rows, [1] * len(rows), vectors))
-        each = {
-            at: vectors
-            for at, piece in pieces.items()
-            if piece.text.tokens and (vectors := head.tokens(hidden, piece)) is not None
-        }
+        each = {}
+        for at, piece in pieces.items():
+            if piece.text.tokens and (own := head.tokens(hidden, piece)) is not None:
+                each[at] = own
         if each:
-            counts = [len(vectors) for vectors in each.values()]
+            counts = [len(own) for own in each.values()]
             found.append(PooledRows([*each], counts, torch.cat([*each.values()])))
         return found
 

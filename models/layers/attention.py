@@ -137,9 +137,9 @@ class Attention:
             for name, stored_norm, rows in norms:
                 yield from self._head_norm(name, tensors.at + stored_norm, self.qk_norm, rows)
         if self.distance_bias is not None:
-            stored = f"{tensors.prefix}{names.distance_bias}.weight"
+            of_all = f"{tensors.prefix}{names.distance_bias}.weight"
             heads = Axis(self.heads, Division.EVEN)
-            table = Source(stored, (Axis(self.distance_bias.buckets), heads))
+            table = Source(of_all, (Axis(self.distance_bias.buckets), heads))
             yield Weight("distance_bias", (table,), dtype=torch.float32)
         if self.sinks:
             source = Source(tensors.at + names.sinks, (Axis(self.heads, Division.EVEN),))

@@ -76,8 +76,8 @@ class ReadCall:
     #: None: as the model does.
     normalize: bool | None = None
     format: VectorFormat = VectorFormat.FLOAT32
-    #: Special tokens are added to texts.
-    special: bool = True
+    #: The client's field that makes long texts shorter.
+    truncates: str = "truncation"
     request_id: str = ""
     priority: int = 0
     labels: dict[str, str] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class ReadLimits:
                 raise InvalidArgument(
                     text.field,
                     f"has {count} tokens; this server allows at most {self.max_tokens}"
-                    " (--max-input-tokens); set `truncation` to leave some out",
+                    f" (--max-input-tokens); set `{call.truncates}` to leave some out",
                 )
         total = sum(counts)
         if total > self.max_call_tokens:

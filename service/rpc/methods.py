@@ -114,6 +114,7 @@ class Method:
         access: who may call it.
         gate: what is checked before its message is read.
         streams: it answers with a stream.
+        takes_stream: it is asked by a stream: `serve` gets an iterator of requests.
         relayed: a further front end passes it on to the first one; else it serves it itself.
         on_followers: a pod that follows answers it; others are refused with the leader's address.
         traced: it makes a span and an access line, and counts in the metrics of rpcs.
@@ -131,6 +132,7 @@ class Method:
     access: Access = Access.TOKEN
     gate: Gate = Gate.NONE
     streams: bool = False
+    takes_stream: bool = False
     relayed: bool = True
     on_followers: bool = False
     traced: bool = True
@@ -161,6 +163,7 @@ def method_of(service: ServiceDescriptor, name: str, limits: MethodLimits, **row
         name=f"/{service.full_name}/{name}",
         limits=limits,
         streams=found.server_streaming,
+        takes_stream=found.client_streaming,
         request=GetMessageClass(found.input_type),
         response=GetMessageClass(found.output_type),
         **row,

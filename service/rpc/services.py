@@ -14,12 +14,12 @@ from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.calls.errors import RETRY_SECONDS, FailedPrecondition, Unavailable
 from tokenpod.service.rpc.methods import Gate, MethodTable
 
-#: What to call, by what a model is for.
-RPC_OF = {
-    Task.GENERATE: "tokenpod.v1.GenerationService/Generate",
-    Task.EMBED: "tokenpod.v1.EmbeddingService/Embed",
-    Task.SCORE: "tokenpod.v1.EmbeddingService/Score",
-    Task.CLASSIFY: "tokenpod.v1.EmbeddingService/Classify",
+#: How a handler is made, by whether requests and answers are streams.
+_MAKE = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
 }
 
 
@@ -82,8 +82,9 @@ class Services:
         if self.leader_address and not row.on_followers:
             raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
         if row.task is not None and self.task not in (row.task, None):
+            right = next(each for each in self.table if each.task is self.task)
             raise FailedPrecondition(
-                f"this server's model is made to {self.task.value}: call {RPC_OF[self.task]}"
+                f"this server's model is made to {self.task.value}: call {right.name[1:]}"
             )
         if not queues:
             return None
@@ -97,11 +98,7 @@ def add_methods(services: Services, server: grpc.aio.Server) -> None:
     for row in services.table:
         if row.serve is None:
             continue
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if row.streams
-            else grpc.unary_unary_rpc_method_handler
-        )
+        make = _MAKE[row.takes_stream, row.streams]
         methods.setdefault(row.service, {})[row.name.rpartition("/")[2]] = make(
             functools.partial(row.serve, services),
             request_deserializer=row.request.FromString,

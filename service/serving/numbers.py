@@ -11,14 +11,20 @@ from tokenpod.service.calls.embedding import ReadCall, ReadLimits, VectorFormat
 from tokenpod.service.calls.pooled import Floats
 
 
-def written(vectors: Floats, call: ReadCall, limits: ReadLimits) -> tuple[bytes, list[float]]:
-    """Vectors [n, width] as a client wants them: their numbers' bytes, and scales of int8."""
+def shown(vectors: Floats, call: ReadCall, limits: ReadLimits) -> Floats:
+    """Vectors [n, width] as a client wants them: cut, and divided by their length."""
     normalized = limits.facts.normalized if call.normalize is None else call.normalize
     if call.dimensions is not None:
         vectors = vectors[:, : call.dimensions]
     if normalized and (call.dimensions is not None or not limits.facts.normalized):
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         vectors = vectors / np.maximum(lengths, 1e-12)
+    return vectors
+
+
+def written(vectors: Floats, call: ReadCall, limits: ReadLimits) -> tuple[bytes, list[float]]:
+    """The same as bytes of their numbers, and scales of int8."""
+    vectors = shown(vectors, call, limits)
     if call.format is VectorFormat.FLOAT32:
         return vectors.astype("<f4", copy=False).tobytes(), []
     if call.format is VectorFormat.BFLOAT16:

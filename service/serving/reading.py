@@ -52,6 +52,17 @@ class ReadText:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadTimes:
+    """What a call's time went into, in nanoseconds."""
+
+    total_ns: int
+    tokenising_ns: int
+    #: Until the first step with any of its texts was planned, and from there to the last answer.
+    queue_ns: int
+    computing_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Framed:
     """What the engine is given of a text."""
 
@@ -118,6 +129,20 @@ class AdmittedTexts:
         self._recorded = recorded
         self._lease: Lease | None = None
         self._texts: PooledTexts | None = None
+        #: CLOCK_MONOTONIC nanoseconds.
+        self._tokenised_at = self._read_at = arrived_at
+
+    @property
+    def times(self) -> ReadTimes:
+        """Of a call whose texts have been read."""
+        began_at = self._texts.began_at if self._texts is not None else None
+        began_at = began_at or self._tokenised_at
+        return ReadTimes(
+            self._read_at - self._arrived_at,
+            self._tokenised_at - self._arrived_at,
+            max(began_at - self._tokenised_at, 0),
+            max(self._read_at - began_at, 0),
+        )
 
     @property
     def limits(self) -> ReadLimits:
@@ -157,6 +182,7 @@ class AdmittedTexts:
         self._lease.resize(asked + ID_BYTES * sum(counts) + 8 * vectors * width)
         self._place.queue(sum(counts))
         left_out = await self._left_out(call, limits)
+        self._tokenised_at = time.monotonic_ns()
         ids = self._serving.client.new_sequence_ids(len(framed))
         requests = [
             Request(
@@ -175,6 +201,7 @@ class AdmittedTexts:
         for request in requests:
             self._serving.client.submit(request, self._texts)
         found = await self._texts.all()
+        self._read_at = time.monotonic_ns()
         return [
             ReadText(numbers, len(each.ids), each.left_out)
             for numbers, each in zip(found, framed, strict=True)
@@ -187,7 +214,12 @@ class AdmittedTexts:
         if self._lease is not None:
             self._lease.release()
         if self._texts is not None and self._recorded is not None:
-            self._recorded.reads(self._texts)
+            self._recorded.reads(
+                len(self._texts.requests),
+                self._texts.tokens,
+                arrived_at=self._arrived_at,
+                began_at=self._texts.began_at,
+            )
 
     # -- Ender ---------------------------------------------------------------------------------
 
@@ -203,7 +235,7 @@ class AdmittedTexts:
 
     async def _framed(self, call: ReadCall, limits: ReadLimits) -> list[_Framed]:
         """What the engine is to read of each text."""
-        special = special_tokens(self._serving) if call.special else SpecialTokens()
+        special = special_tokens(self._serving)
         prompt, end = self._prompt(call, limits), call.truncation is Truncation.END
         most = limits.max_tokens
         seconds = [text.second for text in call.texts if text.second is not None]
@@ -268,7 +300,7 @@ class AdmittedTexts:
 
     def _prompt(self, call: ReadCall, limits: ReadLimits) -> str:
         name = limits.facts.default_prompt if call.prompt_name is None else call.prompt_name
-        return limits.facts.prompts.get(name, "") if call.special else ""
+        return limits.facts.prompts.get(name, "")
 
     async def _left_out(self, call: ReadCall, limits: ReadLimits) -> int:
         """Tokens at the beginning of each text that a mean leaves out."""

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 
 from tokenpod.service.calls.generation import Generation
-from tokenpod.service.calls.pooled import PooledTexts
 from tokenpod.service.rpc.interceptors import caller_of
 from tokenpod.service.telemetry.server_calls import (
     SERVER_ERRORS,
@@ -66,8 +65,8 @@ def _fields(call: ServerCall) -> Iterator[tuple[str, Any]]:
     yield "seconds", round(call.seconds, 4)
     if call.generations:
         yield from _generated(call.generations)
-    if call.texts is not None:
-        yield from _read(call.texts)
+    if call.texts:
+        yield from _read(call)
     if request_id := call.request_id or _shown(metadata.get("x-request-id")):
         yield "request_id", request_id
     if trace_id := call.trace_id or _trace_id(metadata.get("traceparent")):
@@ -98,12 +97,12 @@ def _generated(generations: Sequence[Generation]) -> Iterator[tuple[str, Any]]:
         yield "finish", ",".join(dict.fromkeys(reasons))
 
 
-def _read(texts: PooledTexts) -> Iterator[tuple[str, Any]]:
-    """When the first of the texts was read, and tokens of all."""
-    if texts.began_at is not None:
-        yield "queue_seconds", _seconds(texts.began_at - texts.requests[0].arrived_at)
-    yield "texts", len(texts.requests)
-    yield "prompt_tokens", texts.tokens
+def _read(call: ServerCall) -> Iterator[tuple[str, Any]]:
+    """When the first of the texts was begun, and tokens of all."""
+    if call.began_at is not None:
+        yield "queue_seconds", _seconds(call.began_at - call.arrived_at)
+    yield "texts", call.texts
+    yield "prompt_tokens", call.read_tokens
 
 
 def _seconds(nanoseconds: int) -> float:

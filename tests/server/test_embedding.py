@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import queue
+import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from support.checkpoints.embedding_models import EmbeddingGolden, save_tokenizer
 from support.clients.public_api import violations
 from support.pods.harness import ServerProcess, serve
 from tokenpod_client import AsyncClient, Client, ServerError
+from tokenpod_client.protos.tei.v1 import tei_pb2 as tei_pb
+from tokenpod_client.protos.tei.v1 import tei_pb2_grpc as tei_grpc
 from tokenpod_client.protos.tokenpod.v1 import embedding_service_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import model_pb2
 from tokenpod_client.protos.tokenpod.v1.embedding_service_pb2_grpc import EmbeddingServiceStub
@@ -178,6 +183,76 @@ def test_calls_leave_a_line_in_the_log(pod: ServerProcess) -> None:
     assert "texts=2 prompt_tokens=9" in line
 
 
+def tei(address: str) -> Any:
+    """Stubs of TEI's services by their names."""
+    channel = grpc.insecure_channel(address)
+    return types.SimpleNamespace(
+        **{
+            name: getattr(tei_grpc, f"{name}Stub")(channel)
+            for name in ("Info", "Embed", "Predict", "Rerank", "Tokenize")
+        }
+    )
+
+
+def test_clients_of_tei_get_vectors(pod: ServerProcess, minilm: EmbeddingGolden) -> None:
+    stubs = tei(pod.address)
+    info = stubs.Info.Info(tei_pb.InfoRequest(), timeout=30)
+    assert info.model_type == tei_pb.MODEL_TYPE_EMBEDDING
+    assert (info.max_input_length, info.max_client_batch_size) == (48, 32)
+    request = tei_pb.EmbedRequest(inputs="abc", normalize=True)
+    one = stubs.Embed.Embed(request, timeout=30)
+    close(one.embeddings, minilm.vector(framed("abc")))
+    assert (one.metadata.compute_chars, one.metadata.compute_tokens) == (3, 5)
+    assert one.metadata.total_time_ns >= one.metadata.inference_time_ns > 0
+    everything = stubs.Embed.EmbedAll(tei_pb.EmbedAllRequest(inputs="abc"), timeout=30)
+    assert len(everything.token_embeddings) == 5
+    texts = [f"text {i}" for i in range(100)]
+    requests = (tei_pb.EmbedRequest(inputs=text) for text in texts)
+    for text, each in zip(texts, stubs.Embed.EmbedStream(requests, timeout=60), strict=True):
+        close(each.embeddings, minilm.vector(framed(text)))
+    tokens = stubs.Tokenize.Tokenize(
+        tei_pb.EncodeRequest(inputs="ab", add_special_tokens=True), timeout=30
+    ).tokens
+    assert [token.id for token in tokens] == framed("ab")
+    assert [token.special for token in tokens] == [True, False, False, True]
+    ids_asked = tei_pb.DecodeRequest(ids=framed("ab"), skip_special_tokens=True)
+    assert stubs.Tokenize.Decode(ids_asked, timeout=30).text.replace(" ", "") == "ab"
+
+
+def test_a_stream_answers_before_the_next_request(pod: ServerProcess) -> None:
+    """Clients that ask, and wait, and ask again would hang otherwise."""
+    asked: queue.Queue[Any] = queue.Queue()
+    stream = tei(pod.address).Embed.EmbedStream(iter(asked.get, None), timeout=60)
+    for text in TEXTS:
+        asked.put(tei_pb.EmbedRequest(inputs=text))
+        assert len(next(stream).embeddings) == 32
+    asked.put(tei_pb.EmbedRequest(inputs=""))
+    with pytest.raises(grpc.RpcError) as refused:
+        next(stream)
+    assert set(violations(refused.value)) == {"inputs"}
+    asked.put(None)
+
+
+def test_what_tei_can_ask_and_is_not_there_is_named(pod: ServerProcess) -> None:
+    stubs = tei(pod.address)
+    with pytest.raises(grpc.RpcError) as refused:
+        stubs.Embed.EmbedSparse(tei_pb.EmbedSparseRequest(inputs="a"), timeout=30)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    for call in (
+        lambda: stubs.Rerank.Rerank(tei_pb.RerankRequest(query="a", texts=["b"]), timeout=30),
+        lambda: next(stubs.Predict.PredictStream(iter([tei_pb.PredictRequest(inputs="a")]))),
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            call()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "tokenpod.v1.EmbeddingService/Embed" in str(refused.value.details())
+    long = tei_pb.EmbedRequest(inputs="x" * 60)
+    with pytest.raises(grpc.RpcError, match="set `truncate` to leave some out"):
+        stubs.Embed.Embed(long, timeout=30)
+    long.truncate = True
+    assert len(stubs.Embed.Embed(long, timeout=30).embeddings) == 32
+
+
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory: Any) -> EmbeddingGolden:
     golden = EmbeddingGolden("ms-marco", tmp_path_factory.mktemp("ms-marco"))
@@ -202,6 +277,15 @@ def test_scores_are_those_of_pairs(reranker: EmbeddingGolden) -> None:
         assert cut == pytest.approx(float(reranker.logits(pair, second=5)), rel=1e-3, abs=1e-4)
         with pytest.raises(ServerError, match="made to score: call"):
             client.embed(["a"])
+        request = tei_pb.RerankRequest(query="abc", texts=documents[:2], return_text=True)
+        ranks = tei(running.address).Rerank.Rerank(request, timeout=30).ranks
+        best = max(range(2), key=likely.__getitem__)
+        assert [rank.index for rank in ranks] == [best, 1 - best]
+        assert [rank.text for rank in ranks] == [documents[best], documents[1 - best]]
+        assert ranks[0].score == pytest.approx(likely[best], rel=1e-4)
+        parts = [tei_pb.RerankStreamRequest(query="abc", text=text) for text in documents[:2]]
+        streamed = tei(running.address).Rerank.RerankStream(iter(parts), timeout=30).ranks
+        assert [rank.score for rank in streamed] == [rank.score for rank in ranks]
         with pytest.raises(ServerError, match="query has 70 tokens"):
             client.score("a" * 70, ["b"], truncation="end")
         assert running.stop() == 0
@@ -216,6 +300,10 @@ def test_labels_have_probabilities(tmp_path: Path) -> None:
             expected = golden.logits([*ids(text), SEP]).softmax(-1)
             close(scores.values(), expected)
             assert scores.best == f"LABEL_{int(expected.argmax())}"
+        request = tei_pb.PredictRequest(inputs=TEXTS[0])
+        predicted = tei(running.address).Predict.Predict(request, timeout=30).predictions
+        assert predicted[0].label == found[0].best
+        assert [each.score for each in predicted] == sorted(found[0].values(), reverse=True)
         assert running.stop() == 0
 
 
@@ -242,5 +330,5 @@ def test_a_model_that_writes_text_scores_by_yes_and_no(tmp_path: Path) -> None:
 
 
 def lines(text: str) -> list[int]:
-    """The same of a text of several lines: an end of one is no letter, and left out."""
-    return ids(text.replace("\n", ""))
+    """The same of a text of several lines: what lies between them is one unknown word."""
+    return ids(re.sub("\n+", " ", text))

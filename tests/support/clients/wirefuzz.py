@@ -19,9 +19,11 @@ from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
 from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import adapter_service_pb2 as adapters_pb
+from tokenpod_client.protos.tokenpod.v1 import embedding_service_pb2 as embedding_pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
 TOKENPOD, FMAAS, VLLM, ADAPTERS = "tokenpod", "fmaas", "vllm", "adapters"
+EMBEDDING = "embedding"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}
 ENOUGH_EVENTS = 6
 PROMPT = "def fibonacci(n):\n"
@@ -100,6 +102,7 @@ def rpcs() -> list[Rpc]:
     }
     services[TOKENPOD] = tokenpod_pb.DESCRIPTOR.services_by_name["GenerationService"]
     services[ADAPTERS] = adapters_pb.DESCRIPTOR.services_by_name["AdapterService"]
+    services[EMBEDDING] = embedding_pb.DESCRIPTOR.services_by_name["EmbeddingService"]
     services[FMAAS] = fmaas_pb.DESCRIPTOR.services_by_name["GenerationService"]
     services[VLLM] = vllm_pb.DESCRIPTOR.services_by_name["VllmEngine"]
     return [
@@ -116,6 +119,11 @@ PLAIN: dict[str, dict[str, dict[str, Any]]] = {
         "Generate": {"text": PROMPT, "stopping": {"max_new_tokens": 2}},
         "Tokenize": {"text": PROMPT},
         "Detokenize": {"token_ids": [5, 6]},
+    },
+    EMBEDDING: {
+        "Embed": {"inputs": [{"text": PROMPT}]},
+        "Score": {"query": "x", "documents": [PROMPT]},
+        "Classify": {"inputs": [{"text": PROMPT}]},
     },
     ADAPTERS: {
         "LoadAdapter": {"name": "one", "path": "one"},

@@ -79,7 +79,8 @@ def predict_pair_call(request: pb.PredictPairRequest) -> ReadCall:
     """One text, or two, that are to be labelled."""
     if len(request.inputs) not in (1, 2):
         raise InvalidArgument("inputs", f"has {len(request.inputs)} texts; must be 1 or 2")
-    text = AskedText("inputs", *request.inputs)
+    first, *second = request.inputs
+    text = AskedText("inputs", first, next(iter(second), None))
     return ReadCall([text], _truncation(request), truncates=TRUNCATES)
 
 

@@ -14,7 +14,15 @@ from tokenpod.service.dialects.fields import copied, field_names
 from tokenpod.service.dialects.streams import request_id_of
 from tokenpod.service.dialects.tei import codec
 from tokenpod.service.rpc.interceptors import Context
-from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimits, method_of
+from tokenpod.service.rpc.methods import (
+    NAMES,
+    PROMPT,
+    SMALL,
+    Gate,
+    Method,
+    MethodLimits,
+    method_of,
+)
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.numbers import scores
 from tokenpod.service.serving.reading import ReadText, ReadTimes, read_limits
@@ -185,11 +193,16 @@ def _stream(answer: Answer) -> Answer:
 
 
 def _row(
-    service: str, name: str, serve: Any, task: Task | None, limits: MethodLimits = PROMPT
+    service: str,
+    name: str,
+    serve: Any,
+    task: Task | None,
+    limits: MethodLimits = PROMPT,
+    **row: Any,
 ) -> Method:
     found = pb.DESCRIPTOR.services_by_name[service]
     gate = Gate.ROW if task is not None else Gate.QUEUE
-    return method_of(found, name, limits, serve=serve, gate=gate, relayed=False, task=task)
+    return method_of(found, name, limits, serve=serve, gate=gate, relayed=False, task=task, **row)
 
 
 def _rows(service: str, name: str, answer: Answer, task: Task | None) -> tuple[Method, Method]:
@@ -200,8 +213,9 @@ def _rows(service: str, name: str, answer: Answer, task: Task | None) -> tuple[M
     )
 
 
+_INFO = pb.DESCRIPTOR.services_by_name["Info"]
 METHODS = (
-    method_of(pb.DESCRIPTOR.services_by_name["Info"], "Info", SMALL, serve=info, gate=Gate.READY),
+    method_of(_INFO, "Info", SMALL, serve=info, gate=Gate.READY, on_followers=True),
     *_rows("Embed", "Embed", embed, Task.EMBED),
     *_rows("Embed", "EmbedSparse", embed_sparse, Task.EMBED),
     *_rows("Embed", "EmbedAll", embed_all, Task.EMBED),
@@ -209,6 +223,8 @@ METHODS = (
     *_rows("Predict", "PredictPair", predict_pair, Task.CLASSIFY),
     _row("Rerank", "Rerank", rerank, Task.SCORE),
     _row("Rerank", "RerankStream", rerank_stream, Task.SCORE),
-    *_rows("Tokenize", "Tokenize", tokenize, None),
-    *_rows("Tokenize", "Decode", decode, None),
+    _row("Tokenize", "Tokenize", tokenize, None, on_followers=True),
+    _row("Tokenize", "TokenizeStream", _stream(tokenize), None),
+    _row("Tokenize", "Decode", decode, None, NAMES),
+    _row("Tokenize", "DecodeStream", _stream(decode), None, NAMES),
 )

@@ -21,9 +21,9 @@ from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.pooling.files import pooling_of, task_of
-from tokenpod.models.pooling.spec import PoolingSpec
 from tokenpod.models.specs.kv_scales import scale_names
 from tokenpod.models.specs.layout import Layout, embedding_of, heads_named, stored_table, with_head
+from tokenpod.models.specs.pooling_spec import PoolingSpec
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.specs.weight_table import beyond_names, weights_of
 from tokenpod.models.weights.names import head_name

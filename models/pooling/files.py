@@ -19,7 +19,7 @@ from tokenpod.core.task import Task
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import MAX_JSON_BYTES, Fields, read_fields
 from tokenpod.models.pooling.head import ACTIVATIONS
-from tokenpod.models.pooling.spec import Dense, Mode, PoolingSpec
+from tokenpod.models.specs.pooling_spec import Dense, Mode, PoolingSpec
 from tokenpod.models.specs.spec import ModelSpec
 
 #: Flags of older files by the mode that they switch on.

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
-from tokenpod.models.pooling.spec import Dense, Mode, PoolingSpec
+from tokenpod.models.specs.pooling_spec import Dense, Mode, PoolingSpec
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": lambda x: x,

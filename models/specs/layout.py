@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tokenpod.models.checkpoints.checkpoint import Checkpoint, WeightReader, tensors_of
-from tokenpod.models.pooling.spec import PoolingSpec
+from tokenpod.models.specs.pooling_spec import PoolingSpec
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.names import Names
 from tokenpod.models.weights.shard import WHOLE

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import torch
 
 from tokenpod.core.capacity import MOST_DRAFTS, step_limits
@@ -208,7 +209,10 @@ def load(
         _check_pooled(options, model)
         positions = min(positions, pooling.spec.max_tokens or positions)
     if config.encodes:
-        # A text is read in one step.
+        # A text is read in one step, which may be as long as it is where the operator has not said.
+        if options.short_prompt_steps:
+            longest = max(options.max_batch_prefill_tokens, positions)
+            options = msgspec.structs.replace(options, max_batch_prefill_tokens=longest)
         positions = min(positions, options.max_batch_prefill_tokens)
     draft = load_draft(options, model, positions, device)
     loaded = time.monotonic()

@@ -68,6 +68,8 @@ class _Framed:
 
     ids: list[int]
     left_out: int
+    #: Tokens of it; more than `ids` where it is too long and may not be cut.
+    count: int
 
 
 class ReadingService:
@@ -174,7 +176,7 @@ class AdmittedTexts:
         asked = sum(text.memory for text in call.texts)
         self._lease = self._admission.memory.reserve(asked)
         framed = await self._framed(call, limits)
-        counts = [len(each.ids) for each in framed]
+        counts = [each.count for each in framed]
         limits.check_tokens(call, counts)
         vectors = sum(counts) if call.token_vectors else len(framed)
         width = limits.facts.token_width if call.token_vectors else limits.facts.width
@@ -254,14 +256,10 @@ class AdmittedTexts:
         framed = []
         for text in call.texts:
             if text.text is None:
-                ids = list(text.tokens)
-                kept = _cut(Tokenised(len(ids), ids), call.truncation, most)
-                framed.append(_Framed(kept, len(ids) - len(kept)))
-                continue
-            tokenised = next(found)
-            kept = _cut(tokenised, call.truncation, most - special.around_one)
-            ids = special.one(kept) if kept else []
-            framed.append(_Framed(ids, tokenised.count - len(kept)))
+                whole = Tokenised(len(text.tokens), list(text.tokens))
+                framed.append(_frame(whole, call.truncation, most, SpecialTokens()))
+            else:
+                framed.append(_frame(next(found), call.truncation, most, special))
         return framed
 
     def _pair(
@@ -282,7 +280,10 @@ class AdmittedTexts:
             )
         kept = _cut(second, call.truncation, room)
         ids = special.two(first.ids, kept, limits.facts.second_text)
-        return _Framed(ids, second.count - len(kept))
+        left_out = second.count - len(kept)
+        if call.truncation is Truncation.NONE:
+            return _Framed(ids, 0, len(ids) + left_out)
+        return _Framed(ids, left_out, len(ids))
 
     async def _tokenised(
         self, texts: Sequence[tuple[AskedText, str]], keep: int, *, end: bool
@@ -344,12 +345,22 @@ def _of_question(tokenizer: Tokenizer, before: str, behind: str) -> SpecialToken
     return SpecialTokens(tuple(ids[0]), tuple(ids[1]))
 
 
-def _cut(tokenised: Tokenised, truncation: Truncation, most: int) -> list[int]:
-    """The tokens that are read; all of them, where none may be left out."""
-    ids = tokenised.ids
+def _frame(
+    tokenised: Tokenised, truncation: Truncation, most: int, special: SpecialTokens
+) -> _Framed:
+    """A text with its special tokens, cut to `most` tokens if it may be."""
+    if not tokenised.count:
+        return _Framed([], 0, 0)
+    kept = _cut(tokenised, truncation, most - special.around_one)
+    ids, left_out = special.one(kept), tokenised.count - len(kept)
     if truncation is Truncation.NONE:
-        # Too many: what is missing of them counts, too.
-        return ids if len(ids) == tokenised.count else [*ids, *[0] * (tokenised.count - len(ids))]
-    if len(ids) <= most:
+        return _Framed(ids, 0, len(ids) + left_out)
+    return _Framed(ids, left_out, len(ids))
+
+
+def _cut(tokenised: Tokenised, truncation: Truncation, most: int) -> list[int]:
+    """The tokens that are read; all that there are, where none may be left out."""
+    ids, most = tokenised.ids, max(most, 0)
+    if truncation is Truncation.NONE or len(ids) <= most:
         return ids
-    return ids[: max(most, 0)] if truncation is Truncation.END else ids[len(ids) - max(most, 0) :]
+    return ids[:most] if truncation is Truncation.END else ids[len(ids) - most :]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from support.checkpoints.embedding_models import EmbeddingGolden, save_tokenizer
+from support.clients import wirefuzz
 from support.clients.public_api import violations
 from support.pods.harness import ServerProcess, serve
 from tokenpod_client import AsyncClient, Client, ServerError
@@ -150,6 +151,22 @@ def test_what_is_wrong_is_named(pod: ServerProcess, fields: Any, field: str) -> 
         stub.Embed(pb.EmbedRequest(**fields), timeout=30)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert set(violations(refused.value)) == {field}
+
+
+def test_each_field_at_its_extremes(pod: ServerProcess) -> None:
+    channel = pod.channel()
+    rpc = wirefuzz.embedding_rpc("Embed")
+    for case in wirefuzz.cases(rpc):
+        try:
+            rpc.send(channel, case.data)
+        except grpc.RpcError as error:
+            codes = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+            assert error.code() in codes, f"{case}: {error}"
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                (field,) = violations(error)
+                blamed, case_of = re.sub(r"\[\d+\]", "", field), case.path
+                assert blamed.startswith(case_of) or case_of.startswith(blamed), f"{case}: {field}"
+    pod.wait_until_idle()
 
 
 def test_another_rpc_is_refused_with_the_right_one(pod: ServerProcess) -> None:

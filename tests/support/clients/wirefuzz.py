@@ -102,7 +102,6 @@ def rpcs() -> list[Rpc]:
     }
     services[TOKENPOD] = tokenpod_pb.DESCRIPTOR.services_by_name["GenerationService"]
     services[ADAPTERS] = adapters_pb.DESCRIPTOR.services_by_name["AdapterService"]
-    services[EMBEDDING] = embedding_pb.DESCRIPTOR.services_by_name["EmbeddingService"]
     services[FMAAS] = fmaas_pb.DESCRIPTOR.services_by_name["GenerationService"]
     services[VLLM] = vllm_pb.DESCRIPTOR.services_by_name["VllmEngine"]
     return [
@@ -111,6 +110,12 @@ def rpcs() -> list[Rpc]:
         for method in service.methods
         if method.name not in OTHERS_MESSAGES
     ]
+
+
+def embedding_rpc(name: str) -> Rpc:
+    """One of those that pods answer whose models make numbers of texts."""
+    service = embedding_pb.DESCRIPTOR.services_by_name["EmbeddingService"]
+    return Rpc(EMBEDDING, service.methods_by_name[name])
 
 
 #: Of the protocols whose clients ask for text: requests that are fine, by the rpcs' names.

@@ -353,3 +353,17 @@ def test_a_model_that_writes_text_scores_by_yes_and_no(tmp_path: Path) -> None:
 def lines(text: str) -> list[int]:
     """The same of a text of several lines: what lies between them is one unknown word."""
     return ids(re.sub("\n+", " ", text))
+
+
+def test_two_ranks_and_two_front_ends_say_the_same(tmp_path: Path) -> None:
+    """MPNet's ranks divide the numbers by distance, too; each front end has its own texts."""
+    golden = EmbeddingGolden("mpnet", tmp_path)
+    save_tokenizer(golden.folder, "encoder")
+    flags = ("--model-id", str(golden.folder), "--num-shard", "2", "--front-ends", "2")
+    with serve(*flags) as running:
+        clients = [Client(running.address) for _ in range(6)]
+        for client in clients:
+            with client:
+                for text, vector in zip(TEXTS, client.embed(TEXTS), strict=True):
+                    close(vector, golden.vector(framed(text)))
+        assert running.stop() == 0

@@ -105,10 +105,12 @@ class PoolingHead:
         done = [at for at, piece in enumerate(pieces) if piece.last]
         if len(done) < len(pieces) or any(piece.text.pooled is not None for piece in pieces):
             states = self._continued(states, pieces)
-        vectors = states if len(done) == len(pieces) else states[done]
+        device, vectors = hidden.device, states
+        if len(done) < len(pieces):
+            vectors = states.index_select(0, _sent(torch.tensor(done, dtype=torch.int64), device))
         if self.spec.mode in (Mode.MEAN, Mode.WEIGHTED_MEAN):
             counts = [self._weight(pieces[at].text) for at in done]
-            vectors = vectors / torch.tensor(counts, device=hidden.device)[:, None]
+            vectors = vectors / _sent(torch.tensor(counts), device)[:, None]
         for layer in self._layers:
             vectors = layer(vectors)
         return functional.normalize(vectors) if self.spec.normalized else vectors
@@ -137,7 +139,7 @@ class PoolingHead:
         mode = self.spec.mode
         if mode in (Mode.CLS, Mode.LAST_TOKEN):
             at = [piece.first if mode is Mode.CLS else piece.end - 1 for piece in pieces]
-            return hidden.index_select(0, torch.tensor(at, device=hidden.device)).float()
+            return hidden.index_select(0, _sent(torch.tensor(at), hidden.device)).float()
         if mode is Mode.MAX:
             return torch.stack([hidden[p.first : p.end].float().amax(0) for p in pieces])
         spans = [range(piece.counted, piece.end) for piece in pieces]
@@ -146,14 +148,14 @@ class PoolingHead:
             rows = hidden[spans[0].start : spans[-1].stop].float()
         else:
             which = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-            rows = hidden.index_select(0, which.to(hidden.device)).float()
+            rows = hidden.index_select(0, _sent(which, hidden.device)).float()
         if mode is Mode.WEIGHTED_MEAN:
             weights = [
                 torch.arange(p.start + span.start - p.first, p.start + span.stop - p.first) + 1
                 for p, span in zip(pieces, spans, strict=True)
             ]
-            rows = rows * torch.cat(weights).to(rows)[:, None]
-        lengths = torch.tensor([len(span) for span in spans], device=hidden.device)
+            rows = rows * _sent(torch.cat(weights), hidden.device)[:, None]
+        lengths = _sent(torch.tensor([len(span) for span in spans]), hidden.device)
         return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0)
 
     def _continued(self, states: torch.Tensor, pieces: Sequence[PieceOfText]) -> torch.Tensor:
@@ -170,6 +172,12 @@ class PoolingHead:
             piece.text.pooled = now
             found.append(now)
         return torch.stack(found)
+
+
+def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values of the host on a device, in the order of its queue and without waiting for it."""
+    source = values.pin_memory() if device.type == "cuda" else values
+    return source.to(device, non_blocking=True)
 
 
 def pooling_head(

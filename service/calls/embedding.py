@@ -18,6 +18,8 @@ from tokenpod.service.calls.limits import (
 
 #: Bytes of all vectors of a call: an answer must fit into the 4 MiB that gRPC's clients take.
 MOST_VECTOR_BYTES = 4 * 1024 * 1024 - 256 * 1024
+#: Characters of a query, of which there is a copy for each document.
+MOST_QUERY_CHARACTERS = 16_384
 
 
 class Truncation(Enum):
@@ -169,6 +171,32 @@ class ReadLimits:
             raise InvalidArgument(asked.field, "is empty; at least one character is needed")
 
 
-def no_instruction(field: str) -> Unimplemented:
-    """The error of a field that the model can do nothing with."""
-    return Unimplemented(field, "is set; this model was not trained with instructions")
+def pairs_of(
+    facts: VectorFacts, query: str, documents: Sequence[str], field: str, instruction: str = ""
+) -> list[AskedText]:
+    """A query with each of these documents, as the model reads them.
+
+    Args:
+        facts: of the model.
+        query: the client's `query`.
+        documents: the client's `field`.
+        field: where the client put them.
+        instruction: what the query is about; empty: what the model was trained with.
+
+    Raises:
+        InvalidArgument: the query is empty, or so long that many copies would be a burden.
+        Unimplemented: the model does nothing with instructions.
+    """
+    if instruction and not facts.template:
+        raise Unimplemented("instruction", "is set; this model was not trained with instructions")
+    if not query:
+        raise InvalidArgument("query", "is empty; at least one character is needed")
+    for name, text in (("query", query), ("instruction", instruction)):
+        if len(text) > MOST_QUERY_CHARACTERS:
+            problem = f"has {len(text)} characters; at most {MOST_QUERY_CHARACTERS} are allowed"
+            raise InvalidArgument(name, problem)
+    instruction = instruction or facts.instruction
+    return [
+        AskedText(f"{field}[{at}]", *facts.pair(query, document, instruction))
+        for at, document in enumerate(documents)
+    ]

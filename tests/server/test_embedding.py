@@ -294,6 +294,13 @@ def test_scores_are_those_of_pairs(reranker: EmbeddingGolden) -> None:
         (_, _, cut) = client.score("abc", documents, truncation="end", raw_scores=True)
         pair = [*framed("abc"), *ids("x" * 60), SEP]
         assert cut == pytest.approx(float(reranker.logits(pair, second=5)), rel=1e-3, abs=1e-4)
+        with pytest.raises(ServerError, match="query has 16385 characters; at most 16384"):
+            client.score("a" * 16_385, ["b"])
+        with pytest.raises(ServerError, match="query is empty"):
+            client.score("", ["b"])
+        with pytest.raises(ServerError, match=r"instruction is set; this model was not") as later:
+            client.score("a", ["b"], instruction="find it")
+        assert later.value.code is grpc.StatusCode.UNIMPLEMENTED
         with pytest.raises(ServerError, match="made to score: call"):
             client.embed(["a"])
         request = tei_pb.RerankRequest(query="abc", texts=documents[:2], return_text=True)

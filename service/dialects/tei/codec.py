@@ -10,7 +10,13 @@ import numpy as np
 
 from tokenpod.core.task import Task, VectorFacts
 from tokenpod.service.calls.call import TokensCall
-from tokenpod.service.calls.embedding import AskedText, ReadCall, ReadLimits, Truncation
+from tokenpod.service.calls.embedding import (
+    AskedText,
+    ReadCall,
+    ReadLimits,
+    Truncation,
+    pairs_of,
+)
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.serving.numbers import probabilities, shown
 from tokenpod.service.serving.reading import ReadText, ReadTimes, read_limits
@@ -86,12 +92,7 @@ def predict_pair_call(request: pb.PredictPairRequest) -> ReadCall:
 
 def rerank_call(request: pb.RerankRequest, facts: VectorFacts) -> ReadCall:
     """A query, and texts that may answer it."""
-    if not request.query:
-        raise InvalidArgument("query", "is empty; at least one character is needed")
-    texts = [
-        AskedText(f"texts[{at}]", *facts.pair(request.query, text, facts.instruction))
-        for at, text in enumerate(request.texts)
-    ]
+    texts = pairs_of(facts, request.query, request.texts, "texts")
     return ReadCall(texts, _truncation(request), truncates=TRUNCATES)
 
 

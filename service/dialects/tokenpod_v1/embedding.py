@@ -13,7 +13,7 @@ from tokenpod.service.calls.embedding import (
     ReadCall,
     Truncation,
     VectorFormat,
-    no_instruction,
+    pairs_of,
 )
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.dialects.fields import copied
@@ -76,16 +76,8 @@ async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) ->
 async def score(backend: Backend, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
     """How well each document answers a query."""
     facts = read_limits(backend.generate.serving).facts
-    if request.instruction and not facts.template:
-        raise no_instruction("instruction")
-    if not request.query:
-        raise InvalidArgument("query", "is empty; at least one character is needed")
-    instruction = request.instruction or facts.instruction
     call = ReadCall(
-        [
-            AskedText(f"documents[{at}]", *facts.pair(request.query, document, instruction))
-            for at, document in enumerate(request.documents)
-        ],
+        pairs_of(facts, request.query, request.documents, "documents", request.instruction),
         _chosen("truncation", _TRUNCATION, request.truncation),
         request_id=request.request_id,
         priority=request.priority,

@@ -14,8 +14,13 @@ from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.specs.pooling_spec import Dense, Mode, PoolingSpec
 
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "identity": lambda x: x,
+    "identity": _as_it_is,
     "tanh": torch.tanh,
     "relu": torch.relu,
     "gelu": functional.gelu,

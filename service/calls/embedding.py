@@ -33,7 +33,7 @@ class Truncation(Enum):
 
 
 class VectorFormat(Enum):
-    """How numbers are written; the value is the bytes of each."""
+    """How numbers are written."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

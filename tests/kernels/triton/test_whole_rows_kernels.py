@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from support.kernels.whole_rows import agree, options_of
 from tokenpod.kernels.backends import triton as triton_backend
@@ -20,3 +21,14 @@ def poisoned(poisoned_memory):
 def test_kernels_do_what_the_definition_says(device, options, window, piece):
     ops = triton_backend.OPERATIONS
     agree(ops, device, window, piece, options_of(options, device), lengths=(1, 2, 17, 70))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", ["plain", "distance", "alibi"])
+@pytest.mark.parametrize(("window", "piece"), [(None, None), (None, 33), (65, None), (257, 100)])
+def test_long_texts(device, window, piece, options, dtype):
+    """Compiled: blocks that are seen whole lie between those that are not, on either side."""
+    lengths = (1, 16, 127, 128, 512, 1025, 2000)
+    ops = triton_backend.OPERATIONS
+    agree(ops, device, window, piece, options_of(options, device), lengths=lengths, dtype=dtype)

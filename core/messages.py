@@ -209,6 +209,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     #: What the model is for, and of one that makes vectors, what is known of these.
     task: Task = Task.GENERATE
     vectors: VectorFacts | None = None
+    #: How layers with a window keep tokens, for the operator; empty: there are none.
+    windows_kept: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):

@@ -234,6 +234,7 @@ def load(
         scores_prompts=own is None or own.scores_prompts,
         pools=pooling is not None,
         whole_prompts=config.encodes,
+        own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
         adapter_heads=options.max_adapter_heads,
@@ -274,6 +275,7 @@ def load(
         prefill_tokens=assembled.prefill_tokens,
         task=Task.GENERATE if pooling is None else pooling.spec.task,
         vectors=None if pooling is None else pooling.spec.facts(config.second_text),
+        windows_kept=room.windows_kept,
     )
     return assembled, ready, limits
 

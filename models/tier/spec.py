@@ -13,7 +13,7 @@ from tokenpod.kernels.cache.kv_pool import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """See `facts.ModelFacts`."""
+    """What is known of a model that transformers computes: `facts.ModelFacts`."""
 
     architecture: str
     vocab_size: int
@@ -33,6 +33,7 @@ class TierSpec:
     encodes: bool = False
     second_text: int = 0
     expansion: Expansion | None = None
+    own_positions: bool = False
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

@@ -126,7 +126,7 @@ PLAIN: dict[str, dict[str, dict[str, Any]]] = {
         "Detokenize": {"token_ids": [5, 6]},
     },
     EMBEDDING: {
-        "Embed": {"inputs": [{"text": PROMPT}]},
+        "Embed": {"inputs": [{"text": "x"}]},
         "Score": {"query": "x", "documents": [PROMPT]},
         "Classify": {"inputs": [{"text": PROMPT}]},
     },

@@ -11,7 +11,6 @@ from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
 from tokenpod.service.calls.limits import (
     MOST_PRIORITY,
     at_most,
-    check_request_id,
     few_entries,
     refuse,
 )
@@ -126,7 +125,6 @@ class ReadLimits:
         if abs(call.priority) > MOST_PRIORITY:
             problem = f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}"
             refuse("priority", call.priority, problem)
-        check_request_id(call.request_id)
 
     def check_tokens(self, call: ReadCall, counts: Sequence[int]) -> None:
         """How many tokens texts have, once that is known. Raises InvalidArgument."""

@@ -16,6 +16,7 @@ from tokenpod.service.calls.embedding import (
     pairs_of,
 )
 from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.limits import check_request_id
 from tokenpod.service.dialects.fields import copied
 from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of
 from tokenpod.service.rpc.interceptors import Context
@@ -118,6 +119,8 @@ async def _read(
     remaining = context.time_remaining()
     with backend.reading.admit(remaining) as admitted:
         backend.generate.check_model(model)
+        # Before it travels as metadata.
+        check_request_id(call.request_id)
         request_id = request_id_of(call.request_id, context)
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         return await admitted.read(call, field, request_id, remaining)

@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from tokenpod.core.task import Task
 from tokenpod.service.calls.embedding import AskedText, ReadCall
 from tokenpod.service.calls.errors import Unimplemented
+from tokenpod.service.calls.limits import check_request_id
 from tokenpod.service.dialects.fields import copied, field_names
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.dialects.vllm.cache import flush_cache, subscribe
@@ -62,7 +63,8 @@ async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) ->
     with backend.reading.admit(remaining) as admitted:
         ids = await copied(request.tokenized.input_ids)
         text = AskedText("tokenized.input_ids", tokens=ids)
-        call = ReadCall([text], request_id=request.request_id)
+        call = ReadCall([text])
+        check_request_id(request.request_id)
         request_id = request_id_of(request.request_id, context)
         (read,) = await admitted.read(call, "tokenized", request_id, remaining)
         vector = read.vectors[0].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ def load_model(
     adapters: Space | None = None,
     fuse: Path | None = None,
     task: str = "auto",
+    drafts: int = 0,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -73,6 +75,7 @@ def load_model(
         adapters: what is taken for adapters; None: there are none.
         fuse: folder of a LoRA adapter that is fused into the weights; None: there is none.
         task: what is done with it, a value of `Task`; "auto": what its files show.
+        drafts: so many of a row may turn out to be wrong.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -142,7 +145,7 @@ def load_model(
         targets = targets_of(family, spec)
         store = store_of(targets, weights, tensors, adapters, virtual, ops, group, folder)
     return Decoder(
-        spec.on_rank(shard),
+        replace(spec, drafts=drafts).on_rank(shard),
         tensors,
         parallel(ops, group) if group else ops,
         parameters=layout.parameters,

@@ -156,7 +156,7 @@ def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
             override=override,
             task=options.task,
         )
-        spec = _few_layers(layout.spec)
+        spec = replace(_few_layers(layout.spec), drafts=options.speculate)
         dtype = getattr(torch, options.dtype) if options.dtype else spec.dtype or torch.float32
         tensors = read_weights(
             checkpoint,

@@ -73,6 +73,8 @@ class Attention:
     causal: bool = True
     #: What is added to logits by distance; None: nothing is.
     distance_bias: DistanceBias | None = None
+    #: Multiplies what the last product says.
+    output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise ModelError for heads that can't be."""
@@ -102,7 +104,7 @@ class Attention:
     def cache(self) -> Cache:
         """Keys and values of all key/value heads."""
         window = self.window if self.causal else None
-        return Cache(alike(self.kv_heads, self.head_dim), window)
+        return Cache(alike(self.kv_heads, self.head_dim), window, kept=self.causal)
 
     @property
     def turned(self) -> Turned:
@@ -145,7 +147,9 @@ class Attention:
             source = Source(tensors.at + names.sinks, (Axis(self.heads, Division.EVEN),))
             yield Weight("sinks", (source,), dtype=torch.float32)
         output = tensors.hidden, queries
-        yield from tensors.product("output", names.output, *output, self.output_bias)
+        yield from tensors.product(
+            "output", names.output, *output, self.output_bias, self.output_scale
+        )
 
     def _with_gate(self, weight: Weight) -> Weight:
         """The same with queries cut out of a tensor that has gates, too, and these as last rows."""

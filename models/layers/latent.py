@@ -68,11 +68,6 @@ class Latent:
         return LatentShape(self.kv_rank, self.rope_dim, self.nope_dim, self.value_dim)
 
     @property
-    def causal(self) -> bool:
-        """A token sees none of those behind it."""
-        return True
-
-    @property
     def cache(self) -> Cache:
         """One row of all heads: the latent is the value, too. A token sees everything before it."""
         return Cache(KVLayout(1, self.kv_rank + self.rope_dim, self.kv_rank, shared=True), None)

@@ -36,6 +36,8 @@ class Cache(NamedTuple):
     window: int | None
     #: Of the row, whatever its length; None: nothing.
     state: StateLayout | None = None
+    #: Whether keys and values are read after the step: not where all of a text is in one.
+    kept: bool = True
 
 
 class Turned(NamedTuple):
@@ -52,14 +54,18 @@ class MixerParts:
     products: Products
     #: Its weights begin with it, and a dot.
     layer: int
-    #: Which of the pool's caches it reads: of keys and values, or of states.
+    #: Which of the pool's caches of keys and values it reads, if one.
     cache: int
+    #: Which of the pool's states it has, if one.
+    state: int
     #: Which of the step's rotations turns it, if one does.
     rotation: int
+    #: Of a second mixer of the layer: what its weights' names begin with behind the layer's.
+    beside: str = ""
 
     def named(self, weight: str) -> str:
         """The name of one of the layer's weights."""
-        return f"{self.layer}.{weight}"
+        return f"{self.layer}.{self.beside}{weight}"
 
 
 class Mix(Protocol):
@@ -81,11 +87,6 @@ class Mixer(Protocol):
     @property
     def cache(self) -> Cache:
         """What is kept of a sequence."""
-        ...
-
-    @property
-    def causal(self) -> bool:
-        """Whether a token sees none of those behind it."""
         ...
 
     @property

@@ -59,6 +59,10 @@ class Table:
     paused: Ints
     #: 1: its prompt is read for its vectors, so nothing is sampled.
     pooled: Ints
+    #: The sequence's id.
+    id: Ints
+    #: Outputs before this one only lengthen it, unless they are ends of text; 0: any may do more.
+    plain: Ints
     #: The end of a piece of its prompt, behind which others may go on otherwise; 0: there is none.
     branch: Ints
 

@@ -14,7 +14,7 @@ ends here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from itertools import compress
 from types import MappingProxyType
@@ -138,6 +138,7 @@ class Scheduler:
             preemption=preemption,
             forced=self.forced,
             drafting=self._drafting,
+            whole_prompts=limits.whole_prompts,
             ahead=_STEPS_AHEAD * limits.prefill_tokens if limits.shortest_first else None,
         )
         self._routed = RouterSteps(self.kv, self._rows, self.forced, self._drafting)
@@ -342,6 +343,7 @@ class Scheduler:
         tops: Mapping[int, Top] = MappingProxyType({}),
         drafting_ns: int = 0,
         arrived: int | None = None,
+        spoiled: Collection[int] = (),
     ) -> Settled:
         """Take a step's outcome.
 
@@ -353,12 +355,15 @@ class Scheduler:
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
             drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
+            spoiled: rows of the plan whose vectors have NaN or Inf.
         """
         self._estimates.settled(step, now, drafting_ns)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
         drafted = self._check_drafts(step, tokens)
         self._take_each(step, tokens, tops, drafted, now)
+        for row in step.pooled:
+            self._take_vectors(step.sequences[row], whole=row not in spoiled)
         for draft in drafted.values():
             self._events.drafted(draft.sequence, draft.drafted, draft.accepted)
         for sequence in left:
@@ -531,6 +536,17 @@ class Scheduler:
         events.samples.append(at)
         if finish:
             self._end(sequence, END_STATES[finish])
+
+    def _take_vectors(self, sequence: Sequence, *, whole: bool) -> None:
+        """End a sequence whose text has been read."""
+        if sequence.dead:
+            return
+        if not whole:
+            self._spoil(sequence)
+            return
+        self._start(sequence)
+        self._events.finished([sequence.id], FinishCode.EOS)
+        self._end(sequence, END_STATES[FinishCode.EOS])
 
     def _postpone(self, sequence: Sequence, n: int) -> None:
         """The mask of a row was late: its last `n` positions are computed again once it comes."""

@@ -39,7 +39,12 @@ from tokenpod.kernels.cache import triton_rotary as rotary
 from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
-from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales, LatentShape
+from tokenpod.kernels.operations.attention_ops import (
+    NO_OPTIONS,
+    AttentionOptions,
+    KVScales,
+    LatentShape,
+)
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.operations.recurrent_ops import MemoryShape
@@ -141,6 +146,17 @@ def attend_plainly() -> None:
 def attend_with_everything() -> None:
     options = AttentionOptions(0.1, 2.0, torch.ones(HEADS), torch.ones(HEADS))
     attend(False, options, 100)
+
+
+def attend_whole_texts() -> None:
+    """Of encoders: all of a text, or what is near, with numbers by distance or without."""
+    table = torch.ones(HEADS, 9)
+    for options, window in ((AttentionOptions(distance_bias=table), None), (NO_OPTIONS, 20)):
+        step = lay_out([Spec(40, 40), Spec(50, 50, piece=4)], CPU)
+        pools = draw(2, step.slots, KV_HEADS, HEAD_DIM)
+        q = draw(step.batch.tokens, HEADS, HEAD_DIM)
+        plan = attention.plan_attention(step.batch, window, causal=False)
+        attention.attention(q, pools[0], pools[1], plan, options)
 
 
 def attend_many_heads() -> None:
@@ -466,6 +482,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         attend_plainly,
         attend_with_everything,
         attend_many_heads,
+        attend_whole_texts,
         attend_large_heads,
         attend_8_bits,
         store,
@@ -495,6 +512,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
 RARER = (
     attend_with_everything,
     attend_many_heads,
+    attend_whole_texts,
     attend_large_heads,
     multiply_quantised_with_every_tile,
     experts_with_everything,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.lane_tiles import lane_tiles
+from benchmarks.support.lane_tiles import lane_tiles, matrix_tiles
 from benchmarks.support.limits import BANDWIDTH, MATRIX_RATE
 from benchmarks.support.models import FORMATS, shape_names, shape_of
 from benchmarks.support.report import Report
@@ -44,6 +44,7 @@ from tokenpod.kernels.products import triton_product as dense_product
 from tokenpod.kernels.products.product_tiles import LIBRARY
 from tokenpod.kernels.products.quantised import format_products as quantised_product
 from tokenpod.kernels.products.quantised import quantised_tiles
+from tokenpod.kernels.products.quantised.lanes import lanes_of_rows
 
 SMOKE = {
     "cpu": "--shape nano --kinds bf16 int8 --products output --tokens 1 5",
@@ -175,6 +176,8 @@ class Prepared:
             prepare = lambda w: module.prepare_linear(w, None, self)  # noqa: E731
         else:
             prepare = lambda w: partial(self._added, module.prepare_add_linear(w, None, self))  # noqa: E731
+        if case.kind == "rows8":
+            weights = [lanes_of_rows(weight) for weight in weights]
         self.products: list[Product] = [prepare(weight) for weight in weights]
 
     def _added(self, add: Any, x: torch.Tensor) -> torch.Tensor:
@@ -267,9 +270,13 @@ def candidates(case: Case, tokens: int) -> list[Any]:
     if case.kind == "bf16":
         return [LIBRARY, *neighbours(table.choose_own(*size, tokens))]
     tile = table.choose(case.table_name, *size, tokens)
-    if isinstance(tile, quantised_tiles.LaneTile):
-        gated = case.shape.beside == "gate"
-        return list(dict.fromkeys([tile, *lane_tiles(*size, tokens, gated=gated)]))
+    gated = case.shape.beside == "gate"
+    if case.kind == "rows8" or isinstance(tile, quantised_tiles.LaneTile):
+        served, least = [] if tile is None else [tile], 64 if case.kind == "rows8" else 128
+        return list(dict.fromkeys([*served, *lane_tiles(*size, tokens, gated=gated, least=least)]))
+    if case.kind == "fp8-blocks" and tokens >= 64:
+        served = [] if tile is None else [tile]
+        return list(dict.fromkeys([*served, *matrix_tiles(*size, tokens, gated=gated)]))
     return neighbours(tile) if tile else []
 
 
@@ -313,7 +320,9 @@ def kernels(cases: list[Case], among: list[int]) -> list[tuple[Case, int, Any]]:
         for tokens in among:
             for tile in candidates(case, tokens):
                 which: Any = case.shape.name
-                if isinstance(tile, quantised_tiles.LaneTile):
+                if not isinstance(tile, quantised_tiles.AddTile | quantised_tiles.TokenTile) and (
+                    case.kind != "bf16"
+                ):
                     apart = tile.splits > 1 or case.shape.beside == "norm"
                     which = "plain" if apart else case.shape.beside
                 columns = min(tokens, getattr(tile, "block_t", tokens))
@@ -361,6 +370,9 @@ def search(
                     print(f"WRONG {case} {tokens} {tile}: error {off:.1e}", flush=True)
                     continue
                 ranked.append((taken, tile))
+                which = {"product": case.shape.name, "format": case.kind, "tokens": tokens}
+                tried = {**which, "us": 1e6 * taken, "bf16_us": 1e6 * base, "tile": str(tile)}
+                report.tables.setdefault("tried", []).append(tried)
             ranked.sort(key=lambda pair: pair[0])
             again = []
             for _, tile in ranked[:TIMED_AGAIN]:

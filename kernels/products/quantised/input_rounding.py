@@ -33,7 +33,7 @@ class Rounded(NamedTuple):
 
     #: [T, in] float8_e4m3fn or int8; [2T, in] int8 where they are digits, the high ones first.
     numbers: torch.Tensor
-    #: [T, groups] float32
+    #: [groups, T] float32: a step of a product reads a group's of many tokens.
     scale: torch.Tensor
 
 
@@ -53,7 +53,7 @@ def round_inputs(
     digits = rounding is None
     dtype = torch.int8 if rounding is None else rounding.number.dtype
     numbers = torch.empty((2 * tokens if digits else tokens, k), dtype=dtype, device=x.device)
-    scale = torch.empty((tokens, groups), dtype=torch.float32, device=x.device)
+    scale = torch.empty((groups, tokens), dtype=torch.float32, device=x.device)
     in_group = triton.next_power_of_2(block)
     _round_inputs[(tokens,)](
         x,
@@ -141,4 +141,4 @@ def _round_inputs(
             tl.store(at, high.to(tl.int8), mask=inside)
             low = whole - (high << 7)
             tl.store(at + tokens.to(tl.int64) * k, low.to(tl.int8), mask=inside)
-    tl.store(scale + token * groups + group, step, mask=group < groups)
+    tl.store(scale + group.to(tl.int64) * tokens + token, step, mask=group < groups)

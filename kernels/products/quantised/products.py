@@ -18,6 +18,7 @@ from math import gcd
 import torch
 import triton
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import capability, launch_options, most_stages
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
@@ -29,7 +30,7 @@ from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.quantised.around import Around, Product, put
 from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
-from tokenpod.kernels.products.quantised.lane_products import prepare_lanes
+from tokenpod.kernels.products.quantised.lane_products import is_aligned, prepare_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.products.quantised.matrix import multiply_rounded
 from tokenpod.kernels.products.quantised.multiply_add import multiply_add_bytes
@@ -49,6 +50,8 @@ FP8_CAPABILITY = (8, 9)
 SCALED_CAPABILITY = (9, 0)
 #: Inputs that the matrix unit takes of e4m3 at a time.
 LEAST_GROUP = 32
+#: The matrix unit's fewest rows of factors in shared memory.
+LEAST_TILE = 64
 #: Tokens from which on the library's product is faster, where it scales.
 MANY = 65
 
@@ -150,7 +153,7 @@ def _scaled_by_rows(
     return torch._scaled_mm(
         rounded.numbers,
         weight.numbers.t(),
-        scale_a=rounded.scale,
+        scale_a=rounded.scale.t(),
         scale_b=weight.scale.t(),
         bias=bias,
         out_dtype=x.dtype,
@@ -222,6 +225,13 @@ def _multiply_add(
     )
 
 
+def _can_describe(x: torch.Tensor, weight: torch.Tensor, tile: MatrixTile) -> bool:
+    """Whether the tensor memory engine can fetch blocks of both factors, and writes others."""
+    generation = capability(x.device)
+    has_engine = generation is None or generation >= SCALED_CAPABILITY
+    return has_engine and tile.parts == 1 and is_aligned(x) and is_aligned(weight)
+
+
 def multiply(
     x: Rounded,
     weight: Format,
@@ -240,30 +250,44 @@ def multiply(
         # Where ranks cut blocks, those of the weight are narrower than groups of inputs.
         group = (weight.rounding and weight.rounding.group) or weight.columns
         block_k = gcd(block_k, gcd(weight.columns, group))
-        grouped = weight.scale.shape[1] > 1 or x.scale.shape[1] > 1
+        grouped = weight.scale.shape[1] > 1 or len(x.scale) > 1
         layout = (
             *(weight.scale.shape[1], weight.rows, weight.columns // block_k),
-            *(x.scale.shape[1], group // block_k),
+            *(len(x.scale), group // block_k),
         )
     numbers, stored = x.numbers, weight.numbers
     if capability(y.device) is None:
         numbers, stored = numbers.view(torch.int8), stored.view(torch.int8)
+    gates = 1 if activation is None else 2
+    # With one scale for all rows of a tile, and for all of those that its gates open.
     block_t = min(tile.block_t, triton.next_power_of_2(tokens))
+    whole = grouped and weight.rows % tile.block_n == 0 and n % tile.block_n == 0
+    shared = whole and tile.parts == 1 and block_t >= LEAST_TILE
     splits = 1 if activation is not None else tile.splits
-    rows = tile.block_n * (1 if activation is None else 2)
+    rows = tile.block_n * gates
     columns = max(tile.parts * block_t, LEAST_COLUMNS)
     digits = len(x.numbers) // tokens
+    described = tile.described and digits == 1 and _can_describe(x.numbers, weight.numbers, tile)
     # Tables have tiles of shapes as they were timed: with gates, a tile has twice the rows.
     stages = most_stages(y.device, block_k * (rows * tile.parts + columns * digits))
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+    written = described and splits == 1 and is_aligned(y)
+    if described:
+        numbers = TensorDescriptor.from_tensor(numbers, [block_t, block_k])
+        stored = TensorDescriptor.from_tensor(stored, [tile.block_n, block_k])
+    if written:
+        target = TensorDescriptor.from_tensor(y, [block_t, tile.block_n])
     multiply_rounded[(triton.cdiv(n, tile.block_n) * triton.cdiv(tokens, block_t), splits)](
         *(numbers, x.scale, stored, weight.scale),
-        *(bias, target, target.stride(-2), tokens, n, width, *layout),
+        *(bias, target, n if splits > 1 else y.stride(0), tokens, n, width, *layout),
         KIND=kind,
         DIGITS=digits,
         GROUPED=grouped,
+        SHARED=shared,
+        DESCRIBED=described,
+        WRITTEN=written,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
         EVEN=width % (block_k * tile.parts * splits) == 0,

@@ -58,6 +58,8 @@ class MatrixTile:
     splits: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.
     panel: int = 8
+    #: The tensor memory engine fetches both factors, where a GPU has one.
+    described: bool = False
 
 
 @dataclass(frozen=True, slots=True)

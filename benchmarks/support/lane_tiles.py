@@ -50,7 +50,7 @@ _SHAPES = {
 
 
 def lane_tiles(n: int, k: int, tokens: int, *, gated: bool, least: int = 128) -> list[LaneTile]:
-    """For so many tokens and a weight [n, k] in lanes, gates included; `least` inputs of a block."""
+    """For so many tokens, a weight [n, k] in lanes, gates included, and blocks of `least`."""
     tiles = dict.fromkeys(_all(n, k, tokens, gated=gated))
     return [tile for tile in tiles if tile.inputs >= least]
 

@@ -109,8 +109,8 @@ def product(
                 at_x, is_own, at_their, weight, scale, own, k, columns, scale_rows, their_columns,
                 their_tokens, expert.to(tl.int64) * (GATES * n) + row_block * BLOCK_N,
                 (GATES - 1) * n, half * tl.full((GATES * BLOCK_N,), 1, tl.int32),
-                KIND, ROUNDED, SHARED, PER_GROUP, PER_THEIR, x.dtype.element_ty, ASSEMBLY, EVEN, BLOCK_K,
-                STAGES,
+                KIND, ROUNDED, SHARED, PER_GROUP, PER_THEIR, x.dtype.element_ty, ASSEMBLY, EVEN,
+                BLOCK_K, STAGES,
             )  # fmt: skip
         if bias is not None:
             sums += tl.load(bias + own).to(tl.float32)[:, None]

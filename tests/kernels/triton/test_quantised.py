@@ -21,6 +21,7 @@ from support.kernels.quantised_weights import (
     tiles,
 )
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
 from tokenpod.kernels.products.quantised import lane_products, products
@@ -31,7 +32,7 @@ from tokenpod.kernels.products.quantised.format_products import (
 )
 from tokenpod.kernels.products.quantised.input_rounding import round_inputs
 from tokenpod.kernels.products.quantised.lanes import lanes_of
-from tokenpod.kernels.products.quantised.quantised_tiles import AddTile, Tiles
+from tokenpod.kernels.products.quantised.quantised_tiles import AddTile, MatrixTile, Tiles
 
 BF16 = torch.bfloat16
 #: (most tokens that each takes, tile)
@@ -104,6 +105,34 @@ def test_normed_and_gated(name, tile, activation, tokens, draw, device):
 
     # Rounding follows a norm that is rounded, or is not: neighbours of the format may change.
     assert error(product(x), gated(exact)) < 4 * BOUND
+
+
+TALL = MatrixTile(block_n=32, block_k=64, block_t=64, warps=4, stages=2)
+
+
+@pytest.mark.sampled(2, "gpu")
+@pytest.mark.parametrize("tile", [TALL, replace(TALL, described=True), replace(TALL, splits=2)])
+@pytest.mark.parametrize("n", [64, 96])
+def test_blocks_as_high_as_a_tile_with_many_tokens(tile, n, draw, device):
+    """Tokens are rows of the sums then; 96 rows end within a block."""
+    k, tokens = 192, 70
+    dense = draw(2 * n, k).to(device)
+    scale = dense[: -(-2 * n // 64), : k // 64].abs() + 0.1
+    rounding = Rounding(Number.FP8, 64)
+    weight = Fp8Weight(dense.to(torch.float8_e4m3fn), scale, 64, 64, rounding)
+    x = draw(tokens, k, dtype=BF16).to(device)
+    table = tiles(weight, (100, tile))
+    exact = exact_product(x, weight)
+    assert error(prepare_linear(weight, None, table)(x), exact) < BOUND
+    residual = draw(tokens, 2 * n, dtype=BF16).to(device)
+    expected = residual.double() + exact
+    prepare_add_linear(weight, None, table)(x, residual)
+    assert error(residual, expected) < BOUND
+    one = torch.ones(k, dtype=BF16, device=device)
+    gated = prepare_norm_linear(weight, None, RowNorm(one, 1e-5), Activation.SILU, table)(x)
+    normed = functional.rms_norm(x.float(), (k,), eps=1e-5).to(BF16)
+    gate, up = exact_product(normed, weight).chunk(2, 1)
+    assert error(gated, functional.silu(gate) * up) < 4 * BOUND
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _scaled_by_rows(
     return torch._scaled_mm(
         rounded.numbers,
         weight.numbers.t(),
-        scale_a=rounded.scale.t(),
+        scale_a=rounded.scale.view(-1, 1),
         scale_b=weight.scale.t(),
         bias=bias,
         out_dtype=x.dtype,

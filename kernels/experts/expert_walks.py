@@ -16,6 +16,7 @@ import triton.language as tl
 from tokenpod.kernels.products.quantised.lane_widening import (
     lane_numbers,
     lane_unit,
+    settled,
     widened_lanes,
 )
 from tokenpod.kernels.products.quantised.widening import numbers_of
@@ -75,7 +76,6 @@ def lane_sums(
     at_w = weight + own * row_lanes
     sums = tl.zeros((own.shape[0], at_x.shape[0]), tl.float32)
     steps = tl.cdiv(blocks, BLOCKS)
-    # Without a way around the loop, multiplications need not wait for each other.
     tl.assume(steps > 0)
     for step in tl.range(0, steps, num_stages=STAGES):
         lane = step * LANES + tl.arange(0, LANES)[None, :]
@@ -100,7 +100,7 @@ def lane_sums(
                 at_w, scale, own, lane, block, row_lanes, blocks, rows,
                 KIND, TABLE, SCALES, ZEROS, PLANES, WIDTH, DTYPE, ASSEMBLY, EVEN,
             )  # fmt: skip
-            sums = tl.dot(w, v, sums, input_precision="ieee")
+            sums = settled(tl.dot(w, v, sums, input_precision="ieee"), ASSEMBLY)
     return sums * lane_unit(KIND, ZEROS, DTYPE, ASSEMBLY)
 
 
@@ -187,6 +187,8 @@ def byte_sums(
             sums += made * (s[:, None] * theirs[None, :])
         else:
             sums = tl.dot(w, v, sums, out_dtype=SUM, input_precision="ieee")
+            if not ROUNDED:  # numbers were widened in registers
+                sums = settled(sums, ASSEMBLY)
     sums = tl.trans(sums) if SHARED else sums
     sums = sums.to(tl.float32)
     if PER_GROUP == 0:

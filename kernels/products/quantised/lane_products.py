@@ -4,7 +4,8 @@ The weight is the left factor. Tiles of lanes come through shared memory, severa
 straight into the registers that the matrix unit takes a left factor from; a few instructions on two
 numbers at a time make them bfloat16 there, scales included. So a weight is rounded to 16 bits, once
 and at any number of tokens, and never written out. A step's planes beside each other are one
-factor: its multiplication goes on while the next step's numbers are widened.
+factor. A program widens, then multiplies (`lane_widening.settled`): several on a multiprocessor
+take turns.
 
 Few tokens' rows are cut into `parts`.
 """
@@ -27,7 +28,7 @@ from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
 from tokenpod.kernels.products.quantised.around import Around, Product, put
-from tokenpod.kernels.products.quantised.lane_widening import lane_unit, widened_lanes
+from tokenpod.kernels.products.quantised.lane_widening import lane_unit, settled, widened_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes
 from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts, write_tile
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, measured
@@ -229,8 +230,6 @@ def lane_product(
             ask_rows(weight, block_n * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
-    # A way around the loop would be one to the sums that no multiplication has made: then the
-    # compiler lets every multiplication wait for the one before.
     tl.assume(share > 0)
     for step in tl.range(0, share, num_stages=STAGES):
         its = (first + step)[None, :]
@@ -249,7 +248,7 @@ def lane_product(
             at_w, scale, own, lane, block, row_lanes, blocks, rows,
             KIND, TABLE, SCALES, ZEROS, PLANES, SOME, DTYPE, ASSEMBLY, EVEN,
         )  # fmt: skip
-        sums = tl.dot(w, v, sums, input_precision="ieee")
+        sums = settled(tl.dot(w, v, sums, input_precision="ieee"), ASSEMBLY)
     sums *= lane_unit(KIND, ZEROS, DTYPE, ASSEMBLY)
     if SCALES == 0:
         sums *= tl.load(scale + own).to(tl.float32, bitcast=True)[:, None]

@@ -34,8 +34,6 @@ from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts, 
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, measured
 from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
-#: Versions of Triton with which the table's `described` tiles were tried.
-DESCRIBED_TRITON = "3.6."
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
 
@@ -46,11 +44,6 @@ def prepare_lanes(
     """The product with a weight in lanes: of inputs of 16 bits by the kernel here."""
     chosen = tiles or measured(capability(weight.numbers.device))
     kind = kind_of_lanes(weight)
-    # Of what came out right on a GPU. Other tiles that are described, and as little different as
-    # in the steps under way, came out wrong: a form is let in when the tests for GPUs have passed.
-    # Who brings tiles tries them.
-    trusted = triton.__version__.startswith(DESCRIBED_TRITON)
-    described = tiles is not None or (trusted and weight.kind == "int4" and not weight.zeros)
 
     def product(x: torch.Tensor, y: torch.Tensor) -> None:
         if around.norm is not None:
@@ -59,7 +52,7 @@ def prepare_lanes(
             x = x.index_select(1, weight.order)
         tile = None
         if x.itemsize <= 2:
-            tile = chosen.choose(kind, *weight.shape, len(x), described=described)
+            tile = chosen.choose(kind, *weight.shape, len(x))
         if isinstance(tile, LaneTile):
             multiply_lanes(x, weight, bias, y, around.activation, around.add, tile)
         else:

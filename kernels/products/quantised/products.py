@@ -259,15 +259,16 @@ def multiply(
     if capability(y.device) is None:
         numbers, stored = numbers.view(torch.int8), stored.view(torch.int8)
     gates = 1 if activation is None else 2
-    # With one scale for all rows of a tile, and for all of those that its gates open.
     block_t = min(tile.block_t, triton.next_power_of_2(tokens))
+    # One scale for all rows of a tile, and one for all that its gates open.
     whole = grouped and weight.rows % tile.block_n == 0 and n % tile.block_n == 0
     shared = whole and tile.parts == 1 and block_t >= LEAST_TILE
     splits = 1 if activation is not None else tile.splits
     rows = tile.block_n * gates
     columns = max(tile.parts * block_t, LEAST_COLUMNS)
     digits = len(x.numbers) // tokens
-    described = tile.described and digits == 1 and _can_describe(x.numbers, weight.numbers, tile)
+    described = tile.described and digits == 1 and columns == block_t
+    described = described and _can_describe(x.numbers, weight.numbers, tile)
     # Tables have tiles of shapes as they were timed: with gates, a tile has twice the rows.
     stages = most_stages(y.device, block_k * (rows * tile.parts + columns * digits))
     target = y

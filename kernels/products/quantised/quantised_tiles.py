@@ -112,17 +112,13 @@ class Tiles:
         tokens: int,
         *,
         but: type[Tile] | None = None,
-        described: bool = True,
     ) -> Tile | None:
         """For a product of so many tokens; None: one operation after the other.
 
-        `but`: a kernel that cannot have the weight; there is another one's tile behind its own. So
-        there is behind one that is `described`.
+        `but`: a kernel that cannot have the weight; there is another one's tile behind its own.
         """
         rows = self.by_shape.get((kind, n, k)) or self.by_kind.get(kind, [])
         fit = (tile for most, tile in rows if tokens <= most)
-        if not described:
-            fit = (tile for tile in fit if not getattr(tile, "described", False))
         return next((tile for tile in fit if but is None or not isinstance(tile, but)), None)
 
 

@@ -24,7 +24,7 @@ from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.kernels.products.quantised import lane_products, products
+from tokenpod.kernels.products.quantised import products
 from tokenpod.kernels.products.quantised.format_products import (
     prepare_add_linear,
     prepare_linear,
@@ -193,21 +193,6 @@ def test_lanes_hold_the_same_numbers(name, n, k, draw, device):
         dense = dense[:, made.order]
     assert error(made.dequantised(torch.float16), dense) < BOUND
     assert error(made.dequantised(BF16), dense) < BOUND
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "used"),
-    [("int4-32", "3.6.0", True), ("int4-32", "3.7.1", False), ("int4-64", "3.6.0", False)],
-)
-def test_described_tiles_are_for_what_was_tried(name, version, used, draw, device, monkeypatch):
-    """Another tile for as many tokens is behind each."""
-    weight, seen = KINDS[name](draw(32, 128).to(device)), []
-    table = tiles(weight, (100, DESCRIBED_LANES), (100, LANES))
-    monkeypatch.setattr(lane_products, "measured", lambda capability: table)
-    monkeypatch.setattr(lane_products.triton, "__version__", version)
-    monkeypatch.setattr(lane_products, "multiply_lanes", lambda *given: seen.append(given[-1]))
-    prepare_linear(weight, None)(draw(9, 128, dtype=BF16).to(device))
-    assert seen == [DESCRIBED_LANES if used else LANES]
 
 
 def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):

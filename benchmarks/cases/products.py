@@ -44,7 +44,6 @@ from tokenpod.kernels.products import triton_product as dense_product
 from tokenpod.kernels.products.product_tiles import LIBRARY
 from tokenpod.kernels.products.quantised import format_products as quantised_product
 from tokenpod.kernels.products.quantised import quantised_tiles
-from tokenpod.kernels.products.quantised.lanes import lanes_of_rows
 
 SMOKE = {
     "cpu": "--shape nano --kinds bf16 int8 --products output --tokens 1 5",
@@ -176,8 +175,6 @@ class Prepared:
             prepare = lambda w: module.prepare_linear(w, None, self)  # noqa: E731
         else:
             prepare = lambda w: partial(self._added, module.prepare_add_linear(w, None, self))  # noqa: E731
-        if case.kind == "rows8":
-            weights = [lanes_of_rows(weight) for weight in weights]
         self.products: list[Product] = [prepare(weight) for weight in weights]
 
     def _added(self, add: Any, x: torch.Tensor) -> torch.Tensor:
@@ -271,8 +268,8 @@ def candidates(case: Case, tokens: int) -> list[Any]:
         return [LIBRARY, *neighbours(table.choose_own(*size, tokens))]
     tile = table.choose(case.table_name, *size, tokens)
     gated = case.shape.beside == "gate"
-    if case.kind == "rows8" or isinstance(tile, quantised_tiles.LaneTile):
-        served, least = [] if tile is None else [tile], 64 if case.kind == "rows8" else 128
+    if isinstance(tile, quantised_tiles.LaneTile):
+        served, least = [] if tile is None else [tile], 64 if case.kind == "int8" else 128
         return list(dict.fromkeys([*served, *lane_tiles(*size, tokens, gated=gated, least=least)]))
     if case.kind == "fp8-blocks" and tokens >= 64:
         served = [] if tile is None else [tile]
@@ -320,9 +317,7 @@ def kernels(cases: list[Case], among: list[int]) -> list[tuple[Case, int, Any]]:
         for tokens in among:
             for tile in candidates(case, tokens):
                 which: Any = case.shape.name
-                if not isinstance(tile, quantised_tiles.AddTile | quantised_tiles.TokenTile) and (
-                    case.kind != "bf16"
-                ):
+                if not isinstance(tile, quantised_tiles.TokenTile) and (case.kind != "bf16"):
                     apart = tile.splits > 1 or case.shape.beside == "norm"
                     which = "plain" if apart else case.shape.beside
                 columns = min(tokens, getattr(tile, "block_t", tokens))

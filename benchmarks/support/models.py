@@ -105,7 +105,6 @@ def _mxfp4(weight: torch.Tensor) -> Any:
 FORMATS: dict[str, Callable[[torch.Tensor], Any]] = {
     "bf16": lambda weight: weight.to(DTYPE),
     "int8": Int8Weight.made_of,
-    "rows8": Int8Weight.made_of,
     "int8-rounded": lambda w: replace(Int8Weight.made_of(w), rounding=Rounding(Number.INT8)),
     "fp8": Fp8Weight.made_of,
     "fp8-blocks": _blocks,

@@ -63,9 +63,7 @@ def prepare_lanes(
 
 def kind_of_lanes(weight: Lanes) -> str:
     """The name under which its tiles are."""
-    if weight.kind == "int8":
-        return "groups8" if weight.scales else "rows8"
-    return weight.kind
+    return "groups8" if weight.kind == "int8" and weight.scales else weight.kind
 
 
 def multiply_lanes(

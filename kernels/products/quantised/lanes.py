@@ -135,11 +135,13 @@ def lanes_of(weight: QuantisedWeight, *, exact: bool = False) -> Lanes | None:
     """
     if isinstance(weight, Int4Weight):
         return _of_int4(weight, exact)
+    if isinstance(weight, Int8Weight) and weight.rounding is None:
+        return _of_rows(weight)
     return _of_codes(weight, exact) if isinstance(weight, GroupedWeight) else None
 
 
-def lanes_of_rows(weight: Int8Weight) -> Lanes:
-    """A weight of 8 bits with a scale per row, which multiplies sums: no number is rounded."""
+def _of_rows(weight: Int8Weight) -> Lanes:
+    """Scales of rows multiply sums: no number is rounded."""
     numbers = _packed(weight, 2, ROW_WIDTH, paired=False)
     words = weight.scale.float().contiguous().view(torch.int32)[None]
     return Lanes("int8", numbers, words, False, None, weight.shape[1], ROW_WIDTH, 0)

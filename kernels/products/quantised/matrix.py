@@ -34,7 +34,6 @@ def multiply_rounded(
     their_columns,
     steps_in_theirs,
     KIND: tl.constexpr,
-    DIGITS: tl.constexpr,
     GROUPED: tl.constexpr,
     SHARED: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -86,18 +85,14 @@ def multiply_rounded(
         start_of_row = weight + own.to(tl.int64) * width
         start_of_up = weight + (own + n).to(tl.int64) * width
         at_x = x + token.to(tl.int64) * width
-        at_low = at_x + tokens.to(tl.int64) * width
     await_inputs(OVERLAP)
 
-    # Digits of a row are summed apart, as whole numbers.
     SUM: tl.constexpr = tl.int32 if KIND == "int8" else tl.float32
     tl.static_assert(KIND == "fp8" or not GROUPED)
     sums = tl.zeros((COLUMNS, ALL) if SHARED else (ALL, COLUMNS), SUM)
-    low_sums = tl.zeros((ALL, COLUMNS) if DIGITS == 2 else (1, 1), SUM)
     up_sums = tl.zeros((1, 1), SUM)
     if GATED:
         up_sums = tl.zeros((COLUMNS, ALL) if SHARED else (ALL, COLUMNS), SUM)
-    low_up_sums = tl.zeros((ALL, COLUMNS) if GATED and DIGITS == 2 else (1, 1), SUM)
     # What multiplies a step's sums is asked for one step ahead: it would be waited for.
     last, last_of_theirs = scale_columns - 1, their_columns - 1
     at_theirs = x_scale + token
@@ -132,11 +127,9 @@ def multiply_rounded(
             v = numbers_of(tl.trans(x.load([first_token, at])), KIND)
             w = numbers_of(weight.load([first_row, at]), KIND)
             up = numbers_of(weight.load([first_row + n, at]), KIND) if GATED else w
-            low = v
         else:
             i = ((first + step) * BLOCK_K)[None, :] + tl.arange(0, BLOCK_K)[:, None]
             v = numbers_of(_columns(at_x, i, width, is_token, EVEN), KIND)
-            low = _columns(at_low, i, width, is_token, EVEN) if DIGITS == 2 else v
             byte = ((first_of_row + step) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
             w = numbers_of(_rows(start_of_row, byte, width, EVEN), KIND)
             up = numbers_of(_rows(start_of_up, byte, width, EVEN), KIND) if GATED else w
@@ -151,18 +144,12 @@ def multiply_rounded(
                 up_sums += tl.dot(up, v) * (up_s[:, None] * theirs[None, :])
         else:
             sums = tl.dot(w, v, sums, out_dtype=SUM)
-            if DIGITS == 2:
-                low_sums = tl.dot(w, low, low_sums, out_dtype=SUM)
             if GATED:
                 up_sums = tl.dot(up, v, up_sums, out_dtype=SUM)
-                if DIGITS == 2:
-                    low_up_sums = tl.dot(up, low, low_up_sums, out_dtype=SUM)
 
     if SHARED:
         sums, up_sums = tl.trans(sums), tl.trans(up_sums)
-    out = _scaled(
-        sums, low_sums, x_scale, scale + gate_scale, token, is_token, DIGITS == 2, GROUPED
-    )
+    out = _scaled(sums, x_scale, scale + gate_scale, token, is_token, GROUPED)
     out = sum_parts(out, row_part, part, 1, PARTS, BLOCK_N, BLOCK_T)
     out = tl.reshape(out, (BLOCK_N, BLOCK_T))
     row = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -178,16 +165,7 @@ def multiply_rounded(
             out += tl.load(bias + own).to(tl.float32)[:, None]
         if GATED:
             column_token = block_t * BLOCK_T + column % BLOCK_T
-            up_out = _scaled(
-                up_sums,
-                low_up_sums,
-                x_scale,
-                scale + up_scale,
-                column_token,
-                is_token,
-                DIGITS == 2,
-                GROUPED,
-            )
+            up_out = _scaled(up_sums, x_scale, scale + up_scale, column_token, is_token, GROUPED)
             up_out = sum_parts(up_out, row_part, part, 1, PARTS, BLOCK_N, BLOCK_T)
             up_out = tl.reshape(up_out, (BLOCK_N, BLOCK_T))
             if bias is not None:
@@ -204,20 +182,9 @@ def multiply_rounded(
 
 
 @triton.jit
-def _scaled(
-    sums,
-    low_sums,
-    x_scale,
-    row_scale,
-    token,
-    is_token,
-    DIGITS: tl.constexpr,
-    GROUPED: tl.constexpr,
-):
+def _scaled(sums, x_scale, row_scale, token, is_token, GROUPED: tl.constexpr):
     """Float32 sums with the scales that they lack yet."""
     out = sums.to(tl.float32)
-    if DIGITS:
-        out = out * 128.0 + low_sums.to(tl.float32)
     if not GROUPED:
         out *= tl.load(row_scale).to(tl.float32)[:, None]
         out *= tl.load(x_scale + token, mask=is_token, other=0.0)[None, :]

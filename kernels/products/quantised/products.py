@@ -1,14 +1,9 @@
 """Products with weights of fewer bits: which kernel makes them, for how many tokens.
 
-Weights of 4 bits, and those of 8 in groups, go another way (`lane_products`). Of the others:
-
-- a handful: `multiply_add`, which norms, gates and adds as the product of 16 bits does;
-- more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch
-  (`input_rounding`), and multiplied on the matrix unit as they are (`matrix`); many of e4m3 by the
-  library, where it scales by rows; of blocks, and of two digits, by the library with a copy of the
-  weight in 16 bits.
-
-What a token gets depends on which by rounding alone: where the format rounds inputs, all do.
+Weights whose inputs stay as they are go another way (`lane_products`), but for e4m3. Where the
+format rounds inputs, one token has a kernel of its own (`token_product`); more are rounded by one
+launch (`input_rounding`) and multiplied on the matrix unit as they are (`matrix`), or by the
+library, where it scales by rows. What is left the library multiplies, from a copy in 16 bits.
 """
 
 from __future__ import annotations
@@ -33,17 +28,15 @@ from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_in
 from tokenpod.kernels.products.quantised.lane_products import is_aligned, prepare_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.products.quantised.matrix import multiply_rounded
-from tokenpod.kernels.products.quantised.multiply_add import multiply_add_bytes
 from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS
 from tokenpod.kernels.products.quantised.quantised_tiles import (
-    AddTile,
     MatrixTile,
     Tiles,
     TokenTile,
     measured,
 )
 from tokenpod.kernels.products.quantised.token_product import THREAD_BYTES, multiply_token, token_of
-from tokenpod.kernels.products.triton_product import add_up, asks_rows
+from tokenpod.kernels.products.triton_product import add_up
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
 FP8_CAPABILITY = (8, 9)
@@ -65,7 +58,8 @@ def prepare_product(
     """The product with a weight: x after its norm, gated or added to y, as `around` says."""
     if isinstance(weight, Lanes):
         return prepare_lanes(weight, bias, around, tiles)
-    if isinstance(weight, (Int4Weight, GroupedWeight)):
+    as_they_come = isinstance(weight, Int8Weight) and weight.rounding is None
+    if isinstance(weight, (Int4Weight, GroupedWeight)) or as_they_come:
         made = lanes_of(weight)
         if made is None:
             return _composed(weight, bias, around)
@@ -79,15 +73,13 @@ def prepare_product(
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), but=but)
         if len(x) >= MANY and _library_scales(weight, x):
             tile = None
-        if isinstance(tile, AddTile) and _can_add(weight):
-            _multiply_add(x, weight, bias, y, around, tile)
-        elif isinstance(tile, TokenTile):
+        if isinstance(tile, TokenTile) and weight.rounding is not None:
             token = token_of(x, weight.rounding, around.norm, tile)
             multiply_token(
-                *(token, around.norm, kind, weight.numbers, weight.scale),
+                *(token, around.norm, weight.numbers, weight.scale),
                 *(bias, y, around.activation, around.add, tile),
             )
-        elif isinstance(tile, MatrixTile) and _can_round(weight):
+        elif isinstance(tile, MatrixTile) and weight.rounding is not None and _can_round(weight):
             rounded = round_inputs(x, weight.rounding, norm=around.norm)
             multiply(rounded, weight, bias, y, around.activation, around.add, tile)
         else:
@@ -101,14 +93,8 @@ def kind_of(weight: Format) -> str:
     if isinstance(weight, Int8Weight):
         if not weight.numbers.is_contiguous():
             raise ValueError(f"a weight {list(weight.shape)} of 8 bits is not contiguous")
-        return "int8" if weight.rounding is None else "int8-rounded"
+        return "int8-rounded"
     return "fp8" if weight.by_output else "fp8-blocks"
-
-
-def _can_add(weight: Format) -> bool:
-    """Whether inputs stay as they are, and a row has one scale and whole words."""
-    by_output = weight.by_output if isinstance(weight, Fp8Weight) else True
-    return weight.rounding is None and by_output and weight.shape[1] % 4 == 0
 
 
 def _can_round(weight: Format) -> bool:
@@ -125,8 +111,8 @@ def _can_round(weight: Format) -> bool:
 
 
 def _can_take_token(weight: Format) -> bool:
-    """Whether `token_product` has it: one scale per row, and inputs that it can round."""
-    by_output = weight.by_output if isinstance(weight, Fp8Weight) else weight.rounding is None
+    """Whether `token_product` has it: e4m3 with a scale per row, and inputs that it can round."""
+    by_output = isinstance(weight, Fp8Weight) and weight.by_output
     return by_output and _can_round(weight) and weight.shape[1] % THREAD_BYTES == 0
 
 
@@ -149,6 +135,7 @@ def _scaled_by_rows(
     x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, norm: RowNorm | None
 ) -> torch.Tensor:
     """X after its norm · weightᵀ + bias by the library, both of e4m3 with a scale per row."""
+    assert weight.rounding is not None
     rounded = round_inputs(x, weight.rounding, norm=norm)
     return torch._scaled_mm(
         rounded.numbers,
@@ -184,44 +171,6 @@ def _library_scales(weight: QuantisedWeight, x: torch.Tensor) -> bool:
         and weight.rounding is not None
         and weight.rounding.group is None
         and not any(size % 16 for size in weight.shape)
-    )
-
-
-def _multiply_add(
-    x: torch.Tensor,
-    weight: Format,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    around: Around,
-    tile: AddTile,
-) -> None:
-    tokens, n = y.shape
-    k = weight.shape[1]
-    norm = around.norm
-    block_n = max(1, tile.block_n // 2 if around.gated else tile.block_n)
-    strides = (x.stride(0), y.stride(0), tokens, n, k)
-    norm_weight, epsilon = (None, 0.0) if norm is None else norm
-    multiply_add_bytes[(triton.cdiv(n, block_n),)](
-        *(
-            x,
-            weight.numbers.view(torch.int8).view(torch.int32),
-            weight.scale,
-            bias,
-            norm_weight,
-            y,
-        ),
-        *(*strides, epsilon),
-        FP8=isinstance(weight, Fp8Weight),
-        EVEN=k % tile.block_k == 0,
-        BLOCK_T=triton.next_power_of_2(tokens),
-        BLOCK_K=tile.block_k,
-        AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
-        ASSEMBLY=capability(x.device) is not None,
-        ACTIVATION="none" if around.activation is None else around.activation.value,
-        ADD=around.add,
-        BLOCK_N=block_n,
-        num_warps=tile.warps,
-        **launch_options(x.device),
     )
 
 
@@ -266,11 +215,10 @@ def multiply(
     splits = 1 if activation is not None else tile.splits
     rows = tile.block_n * gates
     columns = max(tile.parts * block_t, LEAST_COLUMNS)
-    digits = len(x.numbers) // tokens
-    described = tile.described and digits == 1 and columns == block_t
+    described = tile.described and columns == block_t
     described = described and _can_describe(x.numbers, weight.numbers, tile)
     # Tables have tiles of shapes as they were timed: with gates, a tile has twice the rows.
-    stages = most_stages(y.device, block_k * (rows * tile.parts + columns * digits))
+    stages = most_stages(y.device, block_k * (rows * tile.parts + columns))
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
@@ -284,7 +232,6 @@ def multiply(
         *(numbers, x.scale, stored, weight.scale),
         *(bias, target, n if splits > 1 else y.stride(0), tokens, n, width, *layout),
         KIND=kind,
-        DIGITS=digits,
         GROUPED=grouped,
         SHARED=shared,
         DESCRIBED=described,

@@ -10,19 +10,6 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class AddTile:
-    """How one program of `multiply_add` works."""
-
-    #: Rows of the weight that it owns: half of them gates where there are gates.
-    block_n: int
-    #: Inputs that it reads at a time.
-    block_k: int
-    warps: int = 4
-    #: Bytes of each row that are asked for before the input is there, beyond the first ones.
-    ahead: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TokenTile:
     """How one program of `token_product` works, which takes one token."""
 
@@ -84,12 +71,11 @@ class LaneTile:
     described: bool = False
 
 
-Tile = AddTile | TokenTile | MatrixTile | LaneTile
+Tile = TokenTile | MatrixTile | LaneTile
 
 
 #: By the name that quantised_tiles.json has for them.
 WAYS: dict[str, type[Tile]] = {
-    "add": AddTile,
     "token": TokenTile,
     "matrix": MatrixTile,
     "lanes": LaneTile,

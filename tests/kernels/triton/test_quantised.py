@@ -24,7 +24,6 @@ from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.kernels.products.quantised import products
 from tokenpod.kernels.products.quantised.format_products import (
     prepare_add_linear,
     prepare_linear,
@@ -32,11 +31,9 @@ from tokenpod.kernels.products.quantised.format_products import (
 )
 from tokenpod.kernels.products.quantised.input_rounding import round_inputs
 from tokenpod.kernels.products.quantised.lanes import lanes_of
-from tokenpod.kernels.products.quantised.quantised_tiles import AddTile, MatrixTile, Tiles
+from tokenpod.kernels.products.quantised.quantised_tiles import MatrixTile, Tiles
 
 BF16 = torch.bfloat16
-#: (most tokens that each takes, tile)
-ADD = AddTile(block_n=4, block_k=64, warps=2)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +47,6 @@ DESCRIBED_LANES = replace(LANES, parts=1, block_t=16, inputs=128, splits=2, desc
 HALF_LANES = replace(LANES, parts=2, block_t=8, inputs=64)
 #: What makes products of each kind.
 WAYS = {
-    **{f"{name}-add": (name, ADD) for name in IN_BYTES},
     **{f"{name}-matrix": (name, MATRIX) for name in IN_BYTES},
     **{f"{name}-splits": (name, replace(MATRIX, splits=2)) for name in IN_BYTES},
     **{f"{name}-parts": (name, replace(MATRIX, block_n=16, parts=4)) for name in IN_BYTES},
@@ -67,8 +63,6 @@ each_way = pytest.mark.parametrize(("name", "tile"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize(("n", "k"), [(48, 192), (50, 320)])
 @pytest.mark.parametrize("tokens", [1, 3, 18])
 def test_products(name, tile, n, k, tokens, draw, device):
-    if tile is ADD and tokens > 4:
-        tile = replace(MATRIX, block_t=32)
     x = draw(tokens, k, dtype=BF16).to(device)
     weight = KINDS[name](draw(n, k).to(device) / 10)
     bias = draw(n, dtype=BF16).to(device)
@@ -159,15 +153,10 @@ def test_what_is_no_number_stays_in_its_token(name, tile, draw, device):
     assert not got[[0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize("rounding", [None, FP8, INT8, Rounding(Number.FP8, 64)], ids=str)
+@pytest.mark.parametrize("rounding", [FP8, INT8, Rounding(Number.FP8, 64)], ids=str)
 def test_inputs_are_rounded_as_the_format_says(rounding, draw, device):
     x = draw(5, 192, dtype=BF16).to(device)
     made = round_inputs(x, rounding)
-    if rounding is None:
-        whole = 128 * made.numbers[:5].float() + made.numbers[5:].float()
-        applied = whole * made.scale.t()
-        assert (applied - x.float()).abs().max() < x.float().abs().max() / 2**14
-        return
     numbers, scale = rounding.rounded(x)
     torch.testing.assert_close(made.scale.t(), scale)
     differ = (made.numbers.float() != numbers.float()).float().mean()
@@ -195,17 +184,7 @@ def test_lanes_hold_the_same_numbers(name, n, k, draw, device):
     assert error(made.dequantised(BF16), dense) < BOUND
 
 
-def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):
-    asked = []
-    monkeypatch.setattr(products, "_multiply_add", lambda x, *rest: asked.append("add"))
-    monkeypatch.setattr(products, "multiply", lambda x, *rest: asked.append("matrix"))
-    weight = Int8Weight.made_of(draw(64, 64).to(device))
-    for tokens in (1, 2, 64, 65):
-        prepare_linear(weight, None)(draw(tokens, 64, dtype=BF16).to(device))
-    assert asked == ["add", "matrix", "matrix", "matrix"]
-
-
 def test_rows_that_are_not_contiguous_are_refused(draw, device):
-    weight = Int8Weight.made_of(draw(16, 32).to(device))
+    weight = KINDS["int8-rounded"](draw(16, 32).to(device))
     with pytest.raises(ValueError, match=r"a weight \[16, 16\] of 8 bits is not contiguous"):
         prepare_linear(replace(weight, numbers=weight.numbers[:, ::2]), None)

@@ -219,6 +219,7 @@ def load(
         sharing=own is None,
         snapshots=room.snapshot_limits,
         scores_prompts=own is None or own.scores_prompts,
+        own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
         adapter_heads=options.max_adapter_heads,
@@ -257,6 +258,7 @@ def load(
         quantization=model.quantization,
         offload_slots=assembled.offload_slots,
         prefill_tokens=assembled.prefill_tokens,
+        windows_kept=room.windows_kept,
     )
     return assembled, ready, limits
 

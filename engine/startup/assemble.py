@@ -155,6 +155,7 @@ def _on_cpu(
         adapters=model.adapters,
         draft=drafts,
         offload=offload,
+        own_positions=model.config.own_positions,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
     prefill_tokens = options.max_batch_prefill_tokens
@@ -220,7 +221,8 @@ def _on_device(
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
     adapter = int(adapted)
-    context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
+    # Of a longer one parts of that length are merged.
+    context = min(positions, LONGEST_EXPANDED + prompt) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
     run_worst_steps(
         executor,
@@ -320,6 +322,7 @@ def device_executor(
         draft=draft,
         offload=offload,
         windowed=offload is None and any(model.config.kv_windows),
+        own_positions=model.config.own_positions,
     )
 
 

@@ -20,6 +20,7 @@ from tokenpod.kernels.attention.attention_tiles import HOPPER
 from tokenpod.kernels.attention.triton_attention import describe_device
 from tokenpod.kernels.cache.triton_rotary import Angles, angles_of
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.attention_ops import AttentionPlan, Rotation
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import rms_normalised
@@ -44,13 +45,13 @@ MERGE_BLOCK = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TokenPlan:
+class TokenPlan(AttentionPlan):
     """The tokens of a step: their rows of the table, and where they stand."""
 
     row_table: torch.Tensor
     #: [N] int64 each.
     t_row: torch.Tensor
-    t_position: torch.Tensor
+    t_place: torch.Tensor
 
 
 def plan_tokens(batch: ForwardBatch) -> TokenPlan:
@@ -61,13 +62,13 @@ def plan_tokens(batch: ForwardBatch) -> TokenPlan:
     """
     if batch.paged is None or batch.paged.t_row is None:
         raise ValueError(f"a batch of {batch.rows} rows has no rows of tokens; latents need them")
-    return TokenPlan(batch.row_table, batch.paged.t_row, batch.t_position)
+    return TokenPlan(batch.row_table, batch.paged.t_row, batch.t_place)
 
 
 def store_latent(
     q: torch.Tensor,
     row: torch.Tensor,
-    rotation: Angles,
+    rotation: Rotation,
     norm: RowNorm,
     pool: torch.Tensor,
     t_slot: torch.Tensor,
@@ -76,6 +77,7 @@ def store_latent(
 
     Turns the ends of `q` where they are.
     """
+    assert isinstance(rotation, Angles)
     tokens, heads, head_dim = q.shape
     rank = len(norm.weight)
     half = (row.shape[1] - rank) // 2
@@ -109,13 +111,14 @@ def store_latent(
 
 
 def absorbed(
-    q: torch.Tensor, pool: torch.Tensor, rank: int, plan: TokenPlan, scale: float
+    q: torch.Tensor, pool: torch.Tensor, rank: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
     """Q [N, H, rank + rope], pool [slots + 1, 1, rank + rope] -> [N, H, rank].
 
     Raises:
         ValueError: a row is longer than 512 + 128 numbers.
     """
+    assert isinstance(plan, TokenPlan)
     tokens, heads, row_dim = q.shape
     rope = row_dim - rank
     if rank > LARGEST_RANK or rope > LARGEST_ROPE:
@@ -141,7 +144,7 @@ def absorbed(
         log_sums,
         plan.row_table,
         plan.t_row,
-        plan.t_position,
+        plan.t_place,
         q.stride(0),
         q.stride(1),
         pool.stride(0),
@@ -238,7 +241,7 @@ def _attend_latent(
     log_sums,
     row_table,
     t_row,
-    t_position,
+    t_place,
     q_token_stride,
     q_head_stride,
     pool_stride,
@@ -258,7 +261,7 @@ def _attend_latent(
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = tl.program_id(1)
     split = tl.program_id(2)
-    context = (tl.load(t_position + token) + 1).to(tl.int32)
+    context = (tl.load(t_place + token) + 1).to(tl.int32)
     table = row_table + tl.load(t_row + token) * table_stride
     if SPLIT:
         length = tl.cdiv(tl.cdiv(context, BLOCK), splits) * BLOCK

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, TileKind
+from tokenpod.kernels.operations.batch import ForwardBatch, MixerPlan, RaggedRows, TileKind
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm, RowNorm
 
-#: What `Operations.plan_attention` found out about a step; each implementation has its own.
-AttentionPlan = Any
 
-#: What `Operations.plan_latent` found out about a step; each implementation has its own.
-LatentPlan = Any
+class AttentionPlan(MixerPlan):
+    """What `Operations.plan_attention` found out about a step."""
 
-#: What `Operations.rotate` found out about a step; each implementation has its own.
-Rotation = Any
+    __slots__ = ()
+
+
+class LatentPlan(MixerPlan):
+    """What `Operations.plan_latent` found out about a step."""
+
+    __slots__ = ()
+
+
+class Rotation:
+    """What `Operations.rotate` found out about a step; each implementation has its own."""
+
+    __slots__ = ()
 
 
 class KVScales(NamedTuple):
@@ -47,11 +56,14 @@ class Rotate(Protocol):
         inverse_frequencies: torch.Tensor,
         scale: float,
         dtype: torch.dtype,
+        axes: torch.Tensor | None = None,
     ) -> Rotation:
         """t_position [T] int64, inverse_frequencies [D/2] float32 -> scale · cos, scale · sin.
 
-        Angles are float32 whatever `dtype`, which the heads to be turned have. A pair of
-        frequency 0 is neither turned nor scaled: it is no part of the rotation.
+        Positions of three axes [3, T], contiguous, turn pair i by the number `axes[i]` [D/2] int64
+        of them (multimodal rotation: Wang et al. 2024, Qwen2-VL); without `axes` all by the first.
+        Angles are float32 whatever `dtype`, which the heads to be turned have. A pair of frequency
+        0 is neither turned nor scaled: it is no part of the rotation.
         """
         ...
 

@@ -13,7 +13,7 @@ from tokenpod.kernels.cache.kv_pool import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """See `facts.ModelFacts`."""
+    """What is known of a model that transformers computes: `facts.ModelFacts`."""
 
     architecture: str
     vocab_size: int
@@ -31,6 +31,7 @@ class TierSpec:
     runs_on: str = "transformers"
     own_state: OwnState | None = None
     expansion: Expansion | None = None
+    own_positions: bool = False
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

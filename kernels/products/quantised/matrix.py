@@ -97,7 +97,7 @@ def multiply_rounded(
     last, last_of_theirs = scale_columns - 1, their_columns - 1
     at_theirs = x_scale + token
     next_theirs = tl.zeros((COLUMNS,), tl.float32)
-    next_s = 0.0 if SHARED else tl.zeros((ALL,), tl.float32)
+    next_s = tl.zeros((1,) if SHARED else (ALL,), tl.float32)
     next_up_s = next_s
     first_step = tl.program_id(1) * share
     if SHARED:

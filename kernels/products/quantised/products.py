@@ -75,10 +75,8 @@ def prepare_product(
             tile = None
         if isinstance(tile, TokenTile) and weight.rounding is not None:
             token = token_of(x, weight.rounding, around.norm, tile)
-            multiply_token(
-                *(token, around.norm, weight.numbers, weight.scale),
-                *(bias, y, around.activation, around.add, tile),
-            )
+            which = token, around.norm, weight.numbers, weight.scale
+            multiply_token(*which, bias, y, around.activation, around.add, tile)
         elif isinstance(tile, MatrixTile) and weight.rounding is not None and _can_round(weight):
             rounded = round_inputs(x, weight.rounding, norm=around.norm)
             multiply(rounded, weight, bias, y, around.activation, around.add, tile)
@@ -210,7 +208,7 @@ def multiply(
     gates = 1 if activation is None else 2
     block_t = min(tile.block_t, triton.next_power_of_2(tokens))
     # One scale for all rows of a tile, and one for all that its gates open.
-    whole = grouped and weight.rows % tile.block_n == 0 and n % tile.block_n == 0
+    whole = grouped and layout[1] % tile.block_n == 0 and n % tile.block_n == 0
     shared = whole and tile.parts == 1 and block_t >= LEAST_TILE
     splits = 1 if activation is not None else tile.splits
     rows = tile.block_n * gates

@@ -247,14 +247,13 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
-    for kind, words in (("int8", 128), ("fp8", 128))[: None if every else 1]:
-        for programs, rounds in ((0, False), (2, True), (0, True))[: None if every else 2]:
-            tile = quantised_tiles.TokenTile(8, words, 1, 0, rounds, programs)
-            tiles = quantised_tiles.Tiles({kind: [(1, tile)]}, {})
-            x = draw(1, HIDDEN)
-            quantised.prepare_norm_linear(weights[kind], bias, norm, Activation.SILU, tiles)(x)
-            if every:
-                quantised.prepare_add_linear(weights[kind], None, tiles)(x, draw(1, 2 * HIDDEN))
+    for programs, rounds in ((0, False), (2, True), (0, True))[: None if every else 2]:
+        tile = quantised_tiles.TokenTile(8, 128, 1, 0, rounds, programs)
+        tiles = quantised_tiles.Tiles({"fp8": [(1, tile)]}, {})
+        x = draw(1, HIDDEN)
+        quantised.prepare_norm_linear(weights["fp8"], bias, norm, Activation.SILU, tiles)(x)
+        if every:
+            quantised.prepare_add_linear(weights["fp8"], None, tiles)(x, draw(1, 2 * HIDDEN))
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))

@@ -200,10 +200,11 @@ def load(
         override=override,
         adapters=space_of(options),
         fuse=fused_folder(options),
+        drafts=options.speculate,
     )
     config = model.config
     adapters = read_given(model.adapters, options)
-    if options.speculate and config.own_state is not None:
+    if options.speculate and config.own_state is not None and not config.own_state.takes_back:
         raise EngineError(
             f"speculate is {options.speculate}: {config.architecture} keeps a state for each row,"
             " from which wrong drafts can't be taken back"
@@ -239,7 +240,7 @@ def load(
         windows=room.windows,
         offload_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
-        # And a state goes no step back.
+        # And states of rows have room for the inputs of so many tokens that may be wrong.
         forced=MOST_AHEAD if device.type == "cpu" and own is None else options.speculate,
         # On a CPU no buffer is of a fixed size.
         drafts=MOST_DRAFTS if device.type == "cpu" else step_limits(options).drafts,

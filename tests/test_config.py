@@ -139,7 +139,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
         "port": "11",
         "tgis_port": "10",
     }
-    odd |= {"metrics_port": "16", "metrics_names": "vllm,tgi"}
+    odd |= {"metrics_port": "16", "metrics_names": "vllm,tgi", "loopback_port": "9"}
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
@@ -250,6 +250,8 @@ def test_every_fault_is_told_on_a_line_of_its_own():
         ({"tls_cert": __file__}, "--tls-key is needed with it"),
         ({"tls_key": __file__}, "--tls-cert is needed with it"),
         ({"tls_client_ca": __file__}, "--tls-cert is needed with it"),
+        ({"loopback_port": 7}, "--loopback-port is 7: --tls-cert is needed with it"),
+        ({"loopback_port": 7, "port": 7}, "--port and --loopback-port are both 7"),
         ({"tls_cert": "/no/cert", "tls_key": __file__}, "--tls-cert is /no/cert: there is no such"),
         ({"auth_token_file": "/dev/null"}, "there is no such file"),
     ],

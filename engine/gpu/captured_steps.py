@@ -84,6 +84,7 @@ class CapturedSteps:
         behind: whether a draft model follows steps with drafts in a graph of its own, behind which
             nobody waits.
         windowed: whether tokens may have window slots.
+        flat: whether tokens of one row may be rows of their own, as few tokens with drafts are.
     """
 
     def __init__(
@@ -96,8 +97,11 @@ class CapturedSteps:
         adapted: bool,
         behind: bool,
         windowed: bool,
+        flat: bool,
     ) -> None:
         self._windowed = windowed
+        #: Tokens of the largest step in which each is a row of its own.
+        self._most_flat = _MOST_FLAT_TOKENS if flat else 0
         self._rows, self._max_tokens, self._tiles = rows, max_tokens, tiles
         self._drafts, self._adapted, self._behind = drafts, adapted, behind
         #: By whether some row has an adapter.
@@ -113,7 +117,7 @@ class CapturedSteps:
         tiles = self._tiles(min(self._max_tokens, _MOST_CAPTURED_TOKENS))
         columns = {"adapters": True, "windows": self._windowed}
         most = Counts(self._max_tokens, self._rows, self._rows, tiles, self._drafts, **columns)
-        flat = flat_counts(self._rows, _MOST_FLAT_TOKENS, self._drafts) if self._drafts else {}
+        flat = flat_counts(self._rows, self._most_flat, self._drafts) if self._drafts else {}
         return max(each.words for each in (most, *with_columns(flat, **columns).values()))
 
     def capture(
@@ -138,9 +142,9 @@ class CapturedSteps:
             drafted = {
                 size: replace(counts, drafts=min(self._drafts, size))
                 for size, counts in mixed.items()
-                if _MOST_FLAT_TOKENS < size <= _MOST_DRAFTED_TOKENS
+                if self._most_flat < size <= _MOST_DRAFTED_TOKENS
             }
-            flat = flat_counts(self._rows, min(most, _MOST_FLAT_TOKENS), self._drafts)
+            flat = flat_counts(self._rows, min(most, self._most_flat), self._drafts)
             flat = with_columns(flat, **columns)
             with torch.inference_mode():
                 usual = partial(_graphs, steps, masked=True, kept=kept, some=some)

@@ -62,6 +62,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         adapted: whether steps in which rows have adapters are captured too.
         offload: holds keys and values for later; None: nothing is held.
         windowed: whether a pool may have window slots.
+        flat: whether tokens of one row may be rows of their own: not where rows have states.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         draft: Drafter | None = None,
         offload: OffloadPool | None = None,
         windowed: bool = False,
+        flat: bool = True,
         own_positions: bool = False,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
@@ -126,6 +128,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             # A head can only follow a step; where the host waits, it does so behind its results.
             behind=draft is not None and draft.behind,
             windowed=windowed,
+            flat=flat,
         )
         words = self._captured.words
         self._words = torch.empty(words, dtype=torch.int64, device=device)

@@ -361,6 +361,7 @@ def device_executor(
         draft=draft,
         offload=offload,
         windowed=offload is None and any(model.config.kv_windows),
+        flat=model.config.own_state is None,
         own_positions=model.config.own_positions,
     )
 

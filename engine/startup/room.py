@@ -89,10 +89,10 @@ def room_for(
     own, rows, snapshots = model.config.own_state, options.max_batch_size, 0
     windows: WindowRoom | WholeTokens | None = None
     slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
+    if draft is not None:
+        layouts = draft.config.kv_layouts
+        slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
     if own is None:
-        if draft is not None:
-            layouts = draft.config.kv_layouts
-            slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
         windows = _windows(model, options, positions, free, slot_bytes, group)
     else:
         rows, snapshots = _rows(own, options, free, group)

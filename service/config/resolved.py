@@ -163,6 +163,11 @@ class ResolvedSettings(Settings):
         return f"{host_of(self.hostname)}:{self.tgis_port}" if self.tgis_port else None
 
     @property
+    def loopback_address(self) -> str | None:
+        """Where every service listens for this machine alone, in plaintext; None: nowhere."""
+        return f"127.0.0.1:{self.loopback_port}" if self.loopback_port else None
+
+    @property
     def health_address(self) -> str | None:
         """Where the health port listens; None: nowhere."""
         return f"{host_of(self.hostname)}:{self.health_port}" if self.health_port else None

@@ -158,6 +158,10 @@ class Settings(BaseSettings):
     """Port of every gRPC service. 0: any free one."""
     tgis_port: int = _network(0, ge=0, le=65535)
     """A second port of every gRPC service, for clients of TGIS, who look for 8033. 0: none."""
+    loopback_port: int = _network(0, ge=0, le=65535)
+    """A port of every gRPC service on 127.0.0.1 alone, in plaintext and without tokens of
+    auth-token-file, for a gateway beside the server that can show none; tls-cert is needed with it.
+    Whoever has a process on this machine, or in this Kubernetes pod, may call. 0: none."""
     health_port: int = _network(50052, ge=0, le=65535)
     """Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none."""
     front_ends: int = _network(0, ge=0, le=64)

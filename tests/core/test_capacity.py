@@ -107,18 +107,19 @@ def test_layers_with_a_window_have_slots_for_all_rows_and_leave_others_the_rest(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"host_kv_bytes": GIB},  # holds whole tokens
-        {"max_batch_total_tokens": 100_000},  # fewer than the rows' windows
-        {"max_batch_size": 8192},
+        ({"host_kv_bytes": GIB}, "which the host's memory holds (--host-kv-bytes)"),
+        ({"max_batch_total_tokens": 100_000}, "and there are 100000 in all (--max-batch-size)"),
+        ({"max_batch_size": 8192}, "since windows of 8193 rows would take "),
     ],
 )
-def test_layers_with_a_window_have_all_slots_where_that_takes_less_memory(changes):
+def test_layers_with_a_window_have_all_slots_where_that_takes_less_memory(changes, why):
     asked = {"memory": int(139.8 * GIB), "ranks": 1}
     found = capacity(WINDOWED, options(**changes), **asked)
-    assert isinstance(found.windows, WholeTokens)
-    assert found.slot_bytes == 24 * 2048
+    assert str(found.windows).startswith("whole tokens, ")
+    assert why in str(found.windows)
+    assert (found.window_slots, found.slot_bytes) == (0, 24 * 2048)
 
 
 def test_where_all_layers_have_a_window_rows_alone_bound_what_runs():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
-from itertools import compress
 from types import MappingProxyType
 
 import msgspec
@@ -471,7 +470,13 @@ class Scheduler:
             drafted: what has become of drafts, by sequence.
             now: in nanoseconds.
         """
-        for at in self._take_plain(step, tokens):
+        after = 0
+        for at in [*self._to_look_at(step, tokens), len(tokens)]:
+            if after < at:
+                self._take_plain(step, tokens, slice(after, at))
+            if at == len(tokens):
+                break
+            after = at + 1
             sequence, token = step.sampled[at], tokens[at]
             if sequence.group is not None:
                 self._take_tops(sequence.group, sequence, tops.get(at), now)
@@ -484,31 +489,33 @@ class Scheduler:
                 # Drafts that may be wrong have been taken back.
                 self._postpone(sequence, 1 + (row in step.forced) * step.drafts_of(row))
 
-    def _take_plain(self, step: Step, tokens: Listing[int]) -> list[int]:
-        """Append the tokens that change nothing but outputs; the samples whose tokens may do more.
+    def _to_look_at(self, step: Step, tokens: Listing[int]) -> list[int]:
+        """The samples whose tokens may do more than lengthen a sequence, rising.
 
-        Those of sequences that have begun, and that neither end by them nor can do so otherwise: in
-        most steps all but a few, and a step may have a thousand.
+        All others are of sequences that have begun, and that neither end by them nor can do so
+        otherwise: in most steps all but a few, and a step may have a thousand.
         """
         plan, table = step.plan, self.kv.table
         if self._drafting is not None or plan.samples != plan.sampling:
             return [*range(len(tokens))]
-        places = step.places if plan.sampling == plan.rows else step.places[plan.r_samples > 0]
+        places = step.sampled_places
         number = table.launched[places] - table.in_flight[places]
         plain = (number < table.plain[places]) & (table.ended[places] == 0)
         if not self._ends.isdisjoint(tokens):
             plain &= [token not in self._ends for token in tokens]
-        chosen = plain.tolist()
-        sequences, taken = [*compress(step.sampled, chosen)], [*compress(tokens, chosen)]
+        others: list[int] = (~plain).nonzero()[0].tolist()
+        return others
+
+    def _take_plain(self, step: Step, tokens: Listing[int], some: slice) -> None:
+        """Append the tokens of some samples, which do nothing else."""
+        sequences, taken = step.sampled[some], tokens[some]
         for sequence, token in zip(sequences, taken, strict=True):
             sequence.outputs.append(token)
         events = self._events.settled
-        events.sequence_ids += table.id[places[plain]].tolist()
+        events.sequence_ids += self.kv.table.id[step.sampled_places[some]].tolist()
         events.token_ids += taken
         events.finishes += [FinishCode.RUNNING] * len(taken)
-        events.samples += plain.nonzero()[0].tolist()
-        others: list[int] = (~plain).nonzero()[0].tolist()
-        return others
+        events.samples += range(some.start, some.stop)
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
         """Append a token of a sequence, sample `at` of its step."""

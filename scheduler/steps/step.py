@@ -79,6 +79,13 @@ class Step:
         return [*map(self.sequences.__getitem__, rows.tolist())]
 
     @cached_property
+    def sampled_places(self) -> Ints:
+        """[n] the same, their places in the table; no row has drafts."""
+        if self.plan.sampling == self.plan.rows:
+            return self.places
+        return self.places[self.plan.r_samples > 0]
+
+    @cached_property
     def drafting(self) -> list[tuple[int, int]]:
         """Rows whose drafts may be wrong: the row of the plan, and which sample is its first."""
         if not self.plan.drafts:

@@ -18,6 +18,7 @@ from tokenpod.core.message import Message
 from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.placement import Placement
 from tokenpod.core.requests import Request
+from tokenpod.core.task import Task, VectorFacts
 
 #: KV slots that are reserved for liveness probes, whose prompts have up to ten tokens.
 PROBE_TOKENS = 16
@@ -205,6 +206,9 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     offload_slots: int = 0
     #: Prompt tokens of a step, at most; 0: not said.
     prefill_tokens: int = 0
+    #: What the model is for, and of one that makes vectors, what is known of these.
+    task: Task = Task.GENERATE
+    vectors: VectorFacts | None = None
     #: How layers with a window keep tokens, for the operator; empty: there are none.
     windows_kept: str = ""
 
@@ -292,6 +296,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     host_kv_least_tokens: int = 1
     #: What becomes of a preempted sequence, by name (see scheduler/kv/preemption.py).
     preemption: str = "auto"
+    #: What is done with the model, a value of `Task`; "auto": what its files show.
+    task: str = "auto"
     #: Descriptor of the socket on which questions about the process come; -1: there is none.
     questions_fd: int = -1
 

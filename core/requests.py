@@ -52,6 +52,15 @@ class BeamParams(msgspec.Struct, frozen=True, array_like=True):
     n: int = 1
 
 
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True):
+    """What is asked of a text that is read and not continued: the model's vector of it."""
+
+    #: A vector for each token instead, as it is before they are pooled.
+    tokens: bool = False
+    #: So many tokens at the beginning are read, and left out of a mean: those of an instruction.
+    left_out: int = 0
+
+
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings that replace those of the table at some places of a prompt.
 
@@ -124,11 +133,19 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     virtual_tokens: int = 0
     #: The adapter has their keys and values; else it has their embeddings.
     virtual_kv: bool = False
+    #: The prompt is read for its vectors: nothing is sampled, and nothing of it is kept in the
+    #: prefix cache. `max_new_tokens` is 1, in the place of the end.
+    pooling: PoolingParams | None = None
 
     @property
     def positions(self) -> int:
         """Of the prompt, and of the virtual tokens before it."""
         return self.virtual_tokens + len(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Positions that its longest sequence takes at most."""
+        return self.positions + (0 if self.pooling else self.stopping.max_new_tokens)
 
     @property
     def timed(self) -> bool:

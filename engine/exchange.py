@@ -228,4 +228,5 @@ class Exchange:
             advanced=outputs.advanced if owner == 0 else [],
             satisfied={i: whole for i, whole in outputs.satisfied.items() if i % count == owner},
             drafted=[d for d in outputs.drafted if d.sequence_id % count == owner],
+            vectors=[v for v in outputs.vectors if v.sequence_id % count == owner],
         )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from tokenpod.core.messages import (
     Abort,
@@ -32,7 +33,7 @@ from tokenpod.core.messages import (
     Vocabulary,
     WatchCache,
 )
-from tokenpod.core.outputs import Advanced, Load, Started, StepCounts, StepOutputs, Top
+from tokenpod.core.outputs import Advanced, Load, Started, StepCounts, StepOutputs, Top, Vectors
 from tokenpod.core.requests import Request
 from tokenpod.engine.adapters.adapters import Adapters, no_adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
@@ -256,6 +257,7 @@ class EngineLoop:
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
         now = self.clock()
+        vectors, spoiled = _vectors(flying.step, result)
         settled = self.scheduler.settle(
             flying.step,
             result.tokens,
@@ -263,6 +265,7 @@ class EngineLoop:
             tops,
             drafting_ns=result.drafting_ns,
             arrived=result.arrived,
+            spoiled=spoiled,
         )
         self._count(flying, now, len(settled.token_ids))
         self._settled = flying.step.plan.step
@@ -270,7 +273,7 @@ class EngineLoop:
         if self.overlap and self._flying is None:
             # All that runs has waited for these tokens: the device must not wait for messages, too.
             self._launch()
-        self._publish(settled, flying.step, result, satisfied=satisfied)
+        self._publish(settled, flying.step, result, satisfied=satisfied, vectors=vectors)
 
     def _count(self, flying: _InFlight, now: int, generated: int) -> None:
         counts, plan = self._counts, flying.step.plan
@@ -311,6 +314,7 @@ class EngineLoop:
         result: StepResult | None = None,
         advanced: list[Advanced] | None = None,
         satisfied: dict[int, bool] | None = None,
+        vectors: list[Vectors] | None = None,
     ) -> None:
         now = self._sent_at = self.clock()
         self._asked = False
@@ -344,6 +348,7 @@ class EngineLoop:
                 advanced=finished + (advanced or []),
                 satisfied=satisfied or {},
                 drafted=settled.drafted,
+                vectors=vectors or [],
             )
         )
         if self._scored:
@@ -375,6 +380,25 @@ class EngineLoop:
         return msgspec.structs.replace(
             started, prompt_logprobs=scores.logprobs.tolist(), prompt_details=scores.details
         )
+
+
+def _vectors(step: Step, result: StepResult) -> tuple[list[Vectors], set[int]]:
+    """The vectors of a step for sequences that have not ended, and rows where some are no numbers.
+
+    Vectors of those are not told.
+    """
+    found, spoiled = list[Vectors](), set[int]()
+    for part in result.pooled:
+        width, first = part.numbers.shape[1], 0
+        for row, count in zip(part.rows, part.counts, strict=True):
+            own = part.numbers[first : first + count].numpy()
+            first += count
+            if not np.isfinite(own).all():
+                spoiled.add(row)
+            elif not step.sequences[row].dead:
+                numbers = own.astype("<f4", copy=False).tobytes()
+                found.append(Vectors(step.sequences[row].id, count, width, numbers))
+    return found, spoiled
 
 
 def _tops(settled: Settled, result: StepResult) -> list[Top]:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import torch
 
 from tokenpod.core.capacity import MOST_DRAFTS, step_limits
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
+from tokenpod.core.task import Task
 from tokenpod.engine.adapters.adapter_reading import fused_folder, read_given, space_of
 from tokenpod.engine.adapters.adapters import Adapters, OwnAdapters
 from tokenpod.engine.constraints.guidance import Guidance
@@ -32,6 +34,7 @@ from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_offload_room
 from tokenpod.engine.steps.executor import Executor
 from tokenpod.kernels.operations.group import Group
+from tokenpod.models.decoders.facts import LoadedModel
 from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config
 from tokenpod.models.load import load_model
@@ -200,9 +203,10 @@ def load(
         override=override,
         adapters=space_of(options),
         fuse=fused_folder(options),
+        task=options.task,
         drafts=options.speculate,
     )
-    config = model.config
+    config, pooling = model.config, model.pooling
     adapters = read_given(model.adapters, options)
     if options.speculate and config.own_state is not None and not config.own_state.takes_back:
         raise EngineError(
@@ -210,6 +214,15 @@ def load(
             " from which wrong drafts can't be taken back"
         )
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
+    if pooling is not None:
+        _check_pooled(options, model)
+        positions = min(positions, pooling.spec.max_tokens or positions)
+    if config.encodes:
+        # A text is read in one step, which may be as long as it is where the operator has not said.
+        if options.short_prompt_steps:
+            longest = max(options.max_batch_prefill_tokens, positions)
+            options = msgspec.structs.replace(options, max_batch_prefill_tokens=longest)
+        positions = min(positions, options.max_batch_prefill_tokens)
     draft = load_draft(options, model, positions, device)
     loaded = time.monotonic()
     if ahead is not None:
@@ -225,12 +238,17 @@ def load(
         max_positions=positions,
         prefill_tokens=assembled.prefill_tokens,
         shortest_first=options.shortest_first,
-        max_gap=None if options.max_gap_seconds is None else int(1e9 * options.max_gap_seconds),
+        # Where nothing is generated, no stream waits for a step.
+        max_gap=int(1e9 * options.max_gap_seconds)
+        if options.max_gap_seconds is not None and pooling is None
+        else None,
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,
         snapshots=room.snapshot_limits,
         scores_prompts=own is None or own.scores_prompts,
+        pools=pooling is not None,
+        whole_prompts=config.encodes,
         own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
@@ -270,9 +288,23 @@ def load(
         quantization=model.quantization,
         offload_slots=assembled.offload_slots,
         prefill_tokens=assembled.prefill_tokens,
+        task=Task.GENERATE if pooling is None else pooling.spec.task,
+        vectors=None if pooling is None else pooling.spec.facts(config.second_text),
         windows_kept=room.windows_kept,
     )
     return assembled, ready, limits
+
+
+def _check_pooled(options: EngineOptions, model: LoadedModel) -> None:
+    """Raise EngineError for what goes with models alone that generate."""
+    assert model.pooling is not None
+    what = f"{model.config.architecture} makes vectors ({model.pooling.spec.task.value})"
+    if options.speculate:
+        raise EngineError(f"speculate is {options.speculate}: {what}; there is nothing to draft")
+    if options.kv_cache_dtype != "auto":
+        raise EngineError(f"kv_cache_dtype is {options.kv_cache_dtype}: {what}, and keeps no cache")
+    if options.host_kv_bytes:
+        raise EngineError(f"host_kv_bytes is {options.host_kv_bytes}: {what}, and keeps no cache")
 
 
 def _own_cores(ranks: int) -> int:

@@ -73,6 +73,10 @@ class Settings(BaseSettings):
     require_manifest: bool = _model(False)
     """Refuse a model folder without SHA256SUMS, the digests of its files. Where it is there, the
     files must have these digests, whatever this says."""
+    task: Literal["auto", "generate", "embed", "score", "classify"] = _model("auto")
+    """What the model is for. auto: as its files show: modules.json or an encoder embed, a head of
+    labels classifies, or scores if it has one label, all else generates. score makes a reranker of
+    a model that was trained to answer yes or no, such as Qwen3-Reranker."""
     chat_template: str | None = _model(derived="the model's default", min_length=1)
     """Chat template: the name of another one of the model's, such as tool_use, or a file."""
     tool_parser: Literal[
@@ -220,6 +224,8 @@ class Settings(BaseSettings):
         derived="the model's context, as far as the KV cache holds it", ge=2
     )
     """Tokens of a prompt and its output together."""
+    max_client_batch_size: int = _limit(256, ge=1, le=8192)
+    """Texts of a call that wants vectors, scores or labels."""
     max_best_of: int = _limit(2, ge=1)
     """Samples of a request (n, best_of)."""
     max_stop_sequences: int = _limit(4, ge=0)

@@ -71,6 +71,7 @@ def lone_options(
         host_kv_bytes=settings.host_kv_bytes,
         host_kv_least_tokens=settings.host_kv_least_tokens,
         preemption=settings.preemption,
+        task=settings.task,
     )
 
 

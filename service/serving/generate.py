@@ -21,6 +21,7 @@ from msgspec import structs
 
 from tokenpod.core.messages import AdapterFacts, Ready
 from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.task import Task
 from tokenpod.service.admission.admission import Admission, Place
 from tokenpod.service.admission.aside import Aside
 from tokenpod.service.admission.call_names import NamedCalls
@@ -107,6 +108,11 @@ class GenerateService:
             settings.served_name,
         )
         return self._serving
+
+    @property
+    def task(self) -> Task | None:
+        """What the model is for; None: it is not ready yet."""
+        return None if self._serving is None else self._serving.ready.task
 
     @property
     def serving(self) -> Serving:

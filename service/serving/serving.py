@@ -195,7 +195,7 @@ def check_limits(settings: ServerSettings, ready: Ready) -> None:
     if total is not None and total > ready.slots:
         raise SettingsError(f"--max-total-tokens is {total}: the KV cache holds {ready.slots}")
     room = request_limits(settings, ready).max_total_tokens
-    if most_in is not None and most_in >= room:
+    if most_in is not None and most_in >= room + ready.task.pools:
         raise SettingsError(
             f"--max-input-tokens is {most_in}: a prompt and its output have {room} at most, by the"
             " model's context, the KV cache and --max-total-tokens"

@@ -136,7 +136,14 @@ class Encoder:
         return results
 
     def _at_once(
-        self, text: str, field: str, *, special: bool, keep: int, offsets: bool
+        self,
+        text: str,
+        field: str,
+        *,
+        special: bool,
+        keep: int,
+        offsets: bool,
+        first: bool = False,
     ) -> Tokenised:
         found: list[int] = []
         try:
@@ -147,12 +154,18 @@ class Encoder:
                 ids = self.tokenizer.encode(text, add_special_tokens=special)
         except TokenizerPanic as error:
             raise InvalidArgument(field, "makes the model's tokenizer fail") from error
-        return Tokenised(len(ids), _last(ids, keep), _last(found, 2 * keep))
+        kept = ids[:keep] if first else _last(ids, keep)
+        return Tokenised(len(ids), kept, _last(found, 2 * keep))
 
     def _at_once_or_not(self, text: Text, field: str) -> Tokenised | InvalidArgument:
         try:
             return self._at_once(
-                text.text, field, special=text.special, keep=text.keep, offsets=text.offsets
+                text.text,
+                field,
+                special=text.special,
+                keep=text.keep,
+                offsets=text.offsets,
+                first=text.first,
             )
         except InvalidArgument as problem:
             return problem

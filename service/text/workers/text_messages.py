@@ -39,12 +39,14 @@ class Text(msgspec.Struct, frozen=True, array_like=True):
         special: whether to add special tokens.
         keep: how many ids are returned, the last ones; the number of tokens always is.
         offsets: return where each of them begins and ends, too.
+        first: the first ids are returned, not the last; without offsets.
     """
 
     text: str
     special: bool
     keep: int
     offsets: bool = False
+    first: bool = False
 
 
 class EncodeTexts(Message, frozen=True, array_like=True, tag=True):

@@ -115,6 +115,8 @@ def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:
             (ids,) = tokenizer.encode_all([text.text], add_special_tokens=text.special)
         left_out = max(len(ids) - text.keep, 0)
         counts.append(len(ids))
+        if text.first:
+            ids, left_out = ids[: text.keep], 0
         parts.append(packed(ids[left_out:]))
         places.append(packed(offsets[2 * left_out :]))
     return Encoded(counts, parts, places)

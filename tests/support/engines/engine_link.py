@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+
 from tokenpod.core.messages import ToEngine
 from tokenpod.core.outputs import FailureCode, FinishCode, StepOutputs
 from tokenpod.core.requests import Request
@@ -31,6 +33,8 @@ class Client:
         self.finishes: dict[int, FinishCode] = {}
         self.failures: dict[int, str] = {}
         self.codes: dict[int, FailureCode] = {}
+        #: [count, width] of each.
+        self.vectors: dict[int, np.ndarray] = {}
 
     @property
     def finished(self) -> set[int]:
@@ -55,6 +59,9 @@ class Client:
                 self.finishes[sequence] = FinishCode(message.finishes[i])
         for top in message.tops:
             self.tops[message.sequence_ids[top.at]].append(top.token_ids)
+        for found in message.vectors:
+            numbers = np.frombuffer(found.numbers, "<f4")
+            self.vectors[found.sequence_id] = numbers.reshape(found.count, found.width)
         for started in message.started:
             self.cached[started.sequence_id] = started.cached_tokens
             if started.prompt_logprobs:

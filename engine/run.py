@@ -25,7 +25,7 @@ from tokenpod.engine.drafts.draft import load_draft
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
-from tokenpod.engine.startup.assemble import Assembled, assemble
+from tokenpod.engine.startup.assemble import Assembled, assemble, with_rows
 from tokenpod.engine.startup.compile_ahead import CompileAhead
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
@@ -82,6 +82,7 @@ def run(
         drafting=drafting(options),
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
         forced_costs=Costs(),
+        measured=assembled.measured,
     )
     adapters: Adapters | None = None
     if store is not None:
@@ -104,7 +105,14 @@ def run(
 
         late = LateKernels()
     loop = EngineLoop(
-        link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked, late=late
+        link,
+        scheduler,
+        launcher,
+        overlap=overlap,
+        adapters=adapters,
+        masked=masked,
+        late=late,
+        captures=assembled.captures,
     )
     loop.run()
 
@@ -206,6 +214,7 @@ def load(
     loaded = time.monotonic()
     if ahead is not None:
         ahead.wait()
+    options = with_rows(model, options, positions, device, group)
     assembled = assemble(
         model, options, positions=positions, device=device, group=group, draft=draft
     )
@@ -215,6 +224,8 @@ def load(
         max_rows=room.rows,
         max_positions=positions,
         prefill_tokens=assembled.prefill_tokens,
+        shortest_first=options.shortest_first,
+        max_gap=None if options.max_gap_seconds is None else int(1e9 * options.max_gap_seconds),
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,

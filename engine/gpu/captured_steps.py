@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -118,11 +120,17 @@ class CapturedSteps:
         flat = flat_counts(self._rows, self._most_flat, self._drafts) if self._drafts else {}
         return max(each.words for each in (most, *with_columns(flat, **columns).values()))
 
-    def capture(self, steps: CapturableSteps, *, windows: bool = False) -> object:
+    def capture(
+        self, steps: CapturableSteps, *, windows: bool = False, some: bool = False
+    ) -> object:
         """Capture steps of up to 1,024 tokens; returns the memory that graphs share.
 
-        `windows`: whether tokens have window slots.
+        Args:
+            steps: runs them.
+            windows: whether tokens have window slots.
+            some: capture a few sizes alone; the others with `capture_next`.
         """
+        kept = self._drafts > 0
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
@@ -139,15 +147,22 @@ class CapturedSteps:
             flat = flat_counts(self._rows, min(most, self._most_flat), self._drafts)
             flat = with_columns(flat, **columns)
             with torch.inference_mode():
-                first = _graphs(steps, mixed, memory, mixed_rows, masked=True)
+                usual = partial(_graphs, steps, masked=True, kept=kept, some=some)
+                first = usual(mixed, memory, mixed_rows)
                 memory = first.memory
-                second = _graphs(steps, decode, memory, single_rows, decode=True, masked=True)
+                second = usual(decode, memory, single_rows, decode=True)
                 third = fourth = None
                 if self._drafts:
                     third = _graphs(steps, flat, memory, single_rows, behind=self._behind)
                     fourth = _graphs(steps, drafted, memory, mixed_rows, behind=self._behind)
             self._kinds[adapted] = _Kinds(first, second, third, fourth)
         return memory
+
+    def capture_next(self) -> bool:
+        """Capture one size of steps that has not been captured; False: all have been."""
+        kinds = [(kinds.decode, kinds.mixed) for kinds in self._kinds.values()]
+        with torch.inference_mode():
+            return any(graphs.capture_next() for graphs in chain(*kinds))
 
     def fitting(self, plan: StepPlan) -> Captured | None:
         """The captured step that a plan fits; None: there is none."""
@@ -171,8 +186,10 @@ def _graphs(
     decode: bool = False,
     behind: bool = False,
     masked: bool = False,
+    kept: bool = True,
+    some: bool = False,
 ) -> Graphs:
-    """Steps of one kind.
+    """Steps of one kind; see `Graphs`.
 
     `behind`: the draft model follows in graphs of its own; `masked`: rows may wait for masks.
     """
@@ -184,4 +201,5 @@ def _graphs(
         return steps.follow(integers, rows_of(counts))
 
     on = steps.draw_masked if masked else None
-    return Graphs(forward, counts, steps.padding, memory, follow if behind else None, on)
+    after = follow if behind else None
+    return Graphs(forward, counts, steps.padding, memory, after, on, kept=kept, some=some)

@@ -149,12 +149,22 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if self._copies is not None:
             self._copies.use(pools_of(pool, self._draft))
 
-    def capture(self) -> None:
-        """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
-        memory = self._captured.capture(self, windows=self._windowed)
+    def capture(self, *, some: bool = False) -> None:
+        """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly.
+
+        `some`: a few sizes of these alone; each call of `capture_next` captures one of the others.
+        """
+        if self._device.type == "cuda":
+            # Graphs have memory of their own: it comes from what torch keeps for steps.
+            torch.cuda.empty_cache()
+        memory = self._captured.capture(self, windows=self._windowed, some=some)
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
+
+    def capture_next(self) -> bool:
+        """Capture one more size, while no step is under way; False: all are captured."""
+        return self._captured.capture_next()
 
     # -- a step --------------------------------------------------------------------------------
 

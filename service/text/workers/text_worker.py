@@ -2,7 +2,7 @@
 
 A template is a program, and its messages are the caller's; a tokenizer's time and memory hang on
 the text. Neither can be bounded from inside a process that must go on, so they run here: the kernel
-limits the memory, and the front end kills the process when a call's time is over (text_workers.py).
+limits the memory, and the front end kills the process when a call's time is over (worker_pool.py).
 Neither torch nor grpc is imported.
 """
 
@@ -30,15 +30,13 @@ from tokenpod.service.text.workers.text_messages import (
     EncodeTexts,
     FromWorker,
     Job,
-    Loaded,
-    Refusal,
-    Refused,
     Text,
     ToWorker,
     WorkerOptions,
     packed,
 )
 from tokenpod.service.text.workers.tool_constraints import calls_constraint
+from tokenpod.service.workers.worker_messages import Loaded, Refusal, Refused
 
 #: Characters at the end of a rendered chat that a front end is told.
 _RENDERED_END = 64
@@ -80,14 +78,14 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
             return structs.replace(encoded, rendered_end=end, calls=calls)
         return _encoded(tokenizer, job)
     except ChatTemplateError as error:
-        return Refused(Refusal.CHAT, str(error), error.field)
+        return Refused(Refusal.JOB, str(error), error.field)
     except TokenizerPanic as error:
-        return Refused(Refusal.TOKENIZER, str(error))
+        return Refused(Refusal.LIBRARY, str(error))
     except MemoryError:
         return Refused(Refusal.MEMORY, "")
     except Exception as error:
         traceback.print_exc()
-        return Refused(Refusal.TOKENIZER, type(error).__name__)
+        return Refused(Refusal.LIBRARY, type(error).__name__)
 
 
 def _calls(tokenizer: Tokenizer, job: EncodeChat) -> Tagged | Refused:
@@ -96,7 +94,7 @@ def _calls(tokenizer: Tokenizer, job: EncodeChat) -> Tagged | Refused:
     try:
         return calls_constraint(job.chat, calls, tokenizer.template_source or "")
     except ToolsError as error:
-        return Refused(Refusal.CHAT, str(error), "tools")
+        return Refused(Refusal.JOB, str(error), "tools")
     except MemoryError:
         raise
     except Exception as error:

@@ -114,6 +114,11 @@ class WorkerPool(ABC, Generic[Job, First, Result]):
     def _work(self, job: Job) -> str:
         """What does a job, for its caller: "the model's tokenizer"."""
 
+    def _taken(self, worker: WorkerProcess[First, Result], answer: Result) -> Result:
+        """An answer, once all has been taken that the worker holds until its next job."""
+        del worker
+        return answer
+
     def _at_fault(self, job: Job, field: str, refused: Refused) -> InvalidArgument:
         """What the caller is told of a job that is at fault."""
         del job
@@ -157,14 +162,15 @@ class WorkerPool(ABC, Generic[Job, First, Result]):
         except asyncio.CancelledError:
             self._spawn(self._abandon(worker, answering))
             raise
-        self._give(worker)
         try:
             answer = answering.result()
+            if isinstance(answer, Refused):
+                raise self._refusal(job, field, answer)
+            return self._taken(worker, answer)
         except WorkerEnded as ended:
             raise self._failure(job, field, ended.status if done else None) from ended
-        if isinstance(answer, Refused):
-            raise self._refusal(job, field, answer)
-        return answer
+        finally:
+            self._give(worker)
 
     async def close(self) -> None:
         """Kill all workers, whatever they do, and wait until they are gone. Also twice."""

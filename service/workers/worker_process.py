@@ -65,6 +65,11 @@ class WorkerProcess(AsyncLink[Any], Generic[First, Result]):
         return worker
 
     @property
+    def pid(self) -> int:
+        """The process's, which nobody else has before `ended`."""
+        return self._process.pid
+
+    @property
     def has_ended(self) -> bool:
         """Whether it has hung up."""
         return self._hung_up.done()

@@ -1,0 +1,18 @@
+"""Images as a call has them: encoded bytes, which nobody has looked into yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GivenImage:
+    """An image of a request.
+
+    Args:
+        data: the file's bytes.
+        field: where the client put it, for errors.
+    """
+
+    data: bytes
+    field: str

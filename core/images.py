@@ -35,7 +35,13 @@ class Sight(NamedTuple):
     #: {end} that of the field `eoi_token_index`.
     before: str = ""
     behind: str = ""
+    #: Fields of the tokens that the models' chat templates write around an image; none: they write
+    #: nothing.
+    wrapping: tuple[str, ...] = ()
 
+
+#: The file of a model's folder that says what becomes of an image before its tower.
+PROCESSOR = "preprocessor_config.json"
 
 #: Architectures whose images are served, as config.json names them.
 SIGHTS: Mapping[str, Sight] = {
@@ -69,7 +75,7 @@ class PreparedImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodeImages(Message, frozen=True, array_like=True, tag=True):
-    """Compute the rows of a request's images, and keep them for it; `ImagesEncoded` follows.
+    """Compute the rows of a request's images, and keep them for it; one `ImagesEncoded` follows.
 
     The rows are kept until a `Request` names op, or until `DropImages`.
     """
@@ -93,6 +99,6 @@ class ImagesEncoded(Message, frozen=True, array_like=True, tag=True):
 
 
 class DropImages(Message, frozen=True, array_like=True, tag=True):
-    """Nobody asks for the rows of op any more. Unknown ones are fine."""
+    """Nobody asks for the rows of op any more. Ones that a `Request` has named are fine."""
 
     op: int

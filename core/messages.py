@@ -14,6 +14,7 @@ import msgspec
 
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.constraints import ConstraintLimits
+from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded
 from tokenpod.core.message import Message
 from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.placement import Placement
@@ -205,6 +206,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     offload_slots: int = 0
     #: Prompt tokens of a step, at most; 0: not said.
     prefill_tokens: int = 0
+    #: Whether rows of images are computed here.
+    images: bool = False
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -284,6 +287,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     host_kv_least_tokens: int = 1
     #: What becomes of a preempted sequence, by name (see scheduler/kv/preemption.py).
     preemption: str = "auto"
+    #: Compute rows of images, and keep so many bytes of them for further requests; None: don't.
+    image_cache_bytes: int | None = None
     #: Descriptor of the socket on which questions about the process come; -1: there is none.
     questions_fd: int = -1
 
@@ -298,6 +303,10 @@ ToEngine = (
     | FlushCache
     | LoadAdapter
     | UnloadAdapter
+    | EncodeImages
+    | DropImages
     | EngineOptions
 )
-FromEngine = StepOutputs | CacheEvents | AdapterList | AdapterDone | Loading | Ready | Broken
+FromEngine = (
+    StepOutputs | CacheEvents | AdapterList | AdapterDone | ImagesEncoded | Loading | Ready | Broken
+)

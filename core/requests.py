@@ -61,6 +61,27 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     width: int
     #: [positions, width] float32, little-endian.
     numbers: bytes
+    #: Equal keys, equal vectors and equal neighbours in an image; empty: only the numbers tell.
+    key: bytes = b""
+
+
+class ImageRun(msgspec.Struct, frozen=True, array_like=True):
+    """Adjacent positions of a prompt that stand for adjacent rows of an image."""
+
+    #: Which of the request's images.
+    image: int
+    #: The first row, the first position, and how many there are.
+    first: int
+    start: int
+    count: int
+
+
+class ImageRows(msgspec.Struct, frozen=True, array_like=True):
+    """Where a prompt has its images."""
+
+    #: Of the `EncodeImages` that had their rows computed.
+    op: int
+    runs: list[ImageRun]
 
 
 class Request(Message, frozen=True, array_like=True, tag=True):
@@ -111,6 +132,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     virtual_tokens: int = 0
     #: The adapter has their keys and values; else it has their embeddings.
     virtual_kv: bool = False
+    #: Images in the prompt, of which the engine makes `given`.
+    images: ImageRows | None = None
 
     @property
     def positions(self) -> int:

@@ -1,7 +1,9 @@
 """Positions without a token id: what stands for them in the prefix tree, and their vectors.
 
 Such a position gets an id that no token has. Given embeddings have ids from `GIVEN` downwards, the
-same for equal vectors: so the tree finds a prefix again only where the vectors are the same. The
+same for equal vectors, or for those of one key: so the tree finds a prefix again only where the
+vectors are the same. An image's rows have a key, since hashing them would take the engine long, and
+since an image of another shape may have equal rows at other places. The
 virtual tokens of an adapter come before a prompt, and have ids from `VIRTUAL` downwards, by their
 index; whose they are, the salt of their root says, which has the adapter's digest.
 """
@@ -45,21 +47,25 @@ class VectorIds:
         prompt[:virtual] = VIRTUAL - np.arange(virtual)
         prompt[virtual:] = request.prompt
         for given in request.given:
-            start = virtual + given.start
-            for at, vector in enumerate(_vectors(given.numbers, given.width), start):
-                prompt[at] = self._id_of(vector.tobytes())
+            start, vectors = virtual + given.start, _vectors(given.numbers, given.width)
+            if given.key:
+                prompt[start : start + len(vectors)] = self._ids_of(given.key, len(vectors))
+                continue
+            for at, vector in enumerate(vectors, start):
+                prompt[at] = self._ids_of(vector.tobytes(), 1)[0]
         return prompt
 
-    def _id_of(self, vector: bytes) -> int:
-        digest = hashlib.sha256(vector).digest()
+    def _ids_of(self, content: bytes, count: int) -> Tokens:
+        """[count] those of vectors that these bytes are, or name."""
+        digest = hashlib.sha256(content).digest()
         found = self._ids.pop(digest, None)
         if found is None:
-            found = GIVEN - self._given % _MOST_IDS
-            self._given += 1
+            found = self._given
+            self._given += count
         self._ids[digest] = found
         if len(self._ids) > _MOST_VECTORS:
             self._ids.popitem(last=False)
-        return found
+        return (GIVEN - (found + np.arange(count)) % _MOST_IDS).astype(np.int32)
 
 
 def vectors_of(request: Request, start: int, end: int) -> list[Vectors]:

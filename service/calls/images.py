@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -16,3 +17,8 @@ class GivenImage:
 
     data: bytes
     field: str
+
+
+def image_bytes(images: Sequence[GivenImage]) -> int:
+    """Bytes of their files."""
+    return sum(len(image.data) for image in images)

@@ -288,6 +288,9 @@ class Settings(BaseSettings):
     prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
     """Which of them make room for others. lru: those that were used longest ago; lfu: those that
     few requests have used."""
+    image_cache_bytes: int = _memory(256 * 1024**2, ge=0)
+    """Host memory for rows of images that were computed, so that an image that comes again, as in
+    each turn of a chat, is not computed again."""
     host_kv_bytes: int = _memory(0, ge=0)
     """Memory of this pod's host, all ranks together, for keys and values that the KV cache has no
     room for: prefixes that it forgets, and requests that made room for others. 0: none."""

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.core.images import SIGHTS, RowCount, TensorPlace
+from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, TensorPlace
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
 from tokenpod.service.images.image_messages import (
@@ -43,7 +43,7 @@ from tokenpod.service.workers.worker_messages import Refusal, Refused
 #: Bytes between tensors in a file begin at multiples of this.
 _ALIGNMENT = 64
 #: What decides what a processor makes of an image, besides its own code.
-_CONFIG, _MODEL_CONFIG = "preprocessor_config.json", "config.json"
+_MODEL_CONFIG = "config.json"
 
 Pixels = npt.NDArray[np.uint8]
 Tensors = dict[str, npt.NDArray[Any]]
@@ -95,7 +95,7 @@ class Processor:
         digest = hashlib.sha256()
         for part in (type(self._process).__qualname__, transformers.__version__):
             digest.update(part.encode() + b"\0")
-        for name in (_CONFIG, _MODEL_CONFIG):
+        for name in (PROCESSOR, _MODEL_CONFIG):
             digest.update((folder / name).read_bytes() + b"\0")
         self.settings = digest.digest()
 

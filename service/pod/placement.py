@@ -68,6 +68,7 @@ def lone_options(
         host_kv_bytes=settings.host_kv_bytes,
         host_kv_least_tokens=settings.host_kv_least_tokens,
         preemption=settings.preemption,
+        image_cache_bytes=settings.image_cache_bytes if settings.max_images else None,
     )
 
 

@@ -30,7 +30,7 @@ def messages_of(chat: ChatPrompt) -> list[dict[str, Any]]:
 
 def _fields(message: ChatMessage) -> Iterator[tuple[str, Any]]:
     yield "role", message.role
-    yield "content", message.content
+    yield "content", _parts(message) if message.images else message.content
     if message.reasoning:
         yield "reasoning_content", message.reasoning
     if message.tool_calls:
@@ -39,6 +39,20 @@ def _fields(message: ChatMessage) -> Iterator[tuple[str, Any]]:
         yield "tool_call_id", message.tool_call_id
     if message.name:
         yield "name", message.name
+
+
+def _parts(message: ChatMessage) -> list[dict[str, str]]:
+    """The content of a message with images, cut where they stand."""
+    parts: list[dict[str, str]] = []
+    at = 0
+    for place in message.images:
+        if place > at:
+            parts.append({"type": "text", "text": message.content[at:place]})
+        parts.append({"type": "image"})
+        at = place
+    if at < len(message.content):
+        parts.append({"type": "text", "text": message.content[at:]})
+    return parts
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

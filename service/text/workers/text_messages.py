@@ -13,6 +13,7 @@ import msgspec
 from tokenpod.core.constraints import Tagged
 from tokenpod.core.message import Message
 from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.images.image_text import ImageTexts
 from tokenpod.service.workers.worker_messages import Loaded, Refused
 
 #: `array`'s letter for token ids, and bytes of one.
@@ -61,11 +62,13 @@ class EncodeChat(Message, frozen=True, array_like=True, tag=True):
         keep: as a text's.
         call_format: name of the format in which the model writes calls, to make a constraint of
             the chat's tools; "": none is wanted.
+        images: what stands for its images; None: the model sees none.
     """
 
     chat: ChatPrompt
     keep: int
     call_format: str = ""
+    images: ImageTexts | None = None
 
 
 class Encoded(Message, frozen=True, array_like=True, tag=True):

@@ -24,6 +24,7 @@ from tokenpod.service.text.parsers.calls import ToolsError
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplateError
 from tokenpod.service.text.tokenizers.tokenizer import TextModel, Tokenizer, TokenizerPanic
+from tokenpod.service.text.workers.image_places import with_images
 from tokenpod.service.text.workers.text_messages import (
     EncodeChat,
     Encoded,
@@ -72,6 +73,8 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
             if isinstance(calls, Refused):
                 return calls
             rendered = tokenizer.render_chat(job.chat)
+            if job.images is not None:
+                rendered = with_images(rendered, job.chat, job.images)
             # Templates write special tokens: none is added.
             encoded = _encoded(tokenizer, EncodeTexts([Text(rendered, False, job.keep)]))
             end = rendered[-_RENDERED_END:]

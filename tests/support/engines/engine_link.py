@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from tokenpod.core.images import ImagesEncoded
 from tokenpod.core.messages import ToEngine
 from tokenpod.core.outputs import FailureCode, FinishCode, StepOutputs
 from tokenpod.core.requests import Request
@@ -29,6 +30,8 @@ class Client:
         self.finishes: dict[int, FinishCode] = {}
         self.failures: dict[int, str] = {}
         self.codes: dict[int, FailureCode] = {}
+        #: By op.
+        self.encoded: dict[int, ImagesEncoded] = {}
 
     @property
     def finished(self) -> set[int]:
@@ -43,6 +46,9 @@ class Client:
 
     def send(self, message: object) -> None:
         """What the engine says."""
+        if isinstance(message, ImagesEncoded):
+            self.encoded[message.op] = message
+            return
         assert isinstance(message, StepOutputs)
         for i, sequence in enumerate(message.sequence_ids):
             assert sequence not in self.finishes, "a token after the end"

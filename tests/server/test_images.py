@@ -1,0 +1,201 @@
+"""Images in chats on a running server: its tokens are those of transformers; hostile ones harm
+nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from PIL import Image
+
+from support.clients.public_api import generate, once, refused, violations
+from support.images.files import file_of, hostile, moving, picture, png
+from support.images.seeing import Seeing
+from support.pods.harness import ServerProcess, serve
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing("llava", tmp_path_factory.mktemp("seeing") / "llava")
+
+
+@pytest.fixture(scope="module")
+def server(seeing: Seeing) -> Iterator[ServerProcess]:
+    flags = ("--model-id", str(seeing.folder), "--max-images", "3", "--max-total-tokens", "200")
+    with serve(*flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stub(server: ServerProcess) -> Iterator[Any]:
+    with server.channel() as channel:
+        yield GenerationServiceStub(channel)
+
+
+def chat(*parts: str | bytes) -> chat_pb2.Chat:
+    """One turn of these texts and images."""
+    content = [
+        chat_pb2.ContentPart(text=part)
+        if isinstance(part, str)
+        else chat_pb2.ContentPart(image=chat_pb2.Image(data=part))
+        for part in parts
+    ]
+    return chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role="user", content=content)])
+
+
+def asked(*parts: str | bytes, **more: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        chat=chat(*parts),
+        sampling=pb.SamplingOptions(do_sample=False),
+        stopping=pb.StoppingOptions(max_new_tokens=NEW, ignore_eos=True),
+        **more,
+    )
+
+
+def truth(seeing: Seeing, *parts: str | Image.Image) -> list[int]:
+    """What transformers says to the same."""
+    texts = [p if isinstance(p, str) else seeing.token * 4 + "\n" for p in parts]
+    text = f"user: {''.join(texts)}\nassistant: "
+    images = [part for part in parts if not isinstance(part, str)]
+    ids = seeing.tokenizer.encode(text, add_special_tokens=False).ids
+    return seeing.greedy(ids, images, NEW)
+
+
+def said(stub: Any, *parts: str | bytes) -> list[int]:
+    return generate(stub, asked(*parts)).samples[0].token_ids
+
+
+RED, WIDE = picture(20, 20, 1), picture(60, 20, 2)
+
+
+def test_tokens_are_those_of_transformers(seeing: Seeing, stub: Any) -> None:
+    """One image, two, and the same again beside texts, in every format."""
+    texts: list[tuple[str | Image.Image, ...]] = [
+        ("What is ", RED, "?"),
+        (RED, "and", WIDE),
+        ("no image",),
+        (WIDE, WIDE, RED),
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        for kind in ("PNG", "WEBP"):
+            sent = [
+                [p if isinstance(p, str) else file_of(p, kind, **LOSSLESS[kind]) for p in parts]
+                for parts in texts
+            ]
+            answers = list(pool.map(lambda parts: said(stub, *parts), sent))
+            assert answers == [truth(seeing, *parts) for parts in texts]
+
+
+LOSSLESS: dict[str, dict[str, Any]] = {"PNG": {}, "WEBP": {"lossless": True}}
+
+
+def test_tokenize_tells_what_an_image_costs(seeing: Seeing, stub: Any) -> None:
+    def count(*parts: str | bytes) -> Any:
+        return stub.Tokenize(service.TokenizeRequest(chat=chat(*parts), return_token_ids=True))
+
+    with_one = count("What is ", file_of(RED), "?")
+    assert with_one.token_count == len(with_one.token_ids)
+    assert list(with_one.token_ids).count(seeing.token_id) == 4
+    assert list(count("no image").token_ids).count(seeing.token_id) == 0
+
+
+def test_the_model_says_that_it_sees(stub: Any) -> None:
+    features = stub.GetModel(service.GetModelRequest()).model.features
+    assert "chat.messages.content.image.data" in features
+    assert "chat.messages.content.image.uri" not in features
+
+
+AT = "chat.messages[0].content[1].image.data"
+
+
+@pytest.mark.parametrize(
+    ("parts", "field", "problem"),
+    [
+        (["x", b""], AT, "is empty"),
+        (["x", moving("GIF")], AT, "is GIF; PNG, JPEG and WebP are taken"),
+        (["x", png(30_000, 30_000, b"")], AT, "30000 x 30000 pixels; this server allows 33554432"),
+        (["x", file_of(RED)[:-40]], AT, "is a PNG by its header, and "),
+        (["x", *[file_of(RED)] * 4], "chat.messages[0].content[4].image.data", "is image 4 of 4"),
+        (["a <image> b", file_of(RED)], "chat.messages[0].content", "has '<image>', which stands"),
+        (["typed <image>"], "chat.messages[0].content", "has '<image>', which stands"),
+    ],
+)  # fmt: skip
+def test_what_cant_be_read_is_refused_by_its_place(
+    stub: Any, parts: list[str | bytes], field: str, problem: str
+) -> None:
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, once, stub, asked(*parts))
+    ((named, description),) = violations(error).items()
+    assert named == field
+    assert problem in description
+
+
+def test_a_prompt_that_is_cut_within_its_images_is_refused(stub: Any) -> None:
+    request = asked(file_of(RED), "x" * 20, truncate=18)
+    found = violations(refused(grpc.StatusCode.INVALID_ARGUMENT, once, stub, request))
+    assert "tokens that stand for images" in found["truncate"]
+
+
+def test_urls_are_not_fetched(stub: Any) -> None:
+    request = asked("x")
+    part = request.chat.messages[0].content.add()
+    part.image.uri = "http://169.254.169.254/latest/meta-data"
+    error = refused(grpc.StatusCode.UNIMPLEMENTED, once, stub, request)
+    assert [*violations(error)] == ["chat.messages[0].content[1].image.uri"]
+
+
+def test_hostile_images_disturb_nobody(seeing: Seeing, server: ServerProcess, stub: Any) -> None:
+    before = {*server.children()}
+    right, plain = truth(seeing, "what? ", RED), truth(seeing, "only text")
+
+    codes = set[grpc.StatusCode]()
+
+    def send(data: bytes) -> bool:
+        try:
+            return len(said(stub, "what? ", data)) == NEW
+        except grpc.RpcError as error:
+            codes.add(error.code())
+            return False
+
+    with ThreadPoolExecutor(4) as pool:
+        answered = pool.map(send, hostile(60, 4))
+        for _ in range(5):
+            assert said(stub, "only text") == plain
+            assert said(stub, "what? ", file_of(RED)) == right
+        assert {*answered} == {True, False}
+    assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert {*server.children()} == before
+
+
+def test_calls_that_are_given_up_leave_nothing(server: ServerProcess, stub: Any) -> None:
+    """No file of an image stays open, and the next call is answered."""
+    said(stub, "x ", file_of(RED))
+    for seed in range(8):
+        call = stub.Generate(asked("x ", file_of(picture(200, 200, 100 + seed))))
+        time.sleep(0.004 * seed)
+        call.cancel()
+    server.wait_until_idle()
+    assert said(stub, "x ", file_of(WIDE))
+    assert [*server_files(server)] == []
+
+
+def server_files(server: ServerProcess) -> Iterator[str]:
+    """Memory of images that the front end holds."""
+    for name in os.listdir(f"/proc/{server.process.pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{server.process.pid}/fd/{name}")
+        except OSError:
+            continue
+        if "tokenpod-image" in target:
+            yield target

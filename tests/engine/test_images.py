@@ -212,4 +212,4 @@ def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
     while eyes.encoder.busy:
         eyes.loop.turn()
     assert eyes.calls - before <= 2
-    assert 70_000 not in eyes.client.encoded
+    assert eyes.client.encoded[70_000].failure is FailureCode.UNAVAILABLE

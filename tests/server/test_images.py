@@ -14,7 +14,7 @@ import grpc
 import pytest
 from PIL import Image
 
-from support.clients.public_api import generate, once, refused, violations
+from support.clients.public_api import generate, refused, stream, violations
 from support.images.files import file_of, hostile, moving, picture, png
 from support.images.seeing import Seeing
 from support.pods.harness import ServerProcess, serve
@@ -135,7 +135,7 @@ AT = "chat.messages[0].content[1].image.data"
 def test_what_cant_be_read_is_refused_by_its_place(
     stub: Any, parts: list[str | bytes], field: str, problem: str
 ) -> None:
-    error = refused(grpc.StatusCode.INVALID_ARGUMENT, once, stub, asked(*parts))
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, stream, stub, asked(*parts))
     ((named, description),) = violations(error).items()
     assert named == field
     assert problem in description
@@ -143,7 +143,7 @@ def test_what_cant_be_read_is_refused_by_its_place(
 
 def test_a_prompt_that_is_cut_within_its_images_is_refused(stub: Any) -> None:
     request = asked(file_of(RED), "x" * 20, truncate=18)
-    found = violations(refused(grpc.StatusCode.INVALID_ARGUMENT, once, stub, request))
+    found = violations(refused(grpc.StatusCode.INVALID_ARGUMENT, stream, stub, request))
     assert "tokens that stand for images" in found["truncate"]
 
 
@@ -151,7 +151,7 @@ def test_urls_are_not_fetched(stub: Any) -> None:
     request = asked("x")
     part = request.chat.messages[0].content.add()
     part.image.uri = "http://169.254.169.254/latest/meta-data"
-    error = refused(grpc.StatusCode.UNIMPLEMENTED, once, stub, request)
+    error = refused(grpc.StatusCode.UNIMPLEMENTED, stream, stub, request)
     assert [*violations(error)] == ["chat.messages[0].content[1].image.uri"]
 
 

@@ -23,6 +23,7 @@ from tokenpod.service.calls.call import (
     ShardStep,
     TokenList,
 )
+from tokenpod.service.calls.images import GivenImage
 
 log = logging.getLogger("tokenpod.shard")
 

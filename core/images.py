@@ -38,6 +38,8 @@ class Sight(NamedTuple):
     #: Fields of the tokens that the models' chat templates write around an image; none: they write
     #: nothing.
     wrapping: tuple[str, ...] = ()
+    #: Rows bring positions of three axes, by their places in the image.
+    axes: bool = False
 
 
 #: The file of a model's folder that says what becomes of an image before its tower.
@@ -68,6 +70,8 @@ class PreparedImage(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     #: Tokens that stand for it in a prompt, one row of embeddings each.
     rows: int
+    #: How many rows lie above and beside each other, if they bring positions; else empty.
+    grid: tuple[int, ...] = ()
     #: Of the sending process, the descriptor of the file with the tensors; -1: none is sent, since
     #: the rows may still be known.
     descriptor: int = -1

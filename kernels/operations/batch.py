@@ -84,6 +84,14 @@ class GivenEmbeddings:
     t_index: torch.Tensor
     #: [g, width] in the model's dtype.
     rows: torch.Tensor
+    #: [layers, g, width] what is added to the stream behind each of the first layers (DeepStack:
+    #: Meng et al. 2024); None: nothing is.
+    deeper: torch.Tensor | None = None
+
+    def add_behind(self, layer: int, x: torch.Tensor) -> None:
+        """Add to the stream [T, width] what comes behind a layer."""
+        if self.deeper is not None and layer < len(self.deeper):
+            x.index_add_(0, self.t_index, self.deeper[layer])
 
 
 @dataclass(frozen=True, slots=True)

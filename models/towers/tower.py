@@ -36,7 +36,8 @@ class Tower:
 
     Args:
         model: transformers' base model without its text model, on its device.
-        width: numbers of a row, as many as the text model's table has columns.
+        width: numbers of a row: as many as the text model's table has columns, and as many for each
+            of its layers behind which something is added.
     """
 
     def __init__(self, model: Any, width: int) -> None:
@@ -55,9 +56,11 @@ class Tower:
         Raises what transformers' code does with tensors that are not for it.
         """
         given = {name: self._there(tensor) for name, tensor in tensors.items()}
-        made = self._model.get_image_features(**given).pooler_output
-        (rows,) = made  # of one image: a list of one, or a batch of one
-        return cast(torch.Tensor, rows).reshape(-1, self.width).float().cpu()
+        made = self._model.get_image_features(**given)
+        # Of one image: lists of one, or a batch of one.
+        parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+        rows = torch.cat([part[0].flatten(0, -2) for part in parts], dim=-1)
+        return rows.float().cpu()
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
@@ -130,7 +133,8 @@ def _read(
             raise ModelError(f"{folder}: tensor {wrong[0]} {problem}; {without}")
     base = whole.model
     del base.language_model
-    return Tower(base.eval().requires_grad_(False).to(device), width)
+    deeper = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    return Tower(base.eval().requires_grad_(False).to(device), width * (1 + deeper))
 
 
 def _shrink(config: PreTrainedConfig, text: PreTrainedConfig) -> None:

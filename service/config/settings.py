@@ -210,7 +210,7 @@ class Settings(BaseSettings):
     text_memory_bytes: int = _limit(2 * 1024**3, ge=64 * 1024**2)
     """Memory that tokenising a text or rendering a chat may take, besides the loaded tokenizer."""
     max_images: int = _limit(8, ge=0, le=1024)
-    """Images of a request, where the model's are served (docs/images.md). 0: none; then neither
+    """Images of a request, where the model's are served (docs/vision.md). 0: none; then neither
     what computes them is loaded, nor are there image workers."""
     max_image_bytes: int = _limit(10 * 1024**2, ge=1024)
     """Bytes of an image's file."""

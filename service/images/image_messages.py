@@ -51,12 +51,14 @@ class ImageRead(Message, frozen=True, array_like=True, tag=True):
         size: bytes of the file.
         tensors: where they lie in it.
         rows: how many tokens stand for it in a prompt.
+        grid: how many lie above and beside each other, if they bring positions; else empty.
     """
 
     out: int
     size: int
     tensors: list[TensorPlace]
     rows: int
+    grid: tuple[int, ...] = ()
 
 
 ToImageWorker = ImageWorkerOptions | ReadImage

@@ -33,15 +33,17 @@ class SeenImage:
     given: GivenImage
     header: Header
     key: bytes
-    rows: int
+    rows: int = 0
+    grid: tuple[int, ...] = ()
     file: TensorFile | None = None
 
     @property
     def prepared(self) -> PreparedImage:
         """For the engine."""
         if self.file is None:
-            return PreparedImage(self.key, self.rows)
-        return PreparedImage(self.key, self.rows, self.file.descriptor, tuple(self.file.tensors))
+            return PreparedImage(self.key, self.rows, self.grid)
+        tensors = tuple(self.file.tensors)
+        return PreparedImage(self.key, self.rows, self.grid, self.file.descriptor, tensors)
 
 
 class ImageReader:
@@ -58,7 +60,8 @@ class ImageReader:
     ) -> None:
         self._workers, self._settings = workers, settings
         self.tokens = tokens
-        self._rows: OrderedDict[bytes, int] = OrderedDict()
+        #: Rows and grid of images that were seen.
+        self._known: OrderedDict[bytes, tuple[int, tuple[int, ...]]] = OrderedDict()
 
     @classmethod
     async def start(
@@ -100,10 +103,12 @@ class ImageReader:
         try:
             for given, header in zip(images, headers, strict=True):
                 key = await asyncio.to_thread(self._key, given.data)
-                rows = self._rows.get(key)
-                image = SeenImage(given, header, key, rows or 0)
+                image = SeenImage(given, header, key)
                 seen.append(image)
-                if rows is None:
+                if key in self._known:
+                    self._known.move_to_end(key)
+                    image.rows, image.grid = self._known[key]
+                else:
                     await self.decode(image)
         except BaseException:
             close_all(seen)
@@ -114,9 +119,9 @@ class ImageReader:
         """Have its tensors made. Raises as `read` does."""
         data, field = image.given.data, image.given.field
         image.file = await self._workers.read(data, image.header, field=field)
-        image.rows = self._rows[image.key] = image.file.rows
-        if len(self._rows) > _MOST_KNOWN:
-            self._rows.popitem(last=False)
+        image.rows, image.grid = self._known[image.key] = image.file.rows, image.file.grid
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
 
     def texts(self, seen: Sequence[SeenImage]) -> ImageTexts:
         """What stands for them in a chat."""

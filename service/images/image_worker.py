@@ -105,6 +105,14 @@ class Processor:
         made = self._process(pixels, input_data_format="channels_last", return_tensors=None)
         return {name: np.ascontiguousarray(np.asarray(value)) for name, value in made.items()}
 
+    def grid(self, tensors: Tensors) -> tuple[int, ...]:
+        """How many rows lie above and beside each other, if they bring positions; else empty."""
+        if not self._sight.axes:
+            return ()
+        _, height, width = tensors["image_grid_thw"].reshape(-1).tolist()
+        merge = int(self._process.merge_size)
+        return height // merge, width // merge
+
     def rows(self, tensors: Tensors) -> int:
         """How many rows of embeddings the tower will make of it."""
         match self._sight.rows:
@@ -130,7 +138,7 @@ def _answer(processor: Processor, job: ReadImage, out: int) -> FromImageWorker:
             return pixels
         tensors = processor(pixels)
         places, size = _written(tensors, out)
-        return ImageRead(out, size, places, processor.rows(tensors))
+        return ImageRead(out, size, places, processor.rows(tensors), processor.grid(tensors))
     except MemoryError:
         return Refused(Refusal.MEMORY, "")
     except Exception as error:

@@ -37,12 +37,14 @@ class TensorFile:
         size: its bytes.
         tensors: where they lie in it.
         rows: how many tokens stand for the image in a prompt.
+        grid: as `ImageRead` has it.
     """
 
     descriptor: int
     size: int
     tensors: list[TensorPlace]
     rows: int
+    grid: tuple[int, ...] = ()
 
     def close(self) -> None:
         """Give the memory back. Who has opened it keeps it."""
@@ -82,7 +84,7 @@ class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
         """Decode an image whose header has been checked; `run` says what it raises."""
         pixels = header.width * header.height
         made = await self.run(ReadImage(data, *header), field=field, size=pixels)
-        return TensorFile(made.out, made.size, made.tensors, made.rows)
+        return TensorFile(made.out, made.size, made.tensors, made.rows, made.grid)
 
     async def _start_worker(self) -> WorkerProcess[ProcessorLoaded, ImageRead]:
         options = ImageWorkerOptions(str(self._folder), self._limits.memory_bytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from PIL import Image
 
 from support.engines.engine_link import Client
@@ -58,18 +59,22 @@ class Eyes:
         key = hashlib.sha256(image.tobytes() + repr(image.size).encode()).digest()
         rows = self.rows(image)
         if not sent:
-            return PreparedImage(key, rows)
+            return PreparedImage(key, rows, self.grid(image))
         descriptor, places, at = os.memfd_create("test"), [], 0
         for name, tensor in tensors.items():
             places.append(TensorPlace(name, tensor.dtype.name, [*tensor.shape], at))
             at += os.pwrite(descriptor, tensor.tobytes(), at)
-        return PreparedImage(key, rows, descriptor, tuple(places))
+        return PreparedImage(key, rows, self.grid(image), descriptor, tuple(places))
 
     def rows(self, image: Image.Image) -> int:
         tensors = self.seeing.prepared(image)
         if "image_grid_thw" in tensors:
             return int(tensors["image_grid_thw"].prod()) // 4
         return 4
+
+    def grid(self, image: Image.Image) -> tuple[int, ...]:
+        grid = self.seeing.prepared(image).get("image_grid_thw")
+        return () if grid is None else tuple((grid[0, 1:] // 2).tolist())
 
     def encode(self, *images: PreparedImage) -> int:
         """The op, once it has been answered."""
@@ -196,7 +201,7 @@ def test_rows_are_computed_once_and_kept_for_a_while(tmp_path: Path) -> None:
 
 def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:
     wrong = eyes.image(RED)
-    wrong = PreparedImage(b"another" * 5, wrong.rows + 1, wrong.descriptor, wrong.tensors)
+    wrong = structs.replace(wrong, key=b"another" * 5, rows=wrong.rows + 1)
     op = eyes.encode(wrong)
     assert eyes.client.encoded[op].failure is FailureCode.INTERNAL
     assert not eyes.encoder.busy

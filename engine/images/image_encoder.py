@@ -106,11 +106,16 @@ class ImageEncoder:
         op = _Op([image.key for image in asked.images], {image.key for image in new})
         op.rows = {key: rows for key, rows in known.items() if rows is not None}
         self._ops[asked.op] = op
-        for image in new:
-            if image.key not in coming and image.key not in self._queue:
-                # Opened now: the sender keeps the descriptor until it has an answer.
-                path = f"/proc/{asked.process}/fd/{image.descriptor}"
-                self._queue[image.key] = image, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for image in new:
+                if image.key not in coming and image.key not in self._queue:
+                    # Opened now: the sender keeps the descriptor until it has an answer.
+                    path = f"/proc/{asked.process}/fd/{image.descriptor}"
+                    self._queue[image.key] = image, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            log.exception("the tensors of an image can't be opened")
+            self._fail([asked.op])
+            return
         self._answer_if_whole(asked.op)
         self._feed()
 

@@ -4,6 +4,7 @@ nobody.
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from support.clients.public_api import generate, refused, stream, violations
 from support.images.files import file_of, hostile, moving, picture, png
 from support.images.seeing import Seeing
 from support.pods.harness import ServerProcess, serve
+from support.waiting import wait_for
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
@@ -141,8 +144,11 @@ def test_what_cant_be_read_is_refused_by_its_place(
     assert problem in description
 
 
-def test_a_prompt_that_is_cut_within_its_images_is_refused(stub: Any) -> None:
-    request = asked(file_of(RED), "x" * 20, truncate=18)
+def test_a_prompt_that_is_cut_within_its_images_is_refused(seeing: Seeing, stub: Any) -> None:
+    parts = file_of(RED), "and a text"
+    tokens = service.TokenizeRequest(chat=chat(*parts), return_token_ids=True)
+    ids = [*stub.Tokenize(tokens).token_ids]
+    request = asked(*parts, truncate=len(ids) - ids.index(seeing.token_id) - 2)
     found = violations(refused(grpc.StatusCode.INVALID_ARGUMENT, stream, stub, request))
     assert "tokens that stand for images" in found["truncate"]
 
@@ -187,7 +193,7 @@ def test_calls_that_are_given_up_leave_nothing(server: ServerProcess, stub: Any)
         call.cancel()
     server.wait_until_idle()
     assert said(stub, "x ", file_of(WIDE))
-    assert [*server_files(server)] == []
+    wait_for(lambda: not [*server_files(server)])
 
 
 def server_files(server: ServerProcess) -> Iterator[str]:
@@ -199,3 +205,54 @@ def server_files(server: ServerProcess) -> Iterator[str]:
             continue
         if "tokenpod-image" in target:
             yield target
+
+
+def _prefill(server: ServerProcess, *requests: v3.Request) -> list[list[int]]:
+    """The tokens of each request of a router's batch, to its end."""
+    shard = server.shard()
+    batch = v3.Batch(id=1, requests=requests, size=len(requests))
+    answer = shard.Prefill(v3.PrefillRequest(batch=batch))
+    said: dict[int, list[int]] = {request.id: [] for request in requests}
+    while True:
+        for generation in answer.generations:
+            said[generation.request_id] += generation.tokens.ids
+        left = [g.request_id for g in answer.generations if not g.HasField("generated_text")]
+        if not left:
+            return [said[request.id] for request in requests]
+        kept = shard.FilterBatch(v3.FilterBatchRequest(batch_id=1, request_ids=left))
+        answer = shard.Decode(v3.DecodeRequest(batches=[kept.batch]))
+
+
+def routed(number: int, inputs: str, *chunks: v3.InputChunk) -> v3.Request:
+    return v3.Request(
+        id=number,
+        inputs=inputs,
+        input_chunks=v3.Input(chunks=chunks) if chunks else None,
+        truncate=100,
+        parameters=v3.NextTokenChooserParameters(temperature=1.0, repetition_penalty=1.0),
+        stopping_parameters=v3.StoppingCriteriaParameters(
+            max_new_tokens=NEW, ignore_eos_token=True
+        ),
+        add_special_tokens=False,
+    )
+
+
+def test_routers_send_images_as_chunks_and_inline(seeing: Seeing, server: ServerProcess) -> None:
+    data = file_of(RED)
+    inline = f"![](data:image/png;base64,{base64.b64encode(data).decode()})"
+    image = v3.InputChunk(image=v3.Image(data=data, mimetype="image/jpeg;base64"))
+    texts = [v3.InputChunk(text="What is "), image, v3.InputChunk(text="?")]
+    answers = _prefill(
+        server,
+        routed(1, f"What is {inline}?", *texts),
+        routed(2, f"What is {inline}?"),
+        routed(3, "only text"),
+        # Refused, and so ended alone: with one end-of-text token.
+        routed(4, "x", v3.InputChunk(image=v3.Image(data=data[:60]))),
+        routed(5, f"typed {seeing.token}"),
+    )
+    ids = seeing.tokenizer.encode(f"What is {seeing.token * 4}?", add_special_tokens=False).ids
+    said = seeing.greedy(ids, [RED], NEW)
+    text = seeing.tokenizer.encode("only text", add_special_tokens=False).ids
+    assert answers[:3] == [said, said, seeing.greedy(text, [], NEW)]
+    assert [len(answer) for answer in answers[3:]] == [1, 1]

@@ -242,7 +242,8 @@ class ImageEncoder:
         if self._device.type != "cuda":
             return contextlib.nullcontext()
         torch.cuda.set_device(self._device)
-        return torch.cuda.stream(torch.cuda.Stream(self._device))
+        cuda: Any = torch.cuda
+        return cuda.stream(cuda.Stream(self._device))
 
 
 def no_images() -> ImageEncoder:

@@ -352,12 +352,7 @@ class StepExecutor(ABC, Generic[S]):
             soft = torch.nn.functional.pad(soft, (0, more))
             rows = torch.cat((rows, soft)) if len(rows) else soft
         rows = rows[torch.from_numpy(GIVEN - plan.t_token[index])]
-        first, *deeper = rows.split(self._model.config.hidden_size, dim=1)
-        return GivenEmbeddings(
-            self._upload(index),
-            self._upload(first.contiguous()),
-            self._upload(torch.stack(deeper)) if deeper else None,
-        )
+        return GivenEmbeddings(self._upload(index), self._upload(rows))
 
     def _score_prompt(
         self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int, asked: Wanted

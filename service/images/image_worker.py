@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import os
 import signal
 import socket
@@ -111,14 +110,14 @@ class Processor:
             return ()
         _, height, width = tensors["image_grid_thw"].reshape(-1).tolist()
         merge = int(self._process.merge_size)
-        return height // merge, width // merge
+        return int(height) // merge, int(width) // merge
 
     def rows(self, tensors: Tensors) -> int:
         """How many rows of embeddings the tower will make of it."""
         match self._sight.rows:
             case RowCount.GRID:
                 merge = int(self._process.merge_size)
-                return math.prod(tensors["image_grid_thw"].reshape(-1).tolist()) // merge**2
+                return int(tensors["image_grid_thw"].prod()) // merge**2
             case RowCount.PATCHES:
                 vision = self._config["vision_config"]
                 height, width = tensors["pixel_values"].shape[-2:]
@@ -165,9 +164,10 @@ def decoded(job: ReadImage) -> Pixels | Refused:
                     problem = f"{job.width} x {job.height} pixels by its header, and others inside"
                     return Refused(Refusal.JOB, f"has {problem}")
                 # Of several pictures in a JPEG (MPF) the first is the photograph.
-                if job.format != "JPEG" and getattr(image, "n_frames", 1) > 1:
-                    frames = f"has {image.n_frames} frames; images of one frame are taken"
-                    return Refused(Refusal.JOB, frames)
+                frames = getattr(image, "n_frames", 1)
+                if job.format != "JPEG" and frames > 1:
+                    problem = f"has {frames} frames; images of one frame are taken"
+                    return Refused(Refusal.JOB, problem)
                 image.load()
                 upright = ImageOps.exif_transpose(image)
                 return np.asarray(upright.convert("RGB"))
@@ -186,7 +186,7 @@ def _written(tensors: Tensors, descriptor: int) -> tuple[list[TensorPlace], int]
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
         numbers = tensor.astype(tensor.dtype.newbyteorder("<"), copy=False)
         places.append(TensorPlace(name, numbers.dtype.name, [*numbers.shape], at))
-        data = memoryview(numbers).cast("B")
+        data = memoryview(numbers.data).cast("B")
         while data:
             done = os.pwrite(descriptor, data, at)
             data, at = data[done:], at + done

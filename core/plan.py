@@ -45,6 +45,8 @@ _PerScoring = Annotated[Ints, "rows, if any is scored"]
 _PerScored = Annotated[Ints, "scored tokens of prompts"]
 _PerFreed = Annotated[Ints, "freed rows"]
 _PerNew = Annotated[Ints, "new rows"]
+_PerShifted = Annotated[Ints, "new rows, if positions of any are not its places"]
+_PerOwnPosition = Annotated[Ints, "tokens of prompts that bring positions"]
 _PerPrefix = Annotated[Ints, "slots of cached prefixes"]
 _PerPrefixInWindow = Annotated[Ints, "slots of cached prefixes, if they have window slots"]
 _PerSaved = Annotated[Ints, "rows' states that are kept"]
@@ -79,7 +81,7 @@ class StepPlan:
 
     # Read by the model and the sampler, in every step.
     r_row: _PerRow
-    #: Position of the first token.
+    #: Place of the first token.
     r_start: _PerRow
     r_tokens: _PerRow
     #: Of how many of its last positions a token is sampled; the first one sampled is the sequence's
@@ -106,6 +108,9 @@ class StepPlan:
     n_row: _PerNew
     n_flags: _PerNew
     n_prefix: _PerNew
+    #: By how much positions of their tokens are further on than places, but for tokens that have
+    #: `own_time` and so on: see `core.positions`.
+    n_shift: _PerShifted
     prefix_slot: _PerPrefix
     #: The window slots of these; of tokens that the row does not read again, any, or -1.
     prefix_window: _PerPrefixInWindow
@@ -126,6 +131,11 @@ class StepPlan:
     r_adapter: _PerAdapted
     #: Whether a row is sampled under a mask, which comes after the plan.
     r_masked: _PerMasked
+    #: Which of the step's tokens have positions of their own, and these.
+    own_token: _PerOwnPosition
+    own_time: _PerOwnPosition
+    own_height: _PerOwnPosition
+    own_width: _PerOwnPosition
 
     # Read by the executor's adapters and copies, before the step.
     #: Slots, from 1, and the numbers of the adapters that are put there before anything else.
@@ -273,7 +283,7 @@ class PlanRow:
     """A row of a plan that is written by hand: warm-up steps, tests."""
 
     row: int
-    #: Position of the first token.
+    #: Place of the first token.
     start: int
     #: [n] where keys and values go.
     slots: Sequence[int] | NDArray
@@ -292,6 +302,8 @@ class PlanRow:
     masked: bool = False
     #: [m, width]
     given: Floats | None = None
+    #: Of a new row, by how much positions are further on than places.
+    shift: int = 0
 
 
 def plan_of(
@@ -325,6 +337,7 @@ def plan_of(
         n_row=[row.row for row, _ in fresh],
         n_flags=[new.flags for _, new in fresh],
         n_prefix=[len(row.prefix) for row, _ in fresh],
+        n_shift=[row.shift for row, _ in fresh] if any(row.shift for row, _ in fresh) else [],
         prefix_slot=[int(slot) for row, _ in fresh for slot in row.prefix],
         copy_from=[slot for slot, _ in copies],
         copy_to=[slot for _, slot in copies],

@@ -53,16 +53,29 @@ class BeamParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
-    """Embeddings that replace those of the table at some positions of a prompt."""
+    """Embeddings that replace those of the table at some places of a prompt.
 
-    #: The first of them; each has one vector.
+    They may bring positions of their own, of three axes: see `core.positions`.
+    """
+
+    #: The first place; each has one vector.
     start: int
     #: Numbers of a vector, as many as the table has columns.
     width: int
-    #: [positions, width] float32, little-endian.
+    #: [n, width] float32, little-endian.
     numbers: bytes
-    #: Equal keys, equal vectors and equal neighbours in an image; empty: only the numbers tell.
+    #: [3, n] int32, little-endian: time, height and width of each vector, from the position that a
+    #: token at `start` would have; empty: each vector is one further on, as tokens are.
+    axes: bytes = b""
+    #: With `axes`: by how much the token behind the vectors is further on than one at `start`.
+    span: int = 0
+    #: Equal keys, equal vectors and equal positions of them; empty: what they are tells.
     key: bytes = b""
+
+    @property
+    def count(self) -> int:
+        """Vectors."""
+        return len(self.numbers) // (4 * self.width)
 
 
 class ImageRun(msgspec.Struct, frozen=True, array_like=True):

@@ -236,6 +236,7 @@ def load(
         sharing=own is None,
         snapshots=room.snapshot_limits,
         scores_prompts=own is None or own.scores_prompts,
+        own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
         adapter_heads=options.max_adapter_heads,

@@ -172,7 +172,7 @@ class DecodeStep:
         int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
         return ForwardBatch(
             t_token=torch.randint(self.config.vocab_size, (rows,), device=DEVICE),
-            t_position=torch.full((rows,), context - 1, device=DEVICE),
+            t_place=torch.full((rows,), context - 1, device=DEVICE),
             t_slot=slots[:, -1].contiguous(),
             b_start=list(range(rows + 1)),
             b_context=[0] * rows,

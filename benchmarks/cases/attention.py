@@ -118,7 +118,7 @@ def batch_of(tokens: list[int], contexts: list[int], first: int = 3) -> tuple[Fo
     paged = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (ids, starts, contexts))
     batch = ForwardBatch(
         t_token=zeros,
-        t_position=zeros,
+        t_place=zeros,
         t_slot=zeros,
         b_start=starts,
         b_context=contexts,

@@ -104,7 +104,7 @@ def prompt_step(tokens: list[int]) -> ForwardBatch:
     places = torch.arange(count)
     return ForwardBatch(
         t_token=torch.tensor(tokens),
-        t_position=places,
+        t_place=places,
         t_slot=places,
         b_start=[0, count],
         b_context=[count],

@@ -61,6 +61,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
         offload: OffloadPool | None = None,
+        own_positions: bool = False,
     ) -> None:
         sampler = cpu_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
@@ -74,6 +75,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             copies=None if offload is None else OffloadCopies(pools_of(pool, draft), offload),
             adapters=adapters,
             draft=draft,
+            own_positions=own_positions,
         )
         #: How many positions `_runs` has of each row.
         self._known = np.zeros(rows, np.int32)
@@ -139,12 +141,13 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         runs = [[*self._runs[row]] for row in rows.tolist()]
         for own, position in zip(runs, positions.tolist(), strict=True):
             cut_runs(own, position + 1)
-        t_token, t_position, t_slot = (
-            torch.from_numpy(column.astype(np.int64)) for column in (tokens, positions, slots)
+        t_token, t_place, t_slot, t_row = (
+            torch.from_numpy(column.astype(np.int64)) for column in (tokens, positions, slots, rows)
         )
+        shift = self._row_shift
         return ForwardBatch(
             t_token=t_token,
-            t_position=t_position,
+            t_place=t_place,
             t_slot=t_slot,
             b_start=list(range(len(rows) + 1)),
             b_context=(positions + 1).tolist(),
@@ -153,6 +156,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             row_table=self._row_table,
             single_rows=len(rows),
             logit_index=torch.arange(len(rows)),
+            t_own_position=None if shift is None else t_place + shift[t_row],
         )
 
     def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
@@ -187,11 +191,11 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         self._fill(host, plan)
         return host, self._words.of(counts)
 
-    def _resolve(self, integers: Integers) -> torch.Tensor:
+    def _resolve(self, integers: Integers) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens: torch.Tensor = integers.t_token
         known = tokens.numpy()
         known[:] = self._resolved(known, integers.t_row.numpy())
-        return tokens
+        return tokens, self._positions(integers)
 
 
 def _append(runs: list[list[Run]], rows: list[int], plan: StepPlan, t_slot: PlanInts) -> None:

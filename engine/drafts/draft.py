@@ -116,11 +116,15 @@ class SmallModel:
         return pad(found, (0, self.wanted - found.shape[1]), value=-torch.inf)
 
     def _own(self, batch: ForwardBatch) -> ForwardBatch:
-        """The step without what is the served model's alone: adapters, given embeddings."""
+        """The step without what is the served model's alone: adapters, given embeddings and their
+        positions.
+        """
         t_token = batch.t_token
         if self.vocabulary < self.wanted:  # ids without a text, which only padding or chance bring
             t_token = t_token.clamp(max=self.vocabulary - 1)
-        return replace(batch, t_token=t_token, given=None, t_adapter=None, adapters=None)
+        return replace(
+            batch, t_token=t_token, given=None, t_adapter=None, adapters=None, t_own_position=None
+        )
 
 
 def load_draft(

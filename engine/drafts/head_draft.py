@@ -123,7 +123,7 @@ def _entries(batch: ForwardBatch) -> _Entries:
     batch = replace(batch, given=None, t_adapter=None, adapters=None)
     if batch.paged is None:
         return _entries_of_runs(batch)
-    before = (batch.t_position - 1).clamp(min=0)
+    before = (batch.t_place - 1).clamp(min=0)
     assert batch.paged.t_row is not None
     t_before = batch.row_table[batch.paged.t_row, before].long()
     rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
@@ -131,7 +131,8 @@ def _entries(batch: ForwardBatch) -> _Entries:
         rows = _without_firsts(rows)
     own = replace(
         batch,
-        t_position=before,
+        t_place=before,
+        t_own_position=_positions_before(batch.t_own_position),
         b_start=rows.b_start,
         b_context=rows.b_context,
         b_runs=rows.b_runs,
@@ -183,7 +184,8 @@ def _entries_of_runs(batch: ForwardBatch) -> _Entries:
         singles += row < batch.single_rows
     own = replace(
         batch,
-        t_position=batch.t_position[kept] - 1,
+        t_place=batch.t_place[kept] - 1,
+        t_own_position=_positions_before(batch.t_own_position, kept),
         t_slot=batch.t_slot[kept],
         b_start=b_start,
         b_context=b_context,
@@ -193,6 +195,13 @@ def _entries_of_runs(batch: ForwardBatch) -> _Entries:
     )
     t_before = torch.from_numpy(np.concatenate([*before, np.empty(0, np.int64)]))
     return _Entries(batch.t_token[kept], t_before, own)
+
+
+def _positions_before(
+    t_position: torch.Tensor | None, kept: list[int] | slice = slice(None)
+) -> torch.Tensor | None:
+    """Those of the tokens before, as in text: entries of images are as good as guesses."""
+    return None if t_position is None else t_position[..., kept] - 1
 
 
 def _slots(runs: Sequence[Run]) -> np.ndarray:

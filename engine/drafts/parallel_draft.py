@@ -56,11 +56,11 @@ class ParallelDraft:
         """Run a step of the served model, [T, hidden], and keep what heads read of it."""
         del own, follow
         hidden = served.forward(batch, pool)
-        t_row, t_position, states = _rows_of(batch), batch.t_position, hidden
+        t_row, t_place, states = _rows_of(batch), batch.t_place, hidden
         if batch.logit_index is not None:
             at = batch.logit_index
-            t_row, t_position, states = t_row[at], t_position[at], hidden[at]
-        self._hidden.index_copy_(0, self._at(t_row, t_position), states)
+            t_row, t_place, states = t_row[at], t_place[at], hidden[at]
+        self._hidden.index_copy_(0, self._at(t_row, t_place), states)
         return hidden
 
     def follow(self, own: ForwardBatch) -> None:
@@ -68,7 +68,7 @@ class ParallelDraft:
 
     def logits(self, batch: ForwardBatch, drafts: int) -> torch.Tensor:
         """[drafts * n, vocabulary] of the hidden states before the tokens of a small step."""
-        before = self._at(_rows_of(batch), batch.t_position - 1)
+        before = self._at(_rows_of(batch), batch.t_place - 1)
         return self._heads.logits(self._hidden[before], drafts)
 
     def prepare_capture(self, rows: int) -> None:

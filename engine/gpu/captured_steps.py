@@ -148,7 +148,7 @@ class CapturedSteps:
     def fitting(self, plan: StepPlan) -> Captured | None:
         """The captured step that a plan fits; None: there is none."""
         kinds = self._kinds.get(len(plan.r_adapter) > 0)
-        if kinds is None or len(plan.scored_token) or plan.embeds:
+        if kinds is None or len(plan.scored_token) or plan.embeds or len(plan.own_token):
             return None
         if plan.rows == plan.tokens == plan.sampling:
             return kinds.decode.fitting(plan.rows)

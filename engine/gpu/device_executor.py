@@ -80,6 +80,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         draft: Drafter | None = None,
         offload: OffloadPool | None = None,
         windowed: bool = False,
+        own_positions: bool = False,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
         copies: DeviceCopies | None = None
@@ -96,6 +97,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             copies=copies,
             adapters=adapters,
             draft=draft,
+            own_positions=own_positions,
         )
         self._masked_draws = MaskedDraws(sampler, self._last_token)
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
@@ -341,16 +343,18 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 windows = self._in_windows(plan.t_window, plan.t_slot)
                 append_slots(runs, windows[tokens])
 
-    def _resolve(self, integers: Integers) -> torch.Tensor:
-        """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""
+    def _resolve(self, integers: Integers) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The slots of a step's tokens are entered in the row table on the way."""
         return resolve(
             integers.t_token,
             integers.t_row,
-            integers.t_position,
+            integers.t_place,
             integers.t_slot,
             self._row_table,
             self._last_token,
-            *((integers.t_window, self._window_table) if self._windowed else ()),
+            t_window=integers.t_window if self._windowed else None,
+            window_table=self._window_table if self._windowed else None,
+            row_shift=self._row_shift,
         )
 
     def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:

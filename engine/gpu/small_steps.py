@@ -170,10 +170,10 @@ class SmallSteps:
         windows = (len(self._words) - counts.words) // ALIGNMENT + 1
         each = self._words.as_strided((windows, counts.words), (ALIGNMENT, 1))
         integers = views(each.index_select(0, self._next[1:])[0], counts)
-        t_token = resolve(
+        t_token, _ = resolve(
             integers.t_token,
             integers.t_row,
-            integers.t_position,
+            integers.t_place,
             integers.t_slot,
             self._row_table,
             self._before,
@@ -218,14 +218,14 @@ class SmallSteps:
         self._pad(into)
         which = known.place, known.column
         into.t_token[which] = known.token
-        into.t_position[which] = known.position
+        into.t_place[which] = known.position
         into.b_context[which] = known.position + 1
         into.t_slot[which] = known.slot
         into.t_row[which] = into.b_row[which] = into.sample_row[which] = known.row
         into.sample_position[which] = known.output
 
     def _pad(self, into: Integers) -> None:
-        for column in (into.t_token, into.t_position, into.sample_position, into.b_context):
+        for column in (into.t_token, into.t_place, into.sample_position, into.b_context):
             column[:] = 0
         into.t_slot[:] = self._draft.pool.sink
         into.t_row[:] = into.sample_row[:] = into.b_row[:] = self.padding_row
@@ -244,6 +244,6 @@ class SmallSteps:
 def _advance(integers: Integers, more: torch.Tensor) -> None:
     """Let tokens be further on, each by as much as its row is."""
     by = more[integers.t_row]
-    integers.t_position.add_(by)
+    integers.t_place.add_(by)
     integers.sample_position.add_(by)
     integers.b_context.add_(by)

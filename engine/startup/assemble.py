@@ -155,6 +155,7 @@ def _on_cpu(
         adapters=model.adapters,
         draft=drafts,
         offload=offload,
+        own_positions=model.config.own_positions,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
     prefill_tokens = options.max_batch_prefill_tokens
@@ -320,6 +321,7 @@ def device_executor(
         draft=draft,
         offload=offload,
         windowed=offload is None and any(model.config.kv_windows),
+        own_positions=model.config.own_positions,
     )
 
 

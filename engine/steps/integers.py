@@ -73,7 +73,7 @@ class Integers:
 
     #: [T] int64 each; `t_token` may be `plan.LAST`, and is 0 where an embedding is given.
     t_token: Array
-    t_position: Array
+    t_place: Array
     t_slot: Array
     t_row: Array
     #: [n + drafts] int64: which tokens are followed by one that is sampled: a row's first, then
@@ -140,11 +140,11 @@ def fill(into: Integers, plan: StepPlan) -> None:
     into.t_slot[:tokens] = plan.t_slot
     if rows == tokens:
         into.t_row[:tokens] = plan.r_row
-        into.t_position[:tokens] = plan.r_start
+        into.t_place[:tokens] = plan.r_start
     else:
         into.t_row[:tokens] = np.repeat(plan.r_row, plan.r_tokens)
         offsets = np.repeat(plan.r_start - starts[:-1], plan.r_tokens)
-        np.add(offsets, np.arange(tokens), out=into.t_position[:tokens])
+        np.add(offsets, np.arange(tokens), out=into.t_place[:tokens])
     if plan.embeds:
         into.t_token[given_tokens(plan)] = 0
     if len(into.t_adapter):
@@ -202,7 +202,7 @@ def pad(
         samples = plan.sampling
         drafts = plan.drafts if room_for_drafts else 0
     into.t_token[tokens:] = 0
-    into.t_position[tokens:] = 0
+    into.t_place[tokens:] = 0
     into.t_slot[tokens:] = sink
     into.t_row[tokens:] = padding_row
     # What is noted of a row's samples must not be another token's.
@@ -226,7 +226,7 @@ def flatten(into: Integers, plan: StepPlan) -> None:
     """
     n = plan.tokens
     into.b_row[:n] = into.t_row[:n]
-    np.add(into.t_position[:n], 1, out=into.b_context[:n], casting="same_kind")
+    np.add(into.t_place[:n], 1, out=into.b_context[:n], casting="same_kind")
     into.b_start[:n] = np.arange(n)
     into.b_start[n:] = n
 

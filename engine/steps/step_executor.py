@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
+from tokenpod.core.positions import AXES
 from tokenpod.engine.sampling.prompt_scores import (
     NOTHING_ELSE,
     PromptScores,
@@ -95,6 +96,7 @@ class StepExecutor(ABC, Generic[S]):
         copies: makes the copies that plans ask for; None: they ask for none.
         adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
+        own_positions: whether positions may be other than places, see `core.positions`.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class StepExecutor(ABC, Generic[S]):
         copies: OffloadCopies | None = None,
         adapters: PlannedAdapters | None = None,
         draft: Drafter | None = None,
+        own_positions: bool = False,
     ) -> None:
         self._copies = copies
         self._adapters = adapters
@@ -122,6 +125,10 @@ class StepExecutor(ABC, Generic[S]):
         self._row_table, self._window_table = row_table, window_table
         #: What each row sampled last. The last row is padding's.
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        #: By how much each row's positions are further on than places, and what the host knows of
+        #: it; None: they are the same. Padding's are.
+        self._row_shift = torch.zeros_like(self._last_token) if own_positions else None
+        self._shifts = np.zeros(rows + 1, np.int64)
         #: Where rows' keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         #: The same of window slots; those of positions that are not read again may be anybody's.
@@ -199,8 +206,8 @@ class StepExecutor(ABC, Generic[S]):
         """A step's integers, filled in, and the same where the model reads them."""
 
     @abstractmethod
-    def _resolve(self, integers: Integers) -> torch.Tensor:
-        """[T] tokens: in the place of `plan.LAST` what the row sampled last."""
+    def _resolve(self, integers: Integers) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T] tokens: in the place of `plan.LAST` what the row sampled last; and `_positions`."""
 
     def _paged(self, integers: Integers) -> PagedRows | None:
         """The rows for kernels that gather by pointer."""
@@ -209,6 +216,34 @@ class StepExecutor(ABC, Generic[S]):
     def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
         """The values on the device, in the order of its queue."""
         return torch.as_tensor(values)
+
+    # -- positions -----------------------------------------------------------------------------
+
+    def _positions(self, integers: Integers) -> torch.Tensor | None:
+        """[T] int64: positions of tokens, as far as their rows say; None: they are places."""
+        if self._row_shift is None:
+            return None
+        shifts = self._row_shift.index_select(0, integers.t_row)
+        return shifts.add_(integers.t_place)
+
+    def _take_shifts(self, plan: StepPlan) -> None:
+        """Note by how much positions of new rows are further on than places."""
+        if self._row_shift is None:
+            return
+        shifts = plan.n_shift if len(plan.n_shift) else np.zeros_like(plan.n_row)
+        if (self._shifts[plan.n_row] == shifts).all():
+            return
+        self._shifts[plan.n_row] = shifts
+        rows, found = self._upload(np.stack((plan.n_row, shifts)).astype(np.int64))
+        self._row_shift.index_copy_(0, rows, found)
+
+    def _own_positions(self, plan: StepPlan, batch: ForwardBatch) -> ForwardBatch:
+        """The step, some of whose tokens bring positions of three axes."""
+        columns = plan.own_token, plan.own_time, plan.own_height, plan.own_width
+        numbers = self._upload(np.stack(columns).astype(np.int64))
+        positions = batch.t_position.repeat(AXES, 1)
+        positions.index_copy_(1, numbers[0], numbers[1:])
+        return replace(batch, t_own_position=positions)
 
     # -- window slots --------------------------------------------------------------------------
 
@@ -240,6 +275,7 @@ class StepExecutor(ABC, Generic[S]):
 
     def _take_rows(self, plan: StepPlan) -> None:
         self._sampler.take_rows(plan)
+        self._take_shifts(plan)
         prompts = [len(new.request.prompt) for new in plan.asks] or [0] * len(plan.n_row)
         for row, prompt in zip(plan.n_row.tolist(), prompts, strict=True):
             self._pool.take_row(row, prompt)
@@ -281,6 +317,8 @@ class StepExecutor(ABC, Generic[S]):
         batch = self._batch(integers, self._ragged(host, plan))
         if plan.embeds:
             batch = replace(batch, given=self._given(plan))
+        if len(plan.own_token):
+            batch = self._own_positions(plan, batch)
         if self._draft is None:
             hidden = self._model.forward(batch, self._pool)
         else:
@@ -322,9 +360,13 @@ class StepExecutor(ABC, Generic[S]):
     def _batch(
         self, integers: Integers, rows: RaggedRows, t_token: torch.Tensor | None = None
     ) -> ForwardBatch:
+        if t_token is None:
+            t_token, positions = self._resolve(integers)
+        else:
+            positions = self._positions(integers)
         return ForwardBatch(
-            t_token=self._resolve(integers) if t_token is None else t_token,
-            t_position=integers.t_position,
+            t_token=t_token,
+            t_place=integers.t_place,
             t_slot=integers.t_slot,
             b_start=rows.b_start,
             b_context=rows.b_context,
@@ -336,6 +378,7 @@ class StepExecutor(ABC, Generic[S]):
             paged=self._paged(integers),
             t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
             windows=self._window_rows(integers, rows) if len(integers.t_window) else None,
+            t_own_position=positions,
         )
 
     def _window_rows(self, integers: Integers, rows: RaggedRows) -> WindowRows:

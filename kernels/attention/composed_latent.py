@@ -139,7 +139,7 @@ def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> E
     width = -(-context // _ALIGNMENT) * _ALIGNMENT
     alone = ForwardBatch(
         t_token=batch.t_token[start:end],
-        t_position=batch.t_position[start:end],
+        t_place=batch.t_place[start:end],
         t_slot=batch.t_slot[start:end],
         b_start=[0, end - start],
         b_context=[context],
@@ -174,13 +174,14 @@ def _without(batch: ForwardBatch, rows: list[int]) -> ForwardBatch:
     return replace(
         batch,
         t_token=batch.t_token.index_select(0, t_index),
-        t_position=batch.t_position.index_select(0, t_index),
+        t_place=batch.t_place.index_select(0, t_index),
         t_slot=batch.t_slot.index_select(0, t_index),
         b_start=kept.b_start,
         b_context=kept.b_context,
         b_runs=kept.b_runs,
         b_row=kept.b_row,
         paged=paged,
+        t_own_position=None,  # queries are turned already
     )
 
 

@@ -50,7 +50,7 @@ class TokenPlan:
     row_table: torch.Tensor
     #: [N] int64 each.
     t_row: torch.Tensor
-    t_position: torch.Tensor
+    t_place: torch.Tensor
 
 
 def plan_tokens(batch: ForwardBatch) -> TokenPlan:
@@ -61,7 +61,7 @@ def plan_tokens(batch: ForwardBatch) -> TokenPlan:
     """
     if batch.paged is None or batch.paged.t_row is None:
         raise ValueError(f"a batch of {batch.rows} rows has no rows of tokens; latents need them")
-    return TokenPlan(batch.row_table, batch.paged.t_row, batch.t_position)
+    return TokenPlan(batch.row_table, batch.paged.t_row, batch.t_place)
 
 
 def store_latent(
@@ -141,7 +141,7 @@ def absorbed(
         log_sums,
         plan.row_table,
         plan.t_row,
-        plan.t_position,
+        plan.t_place,
         q.stride(0),
         q.stride(1),
         pool.stride(0),
@@ -238,7 +238,7 @@ def _attend_latent(
     log_sums,
     row_table,
     t_row,
-    t_position,
+    t_place,
     q_token_stride,
     q_head_stride,
     pool_stride,
@@ -258,7 +258,7 @@ def _attend_latent(
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = tl.program_id(1)
     split = tl.program_id(2)
-    context = (tl.load(t_position + token) + 1).to(tl.int32)
+    context = (tl.load(t_place + token) + 1).to(tl.int32)
     table = row_table + tl.load(t_row + token) * table_stride
     if SPLIT:
         length = tl.cdiv(tl.cdiv(context, BLOCK), splits) * BLOCK

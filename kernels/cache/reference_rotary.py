@@ -22,10 +22,20 @@ class Rotation(NamedTuple):
 
 
 def rotate(
-    t_position: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+    t_position: torch.Tensor,
+    inverse_frequencies: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    axes: torch.Tensor | None = None,
 ) -> Rotation:
-    """Cosines and sines of positions [T] times frequencies [D/2]."""
-    angles = (t_position.float()[:, None] * inverse_frequencies)[:, None, :]
+    """Cosines and sines of positions [T] or [3, T] times frequencies [D/2]."""
+    if t_position.dim() == 1:
+        positions = t_position.float()[:, None]
+    elif axes is None:
+        positions = t_position[0].float()[:, None]
+    else:
+        positions = t_position.float().index_select(0, axes).T.contiguous()
+    angles = (positions * inverse_frequencies)[:, None, :]
     scales = torch.where(inverse_frequencies == 0, 1.0, scale)
     return Rotation((angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype))
 

@@ -28,7 +28,7 @@ LARGEST: tl.constexpr = tl.constexpr(448.0)
 class Angles(NamedTuple):
     """Angles of the tokens of a step: what they follow from, and from MANY_TOKENS on themselves."""
 
-    #: [T] int64
+    #: [T] int64, or [3, T]: then angles are there.
     t_position: torch.Tensor
     #: [D/2] float32
     inverse_frequencies: torch.Tensor
@@ -39,21 +39,31 @@ class Angles(NamedTuple):
 
 
 def rotate(
-    t_position: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+    t_position: torch.Tensor,
+    inverse_frequencies: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    axes: torch.Tensor | None = None,
 ) -> Angles:
-    """Cosines and sines of positions [T] times frequencies [D/2].
+    """Cosines and sines of positions [T] or [3, T] times frequencies [D/2].
 
     Sines and cosines stay float32 whatever `dtype`.
     """
-    tokens, half = len(t_position), len(inverse_frequencies)
+    if t_position.dim() == 1:
+        axes = None
+    elif axes is None:
+        t_position = t_position[0]
+    tokens, half = t_position.shape[-1], len(inverse_frequencies)
     angles = Angles(t_position, inverse_frequencies, scale)
-    if tokens < MANY_TOKENS:
+    if tokens < MANY_TOKENS and axes is None:
         return angles
     cos = torch.empty((tokens, half), dtype=torch.float32, device=t_position.device)
     sin = torch.empty_like(cos)
     _rotate[(tokens,)](
         t_position,
         inverse_frequencies,
+        axes,
+        tokens,
         cos,
         sin,
         scale,
@@ -119,6 +129,8 @@ def store_key_value(
 def _rotate(
     t_position,
     inverse_frequencies,
+    axes,
+    tokens,
     cos,
     sin,
     scale,
@@ -128,7 +140,10 @@ def _rotate(
 ):
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_HALF)
-    c, s = angles_of(t_position + token, inverse_frequencies, scale, i, HALF)
+    position = t_position + token
+    if axes is not None:
+        position += tl.load(axes + i, mask=i < HALF, other=0) * tokens
+    c, s = angles_of(position, inverse_frequencies, scale, i, HALF)
     await_inputs(OVERLAP)
     tl.store(cos + token * HALF + i, c, mask=i < HALF)
     tl.store(sin + token * HALF + i, s, mask=i < HALF)
@@ -136,7 +151,7 @@ def _rotate(
 
 @triton.jit
 def angles_of(position, inverse_frequencies, scale, i, HALF: tl.constexpr):
-    """Scaled cosine and sine of pairs i, float32."""
+    """Scaled cosine and sine of pairs i, float32, at one position or at one for each pair."""
     frequency = tl.load(inverse_frequencies + i, mask=i < HALF, other=0.0)
     angle = tl.load(position).to(tl.float32) * frequency
     scale = tl.where(frequency == 0.0, 1.0, scale)

@@ -13,28 +13,32 @@ BLOCK = 128
 def resolve(
     t_token: torch.Tensor,
     t_row: torch.Tensor,
-    t_position: torch.Tensor,
+    t_place: torch.Tensor,
     t_slot: torch.Tensor,
     row_table: torch.Tensor,
     last_token: torch.Tensor,
     t_window: torch.Tensor | None = None,
     window_table: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[T] int64 tokens, and each token's slot entered in the row table.
+    row_shift: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens and positions [T] int64, and each token's slot entered in the row table.
 
     Args:
         t_token: [T] int64; negative: the one that the token's row sampled last.
-        t_row, t_position, t_slot: [T] int64.
-        row_table: [rows, positions] int32.
+        t_row, t_place, t_slot: [T] int64.
+        row_table: [rows, places] int32.
         last_token: [rows] int64.
         t_window, window_table: the same as `t_slot` and `row_table`, of window slots if there are
             any.
+        row_shift: [rows] int64, by how much positions are further on than places; None: they are
+            the same, and none are returned.
     """
     tokens = torch.empty_like(t_token)
+    positions = None if row_shift is None else torch.empty_like(t_place)
     _resolve[(triton.cdiv(len(t_token), BLOCK),)](
         t_token,
         t_row,
-        t_position,
+        t_place,
         t_slot,
         row_table,
         row_table.stride(0),
@@ -42,11 +46,13 @@ def resolve(
         tokens,
         t_window,
         window_table,
+        row_shift,
+        positions,
         len(t_token),
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return tokens
+    return tokens, positions
 
 
 def remember(tokens: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> None:
@@ -97,7 +103,7 @@ def accept(
 def _resolve(
     t_token,
     t_row,
-    t_position,
+    t_place,
     t_slot,
     row_table,
     table_stride,
@@ -105,18 +111,23 @@ def _resolve(
     tokens,
     t_window,
     window_table,
+    row_shift,
+    positions,
     count,
     BLOCK: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = t < count
     row = tl.load(t_row + t, mask=is_token, other=0)
-    position = tl.load(t_position + t, mask=is_token, other=0)
+    place = tl.load(t_place + t, mask=is_token, other=0)
     slot = tl.load(t_slot + t, mask=is_token, other=0)
-    tl.store(row_table + row * table_stride + position, slot.to(tl.int32), mask=is_token)
+    tl.store(row_table + row * table_stride + place, slot.to(tl.int32), mask=is_token)
     if window_table is not None:
         own = tl.load(t_window + t, mask=is_token, other=0).to(tl.int32)
-        tl.store(window_table + row * table_stride + position, own, mask=is_token)
+        tl.store(window_table + row * table_stride + place, own, mask=is_token)
+    if row_shift is not None:
+        shift = tl.load(row_shift + row, mask=is_token, other=0)
+        tl.store(positions + t, place + shift, mask=is_token)
     token = tl.load(t_token + t, mask=is_token, other=0)
     last = tl.load(last_token + row, mask=is_token & (token < 0), other=0)
     tl.store(tokens + t, tl.where(token < 0, last, token), mask=is_token)

@@ -47,11 +47,14 @@ class Rotate(Protocol):
         inverse_frequencies: torch.Tensor,
         scale: float,
         dtype: torch.dtype,
+        axes: torch.Tensor | None = None,
     ) -> Rotation:
         """t_position [T] int64, inverse_frequencies [D/2] float32 -> scale · cos, scale · sin.
 
-        Angles are float32 whatever `dtype`, which the heads to be turned have. A pair of
-        frequency 0 is neither turned nor scaled: it is no part of the rotation.
+        Positions of three axes [3, T], contiguous, turn pair i by the number `axes[i]` [D/2] int64
+        of them (multimodal rotation: Wang et al. 2024, Qwen2-VL); without `axes` all by the first.
+        Angles are float32 whatever `dtype`, which the heads to be turned have. A pair of frequency
+        0 is neither turned nor scaled: it is no part of the rotation.
         """
         ...
 

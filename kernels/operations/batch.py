@@ -103,8 +103,9 @@ class ForwardBatch:
 
     #: [T] int64: token ids.
     t_token: torch.Tensor
-    #: [T] int64: positions in their sequences, from 0.
-    t_position: torch.Tensor
+    #: [T] int64: places in their sequences, from 0: what masks, windows, ALiBi and the row table go
+    #: by. A row's context is one more than the place of its last token.
+    t_place: torch.Tensor
     #: [T] int64: the KV slot that each token's key and value are written to.
     t_slot: torch.Tensor
     #: B + 1 offsets into the tokens.
@@ -133,6 +134,16 @@ class ForwardBatch:
     windows: WindowRows | None = None
     #: What `Operations.plan_adapters` made of that; None: no product is adapted.
     adapters: AdapterPlan = None
+    #: See `t_position`; None: positions are places.
+    t_own_position: torch.Tensor | None = None
+
+    @property
+    def t_position(self) -> torch.Tensor:
+        """[T] int64, or time, height and width [3, T]: what rotation and learned positions go by.
+
+        Three axes are the case where images are among the tokens (Wang et al. 2024, Qwen2-VL).
+        """
+        return self.t_place if self.t_own_position is None else self.t_own_position
 
     def at(self, t_index: torch.Tensor) -> ForwardBatch:
         """The step for products of the tokens at t_index [N] int64 alone, as rows 0 to N - 1."""

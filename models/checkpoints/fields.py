@@ -102,6 +102,17 @@ class Fields:
             raise self._refused(name, value, f"a list of {count} positive, finite numbers")
         return tuple(map(float, value))
 
+    def counts(self, name: str, count: int) -> tuple[int, ...]:
+        """A list of so many whole numbers from 0 on."""
+        value = self._value(name, None)
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(type(item) is int and 0 <= item <= 1 << 31 for item in value)
+        ):
+            raise self._refused(name, value, f"a list of {count} whole numbers from 0 on")
+        return tuple(value)
+
     def choice(self, name: str, choices: Mapping[str, T], default: str | None = None) -> T:
         """What `choices` has for a string; ModelError names those there are."""
         value = self.text(name, default)

@@ -84,6 +84,11 @@ class ModelFacts(Protocol):
         ...
 
     @property
+    def own_positions(self) -> bool:
+        """Whether positions may be other than places, of three axes (multimodal rotation)."""
+        ...
+
+    @property
     def runs_on(self) -> str:
         """Whose code computes it: "tokenpod" or "transformers"."""
         ...

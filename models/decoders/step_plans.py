@@ -12,7 +12,7 @@ from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.layers.mixer import Mixer, Turned
 from tokenpod.models.layers.positions import Rope
-from tokenpod.models.layers.rope import pair_frequencies
+from tokenpod.models.layers.rope import pair_axes, pair_frequencies
 from tokenpod.models.layers.step import Step
 
 
@@ -40,6 +40,7 @@ class StepPlans:
             (
                 pair_frequencies(each.positions, each.dim).to(device),
                 each.positions.scale if isinstance(each.positions, Rope) else 1.0,
+                None if (axes := pair_axes(each.positions, each.dim)) is None else axes.to(device),
             )
             for each in self._numbers
         ]
@@ -61,8 +62,8 @@ class StepPlans:
             for key, mixer in self._planners.items()
         }
         rotations = [
-            ops.rotate(batch.t_position, frequencies, scale, self._dtype)
-            for frequencies, scale in self._rotations
+            ops.rotate(batch.t_position, frequencies, scale, self._dtype, axes)
+            for frequencies, scale, axes in self._rotations
         ]
         return Step(batch, pool, plans, rotations, windows, per_layer)
 

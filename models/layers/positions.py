@@ -18,6 +18,9 @@ class Rope:
     #: Multiplies sines and cosines.
     scale: float = 1.0
     interleaved: bool = False
+    #: [rotated / 2] which axis of a position turns each pair: 0 time, 1 height, 2 width, where a
+    #: position has three (multimodal rotation: Wang et al. 2024, Qwen2-VL). Empty: it has one.
+    axes: tuple[int, ...] = ()
     #: Which of several sets of factors these frequencies were made with, for the operator.
     variant: str = ""
 

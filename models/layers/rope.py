@@ -42,6 +42,12 @@ def head_order(positions: Rope | Alibi | None, head_dim: int) -> tuple[int, ...]
     return (*firsts, *rest[:cut], *seconds, *rest[cut:])
 
 
+def pair_axes(positions: Rope | Alibi | None, head_dim: int) -> torch.Tensor | None:
+    """[D/2] int64, in the order of `head_order`: which axis turns each pair; None: there is one."""
+    axes = positions.axes if isinstance(positions, Rope) else ()
+    return torch.tensor([*axes, *[0] * (head_dim // 2 - len(axes))]) if axes else None
+
+
 def pair_frequencies(positions: Rope | Alibi | None, head_dim: int) -> torch.Tensor:
     """[D/2] float32, in the order of `head_order`; 0 for pairs that are not turned."""
     frequencies = positions.inverse_frequencies if isinstance(positions, Rope) else ()
@@ -93,7 +99,26 @@ def rope_of(
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / (theta**exponents)
     rope = _stretched(plain, theta, config, scaling, max_positions, served)
-    return replace(rope, interleaved=interleaved)
+    return replace(rope, interleaved=interleaved, axes=_axes(scaling, len(plain)))
+
+
+def _axes(scaling: Fields, pairs: int) -> tuple[int, ...]:
+    """Which axis of a position turns each pair: section after section, or by turns.
+
+    By turns (Qwen3-VL) pairs 1, 4, 7 and so on are of height and 2, 5, 8 of width, as many as their
+    sections have; all others are of time.
+    """
+    if "mrope_section" not in scaling:
+        return ()
+    sections = scaling.counts("mrope_section", 3)
+    if sum(sections) != pairs:
+        raise ModelError(
+            f"{scaling.source}: mrope_section is {[*sections]}, together {sum(sections)}; "
+            f"{pairs} pairs are rotated"
+        )
+    if not scaling.flag("mrope_interleaved", False):
+        return tuple(axis for axis, length in enumerate(sections) for _ in range(length))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(pairs))
 
 
 def _proportional(head_dim: int, theta: float, factor: float, scaling: Fields) -> Rope:
@@ -114,7 +139,6 @@ def _stretched(
 ) -> Rope:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind in ("default", "dynamic", "mrope"):
-        # Multimodal: a text's positions are the same on all axes, whatever the sections.
         return _rope(plain)
     if kind == "linear":
         return _rope(plain / scaling.real("factor"))

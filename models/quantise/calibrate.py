@@ -123,7 +123,7 @@ def _prompt(tokens: list[int], device: torch.device) -> ForwardBatch:
     places = torch.arange(count, device=device)
     return ForwardBatch(
         t_token=torch.tensor(tokens, device=device),
-        t_position=places,
+        t_place=places,
         t_slot=places,
         b_start=[0, count],
         b_context=[count],

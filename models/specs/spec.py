@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -192,9 +193,18 @@ class ModelSpec:
     @property
     def rope_variant(self) -> str:
         """Which factors rotation uses where the checkpoint has several; empty if it has not."""
+        return next((rope.variant for rope in self._ropes if rope.variant), "")
+
+    @cached_property
+    def own_positions(self) -> bool:
+        """Whether positions may be other than places, of three axes: some layer's rotation has."""
+        return any(rope.axes for rope in self._ropes)
+
+    @property
+    def _ropes(self) -> Iterator[Rope]:
         turned = (layer.mixer.turned for layer in self.layers)
-        ropes = (each.positions for each in turned if each is not None)
-        return next((x.variant for x in ropes if isinstance(x, Rope) and x.variant), "")
+        found = (each.positions for each in turned if each is not None)
+        return (each for each in found if isinstance(each, Rope))
 
     def problem(self, world: int) -> str | None:
         """Why so many ranks can't divide the model, as the beginning of a sentence."""

@@ -181,7 +181,7 @@ def _batch(
     on_device = device.type != "cpu"
     return ForwardBatch(
         t_token=token,
-        t_position=position.to(device),
+        t_place=position.to(device),
         t_slot=slot.to(device),
         b_start=starts,
         b_context=ends,

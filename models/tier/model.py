@@ -57,10 +57,10 @@ class StepPositions(Cache):
     given. Here the answer is one number for each token.
     """
 
-    def __init__(self, t_position: torch.Tensor) -> None:
+    def __init__(self, t_place: torch.Tensor) -> None:
         super().__init__(layers=[])
-        count = torch.arange(len(t_position), device=t_position.device)
-        self._before = t_position - count
+        count = torch.arange(len(t_place), device=t_place.device)
+        self._before = t_place - count
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
         """[T]: a token's position, less its place in the step."""
@@ -85,12 +85,12 @@ class StepPositions(Cache):
         return key_states, value_states
 
 
-def hidden_of(halves: Halves, t_token: torch.Tensor, t_position: torch.Tensor) -> torch.Tensor:
+def hidden_of(halves: Halves, t_token: torch.Tensor, t_place: torch.Tensor) -> torch.Tensor:
     """[T] each -> [T, hidden], after the last norm."""
     output = halves.run(
         input_ids=t_token[None],
-        position_ids=t_position[None],
-        past_key_values=StepPositions(t_position),
+        position_ids=t_place[None],
+        past_key_values=StepPositions(t_place),
         use_cache=False,
     )
     states: torch.Tensor = output[0]
@@ -189,6 +189,6 @@ class TierModel(TransformersModel):
     def _hidden(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
         step = RunningStep(self._dispatches, batch, pool, self._ops)
         with self._hosted.answering(step):
-            hidden = hidden_of(self._halves, batch.t_token, batch.t_position)
+            hidden = hidden_of(self._halves, batch.t_token, batch.t_place)
         step.check()
         return hidden

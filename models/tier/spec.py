@@ -31,6 +31,7 @@ class TierSpec:
     runs_on: str = "transformers"
     own_state: OwnState | None = None
     expansion: Expansion | None = None
+    own_positions: bool = False
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

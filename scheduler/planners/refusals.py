@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.outputs import Failure, FailureCode
+from tokenpod.core.positions import positions_problem
 from tokenpod.core.requests import BeamParams, Request
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.scheduler.sequences.beam_search import BeamSearch
@@ -40,6 +41,8 @@ def never_fits(request: Request, limits: Limits) -> str:
     if request.adapter and not request.virtual_tokens and not limits.adapter_slots:
         return f"adapter {request.adapter} is asked for, and there are no slots for adapters"
     if request.beam is not None and (problem := _no_search(request, request.beam, limits)):
+        return problem
+    if request.given and (problem := positions_problem(request, served=limits.own_positions)):
         return problem
     if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
         return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"

@@ -1,9 +1,9 @@
 """Positions without a token id: what stands for them in the prefix tree, and their vectors.
 
 Such a position gets an id that no token has. Given embeddings have ids from `GIVEN` downwards, the
-same for equal vectors, or for those of one key: so the tree finds a prefix again only where the
-vectors are the same. An image's rows have a key, since hashing them would take the engine long, and
-since an image of another shape may have equal rows at other places. The
+same for equal vectors, and where they bring positions, for equal ones: so the tree finds a prefix
+again only where its keys are the same. An image's rows have a key of their own, which says both:
+hashing each of them would take the engine long. The
 virtual tokens of an adapter come before a prompt, and have ids from `VIRTUAL` downwards, by their
 index; whose they are, the salt of their root says, which has the adapter's digest.
 """
@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.plan import GIVEN
-from tokenpod.core.requests import Request
+from tokenpod.core.positions import placed_vectors
+from tokenpod.core.requests import GivenVectors, Request
 from tokenpod.scheduler.pool.radix import Tokens
 
 Vectors = npt.NDArray[np.float32]
@@ -46,13 +47,18 @@ class VectorIds:
         prompt = np.empty(request.positions, np.int32)
         prompt[:virtual] = VIRTUAL - np.arange(virtual)
         prompt[virtual:] = request.prompt
-        for given in request.given:
-            start, vectors = virtual + given.start, _vectors(given.numbers, given.width)
-            if given.key:
-                prompt[start : start + len(vectors)] = self._ids_of(given.key, len(vectors))
+        for placed in placed_vectors(request):
+            vectors, place = _vectors(placed.given), placed.place
+            if placed.given.key:
+                prompt[place : place + len(vectors)] = self._ids_of(placed.given.key, len(vectors))
                 continue
-            for at, vector in enumerate(vectors, start):
-                prompt[at] = self._ids_of(vector.tobytes(), 1)[0]
+            # Keys are turned by positions: equal vectors elsewhere are another prefix.
+            where = [b""] * len(vectors)
+            if placed.given.axes:
+                behind = placed.end + placed.shift_behind
+                where = [np.append(axes, behind).tobytes() for axes in placed.axes().T]
+            for at, vector in enumerate(vectors):
+                prompt[place + at] = self._ids_of(vector.tobytes() + where[at], 1)[0]
         return prompt
 
     def _ids_of(self, content: bytes, count: int) -> Tokens:
@@ -71,14 +77,14 @@ class VectorIds:
 def vectors_of(request: Request, start: int, end: int) -> list[Vectors]:
     """[m, width] each: what is given of positions `start` to `end`, in order."""
     found = []
-    for given in sorted(request.given, key=lambda given: given.start):
-        rows = _vectors(given.numbers, given.width)
-        own = request.virtual_tokens + given.start
+    for placed in placed_vectors(request):
+        rows, own = _vectors(placed.given), placed.place
         first, last = max(start, own), min(end, own + len(rows))
         if first < last:
             found.append(rows[first - own : last - own])
     return found
 
 
-def _vectors(numbers: bytes, width: int) -> Vectors:
-    return np.frombuffer(numbers, "<f4").astype(np.float32, copy=False).reshape(-1, width)
+def _vectors(given: GivenVectors) -> Vectors:
+    numbers = np.frombuffer(given.numbers, "<f4").astype(np.float32, copy=False)
+    return numbers.reshape(-1, given.width)

@@ -50,6 +50,8 @@ class Limits:
     snapshots: SnapshotLimits | None = None
     #: Whether the model gives tokens of prompts log probabilities.
     scores_prompts: bool = True
+    #: Whether requests may bring positions of three axes.
+    own_positions: bool = False
     #: Adapters that running sequences can have at once, and those that have been read.
     adapter_slots: int = 0
     adapters: frozenset[int] = frozenset()

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenpod.core.plan import LAST
+from tokenpod.core.plan import LAST, Ints
+from tokenpod.core.positions import axes_of
 from tokenpod.scheduler.pool.given import Vectors, vectors_of
 from tokenpod.scheduler.pool.radix import Slots, Tokens
 from tokenpod.scheduler.sequences.sequence import Sequence
@@ -50,6 +51,11 @@ class Piece:
     def given(self) -> list[Vectors]:
         """[m, width] each: the embeddings that are given instead of `tokens`."""
         return vectors_of(self.sequence.request, self.start, self.start + len(self.slots))
+
+    @property
+    def axes(self) -> Ints | None:
+        """[3, n] int32: positions of `tokens`; None: places plus the request's shift."""
+        return axes_of(self.sequence.request, self.start, self.start + len(self.slots))
 
 
 class ChosenToken(Piece):

@@ -14,6 +14,7 @@ import numpy as np
 
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, StepPlan
+from tokenpod.core.positions import shift_of
 from tokenpod.core.step_limits import StepLimits
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.pool.given import VIRTUAL
@@ -27,6 +28,7 @@ Columns = dict[str, Any]
 
 #: Columns of what is ready, and of what `States.take` returns.
 _READY = "ready_slot", "ready_adapter", "ready_index"
+_OWN_POSITIONS = "own_time", "own_height", "own_width"
 _STATE_COPIES = ("saved_row", "saved_to"), ("loaded_from", "loaded_row")
 _NOBODY: Ints = np.empty(0, np.int64)
 
@@ -228,6 +230,7 @@ class StepBuilder:
             by_row = _by_row(ones, longer, order)
             self._score(columns, by_row)
             self._embed(columns, by_row, sequences)
+            self._place(columns, by_row)
         if table.adapted and any(sequence.adapter_slot for sequence in sequences):
             columns["r_adapter"] = [sequence.adapter_slot for sequence in sequences]
         if table.constrained:
@@ -239,6 +242,8 @@ class StepBuilder:
             columns["n_flags"] = [new.flags for new in asks]
             columns["n_prefix"] = [*map(len, prefixes)]
             columns["prefix_slot"] = np.concatenate(prefixes)
+            if any(shifts := [shift_of(sequence.request) for sequence in fresh]):
+                columns["n_shift"] = shifts
         if puts:
             columns["put_slot"], columns["put_adapter"] = zip(*puts, strict=True)
         if ready:
@@ -315,6 +320,18 @@ class StepBuilder:
             columns["given"] = np.concatenate(given)
         tokens[(tokens <= GIVEN) & (tokens > VIRTUAL)] = GIVEN - np.arange(n)
         tokens[virtual] = GIVEN - n - np.arange(len(virtual))
+
+    @staticmethod
+    def _place(columns: Columns, by_row: list[tuple[int, Piece]]) -> None:
+        """Enter positions of tokens whose prompts bring some."""
+        found = [(row, axes) for row, piece in by_row if (axes := piece.axes) is not None]
+        if not found:
+            return
+        firsts = columns["r_tokens"].cumsum() - columns["r_tokens"]
+        tokens = [firsts[row] + np.arange(axes.shape[1]) for row, axes in found]
+        columns["own_token"] = np.concatenate(tokens)
+        own = np.concatenate([axes for _, axes in found], axis=1)
+        columns |= zip(_OWN_POSITIONS, own, strict=True)
 
 
 def _by_row(ones: list[Piece], longer: list[Piece], order: Ints) -> list[tuple[int, Piece]]:

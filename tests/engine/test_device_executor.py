@@ -387,7 +387,7 @@ def test_integers_reach_the_device_as_they_were_filled_in():
     fill(views(words, counts), plan_of(1, rows))
     tensors = views(torch.from_numpy(words.copy()), counts)
     assert tensors.t_token.tolist() == [LAST, 77, 1, 2, 3]
-    assert tensors.t_position.tolist() == [9, 0, 3, 4, 5]
+    assert tensors.t_place.tolist() == [9, 0, 3, 4, 5]
     assert tensors.t_slot.tolist() == [31, 5, 8, 2, 6]
     assert tensors.t_row.tolist() == [4, 1, 2, 2, 2]
     assert tensors.logit_index.tolist() == [0, 1]
@@ -399,7 +399,7 @@ def test_integers_reach_the_device_as_they_were_filled_in():
     assert tensors.b_row.dtype == tensors.b_start.dtype == tensors.b_context.dtype == torch.int32
 
 
-def test_a_row_may_sample_several_of_its_last_positions():
+def test_a_row_may_sample_several_of_its_last_places():
     """First each row's first, then, after room for more rows, what comes behind drafts."""
     rows = [
         PlanRow(4, 9, [31], output=3),

@@ -41,7 +41,7 @@ class Sums:
         self.kept[batch.t_slot] = batch.t_token.float()
         guesses = []
         for token, position, row in zip(
-            batch.t_token.tolist(), batch.t_position.tolist(), batch.t_row.tolist(), strict=True
+            batch.t_token.tolist(), batch.t_place.tolist(), batch.t_row.tolist(), strict=True
         ):
             slots = batch.row_table[row, : position + 1].long()
             seen = int((self.kept[slots] * (1 + torch.arange(position + 1))).sum())
@@ -87,7 +87,7 @@ class Device:
     def batch(self, integers, t_token):
         return SimpleNamespace(
             t_token=t_token,
-            t_position=integers.t_position,
+            t_place=integers.t_place,
             t_slot=integers.t_slot,
             t_row=integers.t_row,
             row_table=self.table,

@@ -61,7 +61,7 @@ def streams_of(served, text, taps):
     at = torch.arange(n)
     batch = ForwardBatch(
         t_token=torch.tensor(text),
-        t_position=at,
+        t_place=at,
         t_slot=at,
         b_start=[0, n],
         b_context=[n],

@@ -59,7 +59,7 @@ def hidden_of(served, text):
     at = torch.arange(n)
     batch = ForwardBatch(
         t_token=torch.tensor(text),
-        t_position=at,
+        t_place=at,
         t_slot=at,
         b_start=[0, n],
         b_context=[n],

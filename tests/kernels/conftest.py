@@ -53,7 +53,7 @@ def build(rows: list[Row], slots: int) -> ForwardBatch:
         starts.append(starts[-1] + spec.tokens)
     return ForwardBatch(
         t_token=torch.zeros(starts[-1], dtype=torch.int64),
-        t_position=torch.tensor(positions),
+        t_place=torch.tensor(positions),
         t_slot=torch.tensor(written),
         b_start=starts,
         b_context=[sum(spec.runs) for spec in rows],

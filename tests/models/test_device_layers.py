@@ -36,7 +36,7 @@ def prompt_step(tokens):
     count = len(tokens)
     return ForwardBatch(
         t_token=integers(tokens, torch.int64),
-        t_position=torch.arange(count, device=DEVICE),
+        t_place=torch.arange(count, device=DEVICE),
         t_slot=torch.arange(count, device=DEVICE) + FIRST_SLOT,
         b_start=[0, count],
         b_context=[count],

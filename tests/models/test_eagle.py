@@ -20,7 +20,7 @@ def batch_of(tokens, positions, slots, context):
     n = len(tokens)
     return ForwardBatch(
         t_token=tokens,
-        t_position=positions,
+        t_place=positions,
         t_slot=slots,
         b_start=[0, n],
         b_context=[context],

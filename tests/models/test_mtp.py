@@ -31,7 +31,7 @@ def batch_of(tokens, first):
     at = torch.arange(first, first + n)
     return ForwardBatch(
         t_token=torch.tensor(tokens),
-        t_position=at - 1,
+        t_place=at - 1,
         t_slot=at,
         b_start=[0, n],
         b_context=[first + n - 1],
@@ -76,7 +76,7 @@ def test_its_feature_is_what_the_served_model_says(made):
     predicting, served, head = made
     n = len(TOKENS)
     pool = KVPool(slots=16, layouts=served.config.kv_layouts, dtype=torch.float32, device=CPU)
-    whole = {"t_position": torch.arange(n), "b_context": [n], "b_runs": [[(0, n)]]}
+    whole = {"t_place": torch.arange(n), "b_context": [n], "b_runs": [[(0, n)]]}
     batch = replace(batch_of(TOKENS, 0), **whole)
     hidden, streams = served.forward_tapped(batch, pool, head.taps)
     features = head.features_of(hidden, streams)

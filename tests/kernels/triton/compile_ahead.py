@@ -168,6 +168,7 @@ def store() -> None:
         for norm in (None, HeadNorm(weight, weight, 1e-6)):
             pools = draw(2, tokens, KV_HEADS, HEAD_DIM)
             rotary.store_key_value(qkv, angles, norm, *pools, places)
+    rotary.rotate(places.repeat(3, 1), frequencies, 1.0, BF16, torch.zeros(HEAD_DIM // 2).long())
 
 
 def store_8_bits() -> None:
@@ -383,7 +384,8 @@ def others() -> None:
     pointwise.act_mul(draw(3, HIDDEN), Activation.SILU)
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
-    steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    for shifts in ({}, {"row_shift": one}):
+        steps.remember(steps.resolve(one, one, one, one, table, one, **shifts)[0], one, one)
     steps.resolve(one, one, one, one, table, one, one, table)
     steps.accept(torch.zeros((1 + 2 * 3, 2), dtype=torch.int64), one, one, one, one)
     moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)

@@ -35,6 +35,26 @@ def test_angles_of_many_tokens_are_found_once(head_dim, device):
         torch.testing.assert_close(a, b.squeeze(1), rtol=0, atol=2**-22)
 
 
+@pytest.mark.parametrize("tokens", [3, rotary.MANY_TOKENS])
+@pytest.mark.parametrize("by_axes", [True, False])
+def test_three_axes_turn_each_pair_by_its_own(tokens, by_axes, draw, device):
+    """A rotation of one axis goes by time."""
+    positions = torch.arange(3 * tokens, device=device).view(3, -1) * 77
+    axes = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 1, 0], device=device) if by_axes else None
+    qkv, slots = draw(tokens, 3 * 20).to(device), torch.arange(tokens, device=device)
+    found = []
+    for ops in (reference, rotary):
+        pools = torch.zeros(2, SLOTS, 1, 20, device=device)
+        angles = ops.rotate(positions, frequencies_of(20, device), 1.3, torch.float32, axes)
+        q = ops.store_key_value(qkv.clone(), angles, None, *pools, slots)
+        found.append(torch.cat((q.flatten(), pools.flatten())))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+    one = reference.rotate(positions[1], frequencies_of(20, device), 1.3, torch.float32)
+    several = reference.rotate(positions, frequencies_of(20, device), 1.3, torch.float32, axes)
+    same = (several.cos == one.cos).all(0)[0]
+    assert same.nonzero()[:, 0].tolist() == ([3, 4, 8] if by_axes else [])
+
+
 @pytest.mark.parametrize("tokens", [2, rotary.MANY_TOKENS])
 def test_pairs_of_frequency_zero_are_left_alone(tokens, draw, device):
     """Also by the scale: they are no part of the rotation."""

@@ -57,6 +57,7 @@ class Engine:
             snapshots=made.room.snapshot_limits,
             scores_prompts=own is None or own.scores_prompts,
             offload_slots=made.offload_slots,
+            own_positions=self.model.config.own_positions,
         )
 
     def answer(self, requests, *, preempt=0.0, abort=(), one_by_one=False, limits=None):

@@ -67,7 +67,7 @@ def lay_out(specs: list[Spec], device: torch.device) -> Step:
     contexts = [spec.context for spec in specs]
     batch = ForwardBatch(
         t_token=torch.zeros(starts[-1], dtype=torch.int64, device=device),
-        t_position=torch.tensor(positions, device=device),
+        t_place=torch.tensor(positions, device=device),
         t_slot=torch.zeros(starts[-1], dtype=torch.int64, device=device),
         b_start=starts,
         b_context=contexts,

@@ -84,7 +84,7 @@ class HandScheduler:
             starts.append(len(tokens))
         batch = ForwardBatch(
             t_token=torch.tensor(tokens),
-            t_position=torch.tensor(positions),
+            t_place=torch.tensor(positions),
             t_slot=torch.tensor(slots),
             b_start=starts,
             b_context=[len(works[i][0].slots) for i in order],

@@ -120,6 +120,7 @@ def answer(
         prefill_tokens=options.max_batch_prefill_tokens,
         offload_slots=ready.offload_slots,
         offload_block=4,
+        own_positions=model.config.own_positions,
     )
     preemption = PREEMPTIONS[options.preemption](1)
     link = Client(requests)
@@ -195,6 +196,7 @@ def as_on_a_gpu(
         max_positions=positions,
         max_tokens=rows + options.max_batch_prefill_tokens,
         device=CPU,
+        own_positions=model.config.own_positions,
     )
     executor.capture()
     return Assembled(

@@ -71,7 +71,7 @@ def _one_token(batch: ForwardBatch, row: int, at: int) -> ForwardBatch:
     return replace(
         batch,
         t_token=batch.t_token[token],
-        t_position=batch.t_position[token],
+        t_place=batch.t_place[token],
         t_slot=batch.t_slot[token],
         b_start=[0, 1],
         b_context=[context],

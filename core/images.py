@@ -42,12 +42,19 @@ class Sight(NamedTuple):
     axes: bool = False
 
 
+#: Of Qwen2-VL and what followed it.
+_QWEN = Sight(RowCount.GRID, wrapping=("vision_start_token_id", "vision_end_token_id"), axes=True)
+
 #: The file of a model's folder that says what becomes of an image before its tower.
 PROCESSOR = "preprocessor_config.json"
 
 #: Architectures whose images are served, as config.json names them.
 SIGHTS: Mapping[str, Sight] = {
     "LlavaForConditionalGeneration": Sight(RowCount.PATCHES, "image_token_index"),
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
 }
 
 

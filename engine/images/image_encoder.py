@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ _Made = tuple[bytes, Rows | Exception]
 class _Op:
     """A request's images on their way."""
 
-    keys: list[bytes]
+    images: list[PreparedImage]
     #: Keys that the tower has yet to compute.
     left: set[bytes]
     rows: dict[bytes, Rows] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class ImageEncoder:
         if missing:
             self._send(ImagesEncoded(asked.op, tuple(missing)))
             return
-        op = _Op([image.key for image in asked.images], {image.key for image in new})
+        op = _Op(asked.images, {image.key for image in new})
         op.rows = {key: rows for key, rows in known.items() if rows is not None}
         self._ops[asked.op] = op
         try:
@@ -151,10 +151,14 @@ class ImageEncoder:
         op = self._ops.pop(request.images.op)
         given = [*request.given]
         for run in request.images.runs:
-            key = op.keys[run.image]
-            rows = op.rows[key][run.first : run.first + run.count]
-            name = key + run.first.to_bytes(4, "little")
-            given.append(GivenVectors(run.start, rows.shape[1], rows.tobytes(), name))
+            image = op.images[run.image]
+            rows = op.rows[image.key][run.first : run.first + run.count]
+            name = image.key + run.first.to_bytes(4, "little")
+            axes = _axes(image.grid) if image.grid else b""
+            span = max(image.grid, default=0)
+            given.append(
+                GivenVectors(run.start, rows.shape[1], rows.tobytes(), axes, span, key=name)
+            )
         return msgspec.structs.replace(request, given=given, images=None)
 
     # -- details -------------------------------------------------------------------------------
@@ -244,6 +248,12 @@ class ImageEncoder:
         torch.cuda.set_device(self._device)
         cuda: Any = torch.cuda
         return cuda.stream(cuda.Stream(self._device))
+
+
+def _axes(grid: Sequence[int]) -> bytes:
+    """Positions of an image's rows, as `GivenVectors` has them: one time, line after line."""
+    height, width = np.indices(tuple(grid), np.int32).reshape(2, -1)
+    return np.stack((np.zeros_like(height), height, width)).astype("<i4").tobytes()
 
 
 def no_images() -> ImageEncoder:

@@ -133,7 +133,8 @@ def _read(
             raise ModelError(f"{folder}: tensor {wrong[0]} {problem}; {without}")
     base = whole.model
     del base.language_model
-    deeper = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    # Qwen3-VL's: one for each layer of the text model behind which its rows are added.
+    deeper = len(getattr(getattr(base, "visual", None), "deepstack_merger_list", ()))
     return Tower(base.eval().requires_grad_(False).to(device), width * (1 + deeper))
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,7 +32,7 @@ NEW = 8
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
-    return Seeing("llava", tmp_path_factory.mktemp("seeing") / "llava")
+    return Seeing("qwen2.5-vl", tmp_path_factory.mktemp("seeing") / "qwen2.5-vl")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def asked(*parts: str | bytes, **more: Any) -> pb.GenerateRequest:
 
 def truth(seeing: Seeing, *parts: str | Image.Image) -> list[int]:
     """What transformers says to the same."""
-    texts = [p if isinstance(p, str) else seeing.token * 4 + "\n" for p in parts]
+    texts = [p if isinstance(p, str) else seeing.shown(p) for p in parts]
     text = f"user: {''.join(texts)}\nassistant: "
     images = [part for part in parts if not isinstance(part, str)]
     ids = seeing.tokenizer.encode(text, add_special_tokens=False).ids
@@ -110,7 +111,7 @@ def test_tokenize_tells_what_an_image_costs(seeing: Seeing, stub: Any) -> None:
 
     with_one = count("What is ", file_of(RED), "?")
     assert with_one.token_count == len(with_one.token_ids)
-    assert list(with_one.token_ids).count(seeing.token_id) == 4
+    assert list(with_one.token_ids).count(seeing.token_id) == seeing.rows(RED)
     assert list(count("no image").token_ids).count(seeing.token_id) == 0
 
 
@@ -131,8 +132,8 @@ AT = "chat.messages[0].content[1].image.data"
         (["x", png(30_000, 30_000, b"")], AT, "30000 x 30000 pixels; this server allows 33554432"),
         (["x", file_of(RED)[:-40]], AT, "is a PNG by its header, and "),
         (["x", *[file_of(RED)] * 4], "chat.messages[0].content[4].image.data", "is image 4 of 4"),
-        (["a <image> b", file_of(RED)], "chat.messages[0].content", "has '<image>', which stands"),
-        (["typed <image>"], "chat.messages[0].content", "has '<image>', which stands"),
+        (["a <|image_pad|>", file_of(RED)], "chat.messages[0].content", "which stands for an"),
+        (["<|image_pad|>"], "chat.messages[0].content", "has '<|image_pad|>', which stands"),
     ],
 )  # fmt: skip
 def test_what_cant_be_read_is_refused_by_its_place(
@@ -251,7 +252,8 @@ def test_routers_send_images_as_chunks_and_inline(seeing: Seeing, server: Server
         routed(4, "x", v3.InputChunk(image=v3.Image(data=data[:60]))),
         routed(5, f"typed {seeing.token}"),
     )
-    ids = seeing.tokenizer.encode(f"What is {seeing.token * 4}?", add_special_tokens=False).ids
+    shown = f"What is {seeing.shown(RED)}?"
+    ids = seeing.tokenizer.encode(shown, add_special_tokens=False).ids
     said = seeing.greedy(ids, [RED], NEW)
     text = seeing.tokenizer.encode("only text", add_special_tokens=False).ids
     assert answers[:3] == [said, said, seeing.greedy(text, [], NEW)]
@@ -271,3 +273,16 @@ def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flags: tuple[str, ...
         with ThreadPoolExecutor(4) as pool:
             answers = pool.map(lambda stub, parts: said(stub, *parts), stubs, sent)
             assert [*answers] == truths
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llava", "qwen2.5-vl", "qwen3-vl"])
+def test_a_gpu_says_the_same(kind: str, tmp_path: Path) -> None:
+    seeing = Seeing(kind, tmp_path / kind)
+    texts: list[tuple[str | Image.Image, ...]] = [("a ", RED), (WIDE, "and", RED), ("text",)]
+    flags = ("--model-id", str(seeing.folder), "--max-total-tokens", "200", "--device", "cuda")
+    with serve(*flags, "--dtype", "float32", "--max-batch-size", "8") as server:
+        stub = GenerationServiceStub(server.channel())
+        for parts in texts:
+            sent = [p if isinstance(p, str) else file_of(p) for p in parts]
+            assert said(stub, *sent) == truth(seeing, *parts)

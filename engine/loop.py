@@ -137,7 +137,8 @@ class EngineLoop:
             self._take(message)
         if self.adapters is not None:
             self.adapters.settle()
-        self.images.settle()
+        if self.images.busy:
+            self.images.settle()
         if self._masking is not None:
             self._masking.look(self.scheduler)
         self._load_sent = False
@@ -175,7 +176,9 @@ class EngineLoop:
     def _take(self, message: ToEngine) -> None:
         match message:
             case Request():
-                request = self.images.given(message)
+                request = message
+                if request.images is not None:
+                    request = self.images.given(request)
                 self._begin([request])
                 self.scheduler.submit(request)
             case Abort():
@@ -222,7 +225,8 @@ class EngineLoop:
 
     def _advance(self, op: Advance) -> None:
         now = self.clock()
-        op = msgspec.structs.replace(op, start=[*map(self.images.given, op.start)])
+        if any(request.images is not None for request in op.start):
+            op = msgspec.structs.replace(op, start=[*map(self.images.given, op.start)])
         failure = self.scheduler.advance(op)
         if failure is None:
             self._begin(op.start)

@@ -264,8 +264,10 @@ class AdmittedCall:
         self._adapter_of(call)
         check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
-        self._serving.images.check(call.images)
-        size = prompt_bytes(call.prompt) + image_bytes(call.images)
+        size = prompt_bytes(call.prompt)
+        if call.images:
+            self._serving.images.check(call.images)
+            size += image_bytes(call.images)
         self._lease = self._admission.memory.reserve(size)
 
     async def submit(
@@ -290,13 +292,15 @@ class AdmittedCall:
             deadline_at = time.monotonic_ns() + int(remaining * 1e9)
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
-        seen = self._seen = await serving.images.read(call.images)
-        lease.resize(lease.size + seen.file_bytes)
+        if call.images:
+            self._seen = await serving.images.read(call.images)
+            lease.resize(lease.size + self._seen.file_bytes)
+        seen = self._seen
         tokenised = await serving.encoder.encode(
             call.prompt,
             keep=min(call.truncate or most, most),
             calls=serving.called_by(call),
-            images=seen.images,
+            images=seen.images if seen is not None else (),
         )
         prompt = tokenised.ids
         before = self._adapter_of(call)
@@ -309,7 +313,7 @@ class AdmittedCall:
         self._asked_bytes = lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words)))
         lease.resize(self._asked_bytes)
         self._place.queue(len(prompt))
-        images = await seen.encoded(prompt)
+        images = await seen.encoded(prompt) if seen is not None else None
         # Found again at the last moment: what has been replaced meanwhile is not asked for.
         adapter = self._adapter_of(call)
         if adapter is not before:
@@ -335,7 +339,8 @@ class AdmittedCall:
         )
         # The engine alone keeps the constraint, which may be megabytes of patterns.
         serving.client.submit(structs.replace(request, constraint=constraint), generation)
-        seen.close()
+        if seen is not None:
+            seen.close()
         self._generation, self._adapter = generation, call.adapter
         if self._recorded is not None and call.adapter:
             self._recorded.adapts(call.adapter)

@@ -261,12 +261,14 @@ def test_routers_send_images_as_chunks_and_inline(seeing: Seeing, server: Server
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--num-shard", "2"), ("--front-ends", "2")])
-def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flags: tuple[str, ...]) -> None:
-    """Rank 0 alone has the tower; answers find the front end that asked."""
+@pytest.mark.parametrize("flag", ["--num-shard=2", "--front-ends=2", "--image-cache-bytes=0"])
+def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
+    """Rank 0 alone has the tower; answers find the front end that asked; what is forgotten is
+    decoded again.
+    """
     texts: list[tuple[str | Image.Image, ...]] = [("a ", RED), (WIDE, "and", RED), ("text",)] * 3
     truths = [truth(seeing, *parts) for parts in texts]
-    with serve("--model-id", str(seeing.folder), "--max-total-tokens", "200", *flags) as server:
+    with serve("--model-id", str(seeing.folder), "--max-total-tokens", "200", flag) as server:
         channels = [server.channel() for _ in texts]
         stubs = [GenerationServiceStub(channel) for channel in channels]
         sent = [[p if isinstance(p, str) else file_of(p) for p in parts] for parts in texts]

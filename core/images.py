@@ -45,6 +45,8 @@ class Sight(NamedTuple):
 #: Of Qwen2-VL and what followed it.
 _QWEN = Sight(RowCount.GRID, wrapping=("vision_start_token_id", "vision_end_token_id"), axes=True)
 
+_GLM = Sight(RowCount.GRID, wrapping=("image_start_token_id", "image_end_token_id"), axes=True)
+
 #: The file of a model's folder that says what becomes of an image before its tower.
 PROCESSOR = "preprocessor_config.json"
 
@@ -55,6 +57,11 @@ SIGHTS: Mapping[str, Sight] = {
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
     "Qwen3VLForConditionalGeneration": _QWEN,
     "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "Glm4vForConditionalGeneration": _GLM,
+    "Glm46VForConditionalGeneration": _GLM,
+    "Glm4vMoeForConditionalGeneration": _GLM,
 }
 
 

@@ -108,7 +108,8 @@ def _read(
     text = config.get_text_config(decoder=True)
     width = text.hidden_size
     _shrink(config, text)
-    stored = {x: _Stored(checkpoint, x) for x in checkpoint.names if x.startswith(nesting.unused)}
+    parts = tuple(part for part in nesting.unused if not part.endswith("mtp"))
+    stored = {x: _Stored(checkpoint, x) for x in checkpoint.names if x.startswith(parts)}
     library: Any = logging
     library.disable_progress_bar()
     library.set_verbosity_error()  # what is missing is an error of ours

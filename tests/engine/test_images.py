@@ -12,12 +12,13 @@ import torch
 from msgspec import structs
 from PIL import Image
 
+from support.checkpoints.golden import golden_config
 from support.engines.engine_link import Client
 from support.engines.planner_probe import preempt_sequence
 from support.engines.small_engines import Engine
 from support.images.files import picture
 from support.images.seeing import Seeing
-from tokenpod.core.images import DropImages, EncodeImages, PreparedImage, TensorPlace
+from tokenpod.core.images import SIGHTS, DropImages, EncodeImages, PreparedImage, TensorPlace
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.requests import ImageRows, ImageRun, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -26,8 +27,11 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.towers.tower import load_tower
 from tokenpod.scheduler.scheduler import Scheduler
 
-#: Their towers differ from Qwen3-VL's, and what comes before and behind does not.
-RARER = ("qwen2-vl", "qwen2.5-vl")
+#: Their towers or texts differ, and what comes before and behind does not.
+RARER = (
+    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"),
+    *("glm4v", "glm4.6v", "glm4v-moe"),
+)
 KINDS = ["llava", "qwen3-vl", *(pytest.param(x, marks=pytest.mark.slow) for x in RARER)]
 NEW_TOKENS = 10
 CPU = torch.device("cpu")
@@ -215,3 +219,8 @@ def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
         eyes.loop.turn()
     assert eyes.calls - before <= 2
     assert eyes.client.encoded[70_000].failure is FailureCode.UNAVAILABLE
+
+
+def test_every_architecture_is_tried() -> None:
+    tried = {golden_config(kind)["architectures"][0] for kind in ("llava", "qwen3-vl", *RARER)}
+    assert tried == {*SIGHTS}

@@ -27,11 +27,11 @@ _QWEN = _LLAVA.replace("<image>\\n", "<|vision_start|><|image_pad|><|vision_end|
 _SIDE = 16
 
 
-def _tiles(patch: int) -> dict[str, Any]:
+def _tiles(patch: int, kind: str = "Qwen2VLImageProcessor") -> dict[str, Any]:
     """Four to eight rows, each of 2 x 2 patches."""
     row = (2 * patch) ** 2
     return {
-        "image_processor_type": "Qwen2VLImageProcessor",
+        "image_processor_type": kind,
         "size": {"shortest_edge": 4 * row, "longest_edge": 8 * row},
         "patch_size": patch,
     }
@@ -51,6 +51,12 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-vl": ("<|image_pad|>", _QWEN, _tiles(14)),
     "qwen2.5-vl": ("<|image_pad|>", _QWEN, _tiles(14)),
     "qwen3-vl": ("<|image_pad|>", _QWEN, _tiles(16)),
+    "qwen3-vl-moe": ("<|image_pad|>", _QWEN, _tiles(16)),
+    "qwen3.5": ("<|image_pad|>", _QWEN, _tiles(16)),
+    "qwen3.5-moe": ("<|image_pad|>", _QWEN, _tiles(16)),
+    "glm4v": ("<|image_pad|>", _QWEN, _tiles(14, "Glm4vImageProcessor")),
+    "glm4.6v": ("<|image_pad|>", _QWEN, _tiles(14, "Glm46VImageProcessor")),
+    "glm4v-moe": ("<|image_pad|>", _QWEN, _tiles(14, "Glm4vImageProcessor")),
 }
 
 
@@ -77,8 +83,9 @@ class Seeing:
             self.around = [start], [end]
         text = NESTED_KINDS[kind].settings["text_config"]
         fields = dict.fromkeys(("image_token_id", "image_token_index"), self.token_id)
-        if self.around[0]:
-            (fields["vision_start_token_id"],), (fields["vision_end_token_id"],) = self.around
+        for name, around in zip(("start", "end"), self.around, strict=True):
+            for part in ("vision", "image") if around else ():
+                fields[f"{part}_{name}_token_id"] = around[0]
         golden = Golden(kind, text_config={**text, "vocab_size": VOCABULARY}, **fields)
         golden.save(folder)
         self._never_say(golden.model, folder)

@@ -19,22 +19,15 @@ class RowCount(StrEnum):
     GRID = "grid"
     #: One per patch of a fixed size, and one for a class token where the tower has one.
     PATCHES = "patches"
-    #: As many as config.json's `mm_tokens_per_image`.
-    FIXED = "fixed"
 
 
 class Sight(NamedTuple):
     """How the images of an architecture enter its prompts."""
 
     rows: RowCount
-    #: The field of config.json with the token that has a row of an image each time.
+    #: The field of config.json with the token that has a row of an image each time. Chat templates
+    #: write it once for an image.
     token: str = "image_token_id"  # noqa: S105 (the name of a field)
-    #: The token that a chat template writes for an image: such a field; empty: the same.
-    placeholder: str = ""
-    #: What stands before and behind the rows in place of that token; {placeholder} is its name,
-    #: {end} that of the field `eoi_token_index`.
-    before: str = ""
-    behind: str = ""
     #: Fields of the tokens that the models' chat templates write around an image; none: they write
     #: nothing.
     wrapping: tuple[str, ...] = ()

@@ -17,13 +17,11 @@ class ImageTexts(msgspec.Struct, frozen=True, array_like=True):
     """What a rendered chat has in place of its images. It travels to the text workers.
 
     Args:
-        placeholder: the token that a chat template writes for an image.
-        marks: tokens that a client's texts must not have: those that stand for images.
-        expansions: what replaces the placeholders, one for each image.
+        token: what a chat template writes for an image. A client's texts must not have it.
+        expansions: what takes its place, one for each image.
     """
 
-    placeholder: str
-    marks: tuple[str, ...]
+    token: str
     expansions: list[str]
 
 
@@ -33,17 +31,12 @@ class ImageTokens:
 
     Args:
         token_id: has a row of an image each time.
-        token: its name.
-        placeholder: the name of the one that a chat template writes for an image.
-        before, behind: what stands around the rows in place of it.
-        opening, closing: what the model's chat template writes around that, for texts without one.
+        token: its name, which a chat template writes once for an image.
+        opening, closing: what the template writes around that, for texts without one.
     """
 
     token_id: int
     token: str
-    placeholder: str
-    before: str = ""
-    behind: str = ""
     opening: str = ""
     closing: str = ""
 
@@ -58,39 +51,27 @@ class ImageTokens:
         sight = SIGHTS[config["architectures"][0]]
         token_id = config.get(sight.token)
         token = name_of(token_id) if isinstance(token_id, int) else None
-        placeholder = name_of(config[sight.placeholder]) if sight.placeholder else token
-        if token_id is None or token is None or placeholder is None:
+        if token_id is None or token is None:
             return None
-        around = [text.format(placeholder=placeholder) for text in (sight.before, sight.behind)]
         wrapping = [name_of(config[name]) or "" for name in sight.wrapping if name in config]
-        return cls(token_id, token, placeholder, *around, *wrapping)
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Tokens that a client's texts must not have."""
-        return tuple(dict.fromkeys((self.placeholder, self.token)))
+        return cls(token_id, token, *wrapping)
 
     def texts(self, rows: Sequence[int]) -> ImageTexts:
         """What stands in a chat for images with so many rows each."""
-        return ImageTexts(self.placeholder, self.marks, [*map(self._expansion, rows)])
+        return ImageTexts(self.token, [self.token * count for count in rows])
 
     def within(self, text: str, places: Sequence[int], rows: Sequence[int], field: str) -> str:
         """A text with images at these offsets, of so many rows each.
 
-        Raises InvalidArgument, which names `field`, for a text that has such tokens itself.
+        Raises InvalidArgument, which names `field`, for a text that has the token itself.
         """
-        for mark in self.marks:
-            if mark in text:
-                problem = f"has {mark!r}, which stands for an image and can't be written as text"
-                raise InvalidArgument(field, problem)
+        if self.token in text:
+            raise InvalidArgument(field, no_token(self.token))
         parts, begin = [], 0
         for place, count in zip(places, rows, strict=True):
-            parts += [text[begin:place], self.opening, self._expansion(count), self.closing]
+            parts += [text[begin:place], self.opening, self.token * count, self.closing]
             begin = place
         return "".join([*parts, text[begin:]])
-
-    def _expansion(self, rows: int) -> str:
-        return self.before + self.token * rows + self.behind
 
     def runs(self, prompt: Sequence[int], rows: Sequence[int]) -> list[ImageRun]:
         """Where a prompt has the rows of images with so many each.
@@ -110,3 +91,8 @@ class ImageTokens:
                     found.append(ImageRun(image, first, own[first], at - first))
                     first = at
         return found
+
+
+def no_token(token: str) -> str:
+    """What is wrong with a text that has a token for images."""
+    return f"has {token!r}, which stands for an image and can't be written as text"

@@ -125,9 +125,7 @@ class Processor:
                 # CLIP's towers have a class token, which "default" leaves out.
                 classes = vision.get("model_type") == "clip_vision_model"
                 whole = self._config.get("vision_feature_select_strategy", "default") == "full"
-                return int(patches) + (classes if whole else classes - 1)
-            case RowCount.FIXED:
-                return int(self._config["mm_tokens_per_image"])
+                return int(patches) + int(classes) - (0 if whole else 1)
 
 
 def _answer(processor: Processor, job: ReadImage, out: int) -> FromImageWorker:

@@ -16,7 +16,7 @@ from tokenpod.service.text.tokenizers.chat_template import ChatTemplate, wants_p
 from tokenpod.service.text.tokenizers.template_values import ChatTemplateError
 from tokenpod.service.text.workers.image_places import with_images
 
-TOKENS = ImageTokens(9, "<image>", "<image>", opening="<see>", closing="</see>")
+TOKENS = ImageTokens(9, "<image>", opening="<see>", closing="</see>")
 #: As LLaVA 1.5's: images first, and nothing of a content that is no list.
 FILTERED = """{% for message in messages %}{{ message['role'].upper() + ': ' -}}
 {% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\\n' }}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.images.image_text import ImageTexts
+from tokenpod.service.images.image_text import ImageTexts, no_token
 from tokenpod.service.text.tokenizers.template_values import ChatTemplateError
 
 
 def with_images(rendered: str, chat: ChatPrompt, images: ImageTexts) -> str:
     """A rendered chat with the tokens that stand for its images.
 
-    Raises ChatTemplateError if a text of the chat has such a token itself (CVE-2026-44222), or if
-    the template does not write one for each image.
+    Raises ChatTemplateError if a text of the chat has the token itself (CVE-2026-44222), or if the
+    template does not write one for each image.
     """
     for at, message in enumerate(chat.messages):
         for name in ("content", "reasoning", "role", "name"):
@@ -19,7 +19,7 @@ def with_images(rendered: str, chat: ChatPrompt, images: ImageTexts) -> str:
         for number, call in enumerate(message.tool_calls):
             _check(call.arguments, f"messages[{at}].tool_calls[{number}].arguments", images)
             _check(call.name, f"messages[{at}].tool_calls[{number}].name", images)
-    pieces = rendered.split(images.placeholder)
+    pieces = rendered.split(images.token)
     places, count = len(pieces) - 1, len(images.expansions)
     if places != count:
         raise ChatTemplateError(
@@ -32,7 +32,5 @@ def with_images(rendered: str, chat: ChatPrompt, images: ImageTexts) -> str:
 
 
 def _check(text: str, field: str, images: ImageTexts) -> None:
-    for mark in images.marks:
-        if mark in text:
-            problem = f"has {mark!r}, which stands for an image and can't be written as text"
-            raise ChatTemplateError(problem, field)
+    if images.token in text:
+        raise ChatTemplateError(no_token(images.token), field)

@@ -232,7 +232,7 @@ def as_json(report: Report) -> str:
         "kv_bytes_per_token": found.slot_bytes,
         "kv_slots": found.slots if found.fits else 0,
         "window_bytes_per_token": found.window_bytes,
-        "window_slots": found.windows.slots if found.fits and found.windows else 0,
+        "window_slots": found.window_slots if found.fits else 0,
         "host_slots": report.offload_slots,
         "longest_sequence": report.longest,
         "sequences": [{"tokens": length, "at_once": n} for length, n in report.sequences],
@@ -269,9 +269,11 @@ def _lines(report: Report) -> Iterator[str]:
         cache = f"{found.slots or 0:,} tokens of {found.slot_bytes / 1024:g} KiB"
         if found.row_bytes:
             cache += f", and {found.rows:,} states of {found.row_bytes / 1024:g} KiB"
-        if found.windows is not None:
+        if found.window_slots:
             each = f"{found.window_bytes / 1024:g} KiB"
-            cache += f"; windows: {found.windows.slots:,} slots of {each}, in the reserve"
+            cache += f"; windows: {found.window_slots:,} slots of {each}, in the reserve"
+        elif found.windows is not None:
+            cache += f"; windows: {found.windows}"
         yield f"{'KV cache':<16}{gib(found.kv_bytes):>8}  {cache}"
         yield f"{'left':<16}{gib(found.free - found.kv_bytes):>8}"
         if report.offload_slots:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
 from tokenpod.core.step_limits import StepLimits
-from tokenpod.core.windows import WindowRoom
+from tokenpod.core.windows import WholeTokens, WindowRoom
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -36,8 +36,9 @@ GAPS = 16
 MOST_DRAFTS = 256
 #: Rows for which a device finds drafts before their step is planned: so many at most.
 MOST_AHEAD = 16
-#: A GPU samples with so many bytes for each row and vocabulary entry: counts and candidates.
-_SAMPLER_BYTES = 12
+#: A GPU's sampler keeps so many bytes for each row and vocabulary entry, counts, and takes so many
+#: more while it draws, candidates.
+_COUNT_BYTES, _CANDIDATE_BYTES = 4, 8
 
 
 def choose_slots(
@@ -70,8 +71,10 @@ def choose_slots(
 
 def window_room(
     window: int | None, options: EngineOptions, positions: int, whole: int | None
-) -> WindowRoom | None:
+) -> WindowRoom | WholeTokens | None:
     """Slots of layers with a window apart from those of others, if that takes less memory.
+
+    None: no layer has one.
 
     Args:
         window: the longest of any layer; None: none has one.
@@ -79,12 +82,19 @@ def window_room(
         positions: longest sequence, in tokens.
         whole: slots that there would be in all layers; None: those asked for don't fit.
     """
-    if window is None or options.host_kv_bytes:
+    if window is None:
         return None
+    if options.host_kv_bytes:
+        return WholeTokens("which the host's memory holds (--host-kv-bytes)")
     limits = step_limits(options)
     room = WindowRoom(window, 0).for_rows(limits.rows, positions, limits.prompt)
     whole = whole or options.max_batch_total_tokens or 0
-    return room if room.slots < whole + PROBE_TOKENS else None
+    if room.slots < whole + PROBE_TOKENS:
+        return room
+    return WholeTokens(
+        f"since windows of {limits.rows} rows would take {room.slots} slots, and there are {whole} "
+        "in all (--max-batch-size)"
+    )
 
 
 def offload_slots(asked: int, ranks: int, slot_bytes: int) -> int:
@@ -116,10 +126,15 @@ class Capacity:
     rows: int
     #: Bytes of a sequence's state beside its slots.
     row_bytes: int = 0
-    #: The slots of layers with a window, where these are apart, and bytes of each; they are part
-    #: of the reserve.
-    windows: WindowRoom | None = None
+    #: The slots of layers with a window and bytes of each, which are part of the reserve; or why
+    #: these are not apart. None: no layer has a window.
+    windows: WindowRoom | WholeTokens | None = None
     window_bytes: int = 0
+
+    @property
+    def window_slots(self) -> int:
+        """Slots of layers with a window, where these are apart."""
+        return self.windows.slots if isinstance(self.windows, WindowRoom) else 0
 
     @property
     def reserved(self) -> int:
@@ -190,7 +205,7 @@ def capacity(
 
     slots, window_bytes = slots_of(slot_bytes), model.window_bytes(ranks, kv_dtype)
     windows = window_room(model.window, options, positions, slots)
-    if windows is not None:
+    if isinstance(windows, WindowRoom):
         slot_bytes -= window_bytes
         reserve["windows"] = windows.taken(window_bytes, options.memory_fraction)
         if options.device != "cpu":
@@ -209,7 +224,7 @@ def capacity(
         rows,
         own.row_bytes if own else 0,
         windows,
-        window_bytes if windows else 0,
+        window_bytes if isinstance(windows, WindowRoom) else 0,
     )
 
 
@@ -259,6 +274,7 @@ def largest_step(
     vocabulary: int,
     item_bytes: int,
     expanded: int = 0,
+    drawing: int = 0,
 ) -> int:
     """Bytes of a step's tensors: `rows` that decode and `prompt` tokens of prompts.
 
@@ -268,6 +284,7 @@ def largest_step(
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
         expanded: numbers that attention makes of latents, or of int8, at a time.
+        drawing: bytes that a sampler takes while it draws, when activations are gone.
     """
     tokens = rows + prompt
     activations = (3 * tokens * hidden + max(3 * tokens * inner, tokens * hidden + expanded)) * (
@@ -275,7 +292,7 @@ def largest_step(
     )
     # As the product leaves them, and as float32.
     logits = rows * vocabulary * (item_bytes + ITEM_BYTES["float32"])
-    return activations + logits
+    return max(activations, drawing) + logits
 
 
 def widened(kv_dtype: str, kv_widest: int, positions: int, item_bytes: int) -> int:
@@ -308,6 +325,7 @@ def _reserve(
         vocabulary=model.vocab_size * logits_each(options),
         item_bytes=item_bytes,
         expanded=expanded,
+        drawing=0 if options.device == "cpu" else limits.rows * model.vocab_size * _CANDIDATE_BYTES,
     )
     adapters = {}
     if options.max_adapters:
@@ -333,6 +351,6 @@ def _reserve(
         "gaps between tensors": step // GAPS,
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
-        "sampler": limits.rows * model.vocab_size * _SAMPLER_BYTES,
+        "sampler": limits.rows * model.vocab_size * _COUNT_BYTES,
         "row table": _table_bytes(limits, positions),
     }

@@ -206,6 +206,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     offload_slots: int = 0
     #: Prompt tokens of a step, at most; 0: not said.
     prefill_tokens: int = 0
+    #: How layers with a window keep tokens, for the operator; empty: there are none.
+    windows_kept: str = ""
     #: Whether rows of images are computed here.
     images: bool = False
 

@@ -10,7 +10,7 @@ from tokenpod.core.own_state import OwnState
 
 #: Bytes of a number.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
-#: Rows of longer contexts have no keys and values made of their latents: it would take too long.
+#: Of longer contexts keys and values are made of so many latents at a time.
 LONGEST_EXPANDED = 1 << 14
 #: Of so many tokens times heads keys and values are made of latents at a time: on a GPU, where
 #: fewer heads would not fill it, and on a CPU.

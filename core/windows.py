@@ -21,6 +21,18 @@ def longest(windows: Iterable[int | None]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeTokens:
+    """Layers with a window have the slots of all others."""
+
+    #: Why, for the operator.
+    why: str
+
+    def __str__(self) -> str:
+        """For the operator."""
+        return f"whole tokens, {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class WindowRoom:
     """Slots of layers with a window."""
 
@@ -44,6 +56,10 @@ class WindowRoom:
         each = min(read, -(-positions // self.page)) + PARTS + _ENDS
         pages = rows * each - (-prompt // self.page)
         return WindowRoom(self.window, pages * self.page, self.page, self.taken_back)
+
+    def __str__(self) -> str:
+        """For the operator."""
+        return f"{self.slots} slots apart, for windows of up to {self.window} tokens"
 
     def taken(self, slot_bytes: int, fraction: float) -> int:
         """Bytes that are no longer free for other layers, of which `fraction` may be used too."""

@@ -277,6 +277,7 @@ def load(
         quantization=model.quantization,
         offload_slots=assembled.offload_slots,
         prefill_tokens=assembled.prefill_tokens,
+        windows_kept=room.windows_kept,
         images=tower is not None,
     )
     return assembled, ready, limits, tower

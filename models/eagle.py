@@ -159,7 +159,7 @@ def load_eagle(
             progress=lambda done, total: None,
         )
         guesses = _guesses(checkpoint, spec)
-    return EagleHead(spec, weights, operations_for(device, served.dtype), served, guesses)
+    return EagleHead(spec, weights, operations_for(device), served, guesses)
 
 
 def _guesses(checkpoint: Checkpoint, spec: EagleSpec) -> torch.Tensor:

@@ -127,7 +127,7 @@ def load_model(
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
         scales = read_scales(checkpoint, layout.scales, spec.kv_layouts, shard, device)
-    ops = operations_for(device, dtype)
+    ops = operations_for(device)
     store = None
     if adapters is not None:
         positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
@@ -190,7 +190,7 @@ def _load_tier(
     dtype = dtype or tier.spec.dtype or torch.float32
     _check_memory(tier.numbers * dtype.itemsize, dtype, device, 1)
     try:
-        ops = operations_for(device, dtype)
+        ops = operations_for(device)
         return tier.load(checkpoint, dtype=dtype, device=device, ops=ops, progress=progress)
     except NotServed as reason:
         raise unsupported(tier.fields, reason) from None

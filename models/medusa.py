@@ -212,7 +212,7 @@ def load_medusa(
             progress=lambda done, total: None,
         )
         guesses = _guesses(checkpoint, spec, config.vocab_size)
-    return MedusaHeads(spec, heads, weights, operations_for(device, served.dtype), served, guesses)
+    return MedusaHeads(spec, heads, weights, operations_for(device), served, guesses)
 
 
 def _guesses(checkpoint: Checkpoint, spec: MedusaSpec, tokens: int) -> torch.Tensor | None:

@@ -117,7 +117,7 @@ def load_mtp(
             progress=lambda done, total: None,
             reader=layout.reader,
         )
-    return MtpHead(HeadSpec(layout.spec), weights, operations_for(device, served.dtype), served)
+    return MtpHead(HeadSpec(layout.spec), weights, operations_for(device), served)
 
 
 class MtpHead:

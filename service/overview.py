@@ -36,6 +36,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "max_batch_prefill_tokens": ready.prefill_tokens,
         "kv_slots": ready.slots,
         "kv_slots_from": ready.slots_from,
+        "kv_windows": ready.windows_kept,
         "host_slots": ready.offload_slots,
         "max_concurrent_requests": settings.resolved_concurrent_requests,
         "max_queue_tokens": settings.resolved_queue_tokens(ready.slots),
@@ -66,6 +67,8 @@ def _facts(settings: ServerSettings, ready: Ready, address: str) -> Iterator[tup
     yield "numbers", f"weights {ready.dtype}{quantised}, KV cache {ready.kv_cache_dtype}"
     yield "context", f"{ready.max_positions} tokens"
     yield "KV cache", f"{ready.slots} tokens: {ready.slots_from}"
+    if ready.windows_kept:
+        yield "windows", ready.windows_kept
     if ready.offload_slots:
         yield "host's memory", f"{ready.offload_slots} tokens more (--host-kv-bytes)"
 

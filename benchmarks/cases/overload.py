@@ -66,6 +66,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--envoy-share", type=float, default=1.5, metavar="X")
     parser.add_argument("--envoy-calls", type=int, default=2048, metavar="N", help="at once")
     parser.add_argument("--envoy-threads", type=int, default=2, metavar="N")
+    parser.add_argument("--envoy-cores", metavar="6-7", help="of Envoy; else the clients'")
     parser.add_argument("flags", nargs="*", help="of tokenpod serve, after --")
 
 
@@ -92,6 +93,7 @@ def run(asked: argparse.Namespace, report: Report) -> None:
                     most,
                     most_calls=asked.envoy_calls,
                     threads=asked.envoy_threads,
+                    cores=asked.envoy_cores,
                 )
             )
             address = proxy.address

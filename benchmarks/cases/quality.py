@@ -118,7 +118,7 @@ def prompt_step(tokens: list[int]) -> ForwardBatch:
 
 def load(folder: Path = DEMO, quantize: str | None = None) -> Any:
     """A model on the reference operations."""
-    loading.operations_for = lambda device, dtype: reference.OPERATIONS
+    loading.operations_for = lambda device: reference.OPERATIONS
     return loading.load_model(
         folder,
         dtype=torch.float32,

@@ -161,7 +161,7 @@ def random_model(
     change(weights)
     if quantize != "none":
         weights = quantised(weights, config, quantize, head=quantize_head)
-    return Decoder(config, weights, operations_for(device, dtype))
+    return Decoder(config, weights, operations_for(device))
 
 
 def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -31,7 +31,13 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxied(
-    envoy: str, address: str, calls_per_second: float, *, most_calls: int, threads: int
+    envoy: str,
+    address: str,
+    calls_per_second: float,
+    *,
+    most_calls: int,
+    threads: int,
+    cores: str | None = None,
 ) -> Iterator[Proxy]:
     """Run `envoy` in front of `address`.
 
@@ -39,6 +45,7 @@ def proxied(
         calls_per_second: that generate, and are let through; as many may come at once.
         most_calls: at once behind it.
         threads: of the proxy.
+        cores: that it may run on, as taskset writes them; None: those of this process.
     """
     port = free_port()
     filled = {
@@ -56,7 +63,8 @@ def proxied(
     text = _CONFIGURATION.read_text()
     for name, value in filled.items():
         text = re.sub(rf"[$]{name}\b", str(value), text)
-    command = [envoy, "--concurrency", str(threads), "--disable-hot-restart"]
+    pinned = ["taskset", "-c", cores] if cores else []
+    command = [*pinned, envoy, "--concurrency", str(threads), "--disable-hot-restart"]
     with subprocess.Popen([*command, "--log-level", "error", "--config-yaml", text]) as process:
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

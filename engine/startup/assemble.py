@@ -221,7 +221,8 @@ def _on_device(
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
     adapter = int(adapted)
-    context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
+    # Of a longer one parts of that length are merged.
+    context = min(positions, LONGEST_EXPANDED + prompt) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
     run_worst_steps(
         executor,

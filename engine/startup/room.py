@@ -10,7 +10,7 @@ from tokenpod.core.capacity import choose_slots, window_room
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
-from tokenpod.core.windows import WindowRoom, longest
+from tokenpod.core.windows import WholeTokens, WindowRoom, longest
 from tokenpod.engine.drafts.draft import DraftModel
 from tokenpod.engine.startup.memory import FreeMemory, size
 from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
@@ -28,10 +28,12 @@ class Room:
     rows: int
     #: What `slots` was computed from, for the operator.
     slots_from: str
-    #: The slots of layers with a window; None: these have all others' slots.
+    #: The slots of layers with a window; None: these have all others' slots, or there are none.
     windows: WindowRoom | None = None
     #: Snapshots of rows' states.
     snapshots: int = 0
+    #: How layers with a window keep tokens, for the operator; empty: there are none.
+    windows_kept: str = ""
 
     @property
     def snapshot_limits(self) -> SnapshotLimits | None:
@@ -58,7 +60,7 @@ def room_for(
     `draft`: has keys and values at the same slots.
     """
     own, rows, snapshots = model.config.own_state, options.max_batch_size, 0
-    windows: WindowRoom | None = None
+    windows: WindowRoom | WholeTokens | None = None
     slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
     if own is None:
         if draft is not None:
@@ -70,7 +72,9 @@ def room_for(
         slot_bytes += own.slot_bytes
         taken = own.taken(rows, options.memory_fraction, snapshots)
         free = free.less(taken, f"states of {rows} rows and {snapshots} snapshots take")
-    if windows is not None:
+        if longest(model.config.kv_windows) is not None:
+            windows = WholeTokens("since rows keep states, too")
+    if isinstance(windows, WindowRoom):
         of_windows = KVPool.bytes_per_slot(layouts=_in_windows(model), dtype=dtype)
         slot_bytes -= of_windows
         taken = windows.taken(of_windows, options.memory_fraction)
@@ -82,7 +86,8 @@ def room_for(
             slots_from += f", and {snapshots} snapshots of states for cached prefixes"
         elif options.prefix_caching:
             slots_from += "; no prefixes are cached, since there are no snapshots of states"
-    return Room(slots, rows, slots_from, windows, snapshots)
+    apart = windows if isinstance(windows, WindowRoom) else None
+    return Room(slots, rows, slots_from, apart, snapshots, str(windows or ""))
 
 
 def _windows(
@@ -92,7 +97,7 @@ def _windows(
     free: FreeMemory,
     slot_bytes: int,
     group: Group | None,
-) -> WindowRoom | None:
+) -> WindowRoom | WholeTokens | None:
     """The slots of layers with a window, if they are to be apart: on all ranks or on none."""
     whole = choose_slots(
         slot_bytes=slot_bytes,
@@ -106,7 +111,10 @@ def _windows(
     if window is None or group is None:
         return windows
     # Memory that is left differs a little from rank to rank.
-    return windows if group.least(int(windows is not None)) else None
+    apart = isinstance(windows, WindowRoom)
+    if not group.least(int(apart)) and apart:
+        return WholeTokens("since on another rank that takes less memory")
+    return windows
 
 
 def _in_windows(model: LoadedModel) -> list[KVLayout]:

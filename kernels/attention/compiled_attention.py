@@ -22,7 +22,7 @@ from tokenpod.kernels.attention.cpu_attention import (
     plan_extends,
     visible_runs,
 )
-from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
+from tokenpod.kernels.cache.kv_rounding import refuse_other_scales
 from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
 from tokenpod.kernels.compiled.kinds import KINDS, tensor, wide
 from tokenpod.kernels.compiled.loops import (
@@ -35,7 +35,12 @@ from tokenpod.kernels.compiled.loops import (
     loop,
     take,
 )
-from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.attention_ops import (
+    NO_OPTIONS,
+    AttentionOptions,
+    AttentionPlan,
+    KVScales,
+)
 from tokenpod.kernels.operations.batch import ForwardBatch
 
 #: Positions whose scores are made before their values are read.
@@ -46,7 +51,7 @@ _LEAST = _F(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
-class LoopPlan:
+class LoopPlan(AttentionPlan):
     """Leading rows of one token by their runs, the others as torch wants them."""
 
     single_rows: int
@@ -79,7 +84,7 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: LoopPlan,
+    plan: AttentionPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
@@ -90,6 +95,7 @@ def attention(
     Raises:
         NotImplementedError: there are others.
     """
+    assert isinstance(plan, LoopPlan)
     refuse_other_scales(keys, scales)
     pools = Pools(keys, values, scales, q.dtype)
     if not are_fast(options):

@@ -6,24 +6,27 @@ tokens costs more and there is nothing to make: right for few tokens of a row. E
 are read once, and each pair costs what it costs elsewhere: right for many.
 
 What is made is as long as the context and as wide as all heads, so it is made for some heads at a
-time: no more memory is taken than `expansion_of` says.
+time, and of long contexts part by part, whose softmaxes are merged: no more memory is taken than
+`expansion_of` says, whatever the context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.nn import functional
 
 from tokenpod.core.model_size import EXPANDED_AT_ONCE, LONGEST_EXPANDED, Expansion
+from tokenpod.kernels.attention.partial_attention import Part, attend_part, merged
 from tokenpod.kernels.operations.attention_ops import (
     Attend,
     AttendLatent,
     AttentionOptions,
     AttentionPlan,
+    LatentPlan,
     LatentShape,
     PlanAttention,
     PlanLatent,
@@ -31,7 +34,7 @@ from tokenpod.kernels.operations.attention_ops import (
 from tokenpod.kernels.operations.batch import ForwardBatch, PagedRows, RaggedRows
 
 #: (queries [N, H, rank + rope], pool, rank, plan, scale) -> [N, H, rank]
-Absorbed = Callable[[torch.Tensor, torch.Tensor, int, Any, float], torch.Tensor]
+Absorbed = Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, float], torch.Tensor]
 
 
 #: Numbers of int32 to which the lines of a row table are rounded up.
@@ -45,13 +48,13 @@ class Expanded:
     tokens: slice
     #: [context] int64: where its rows of the pool are, in order of position.
     slots: torch.Tensor
-    #: Of a pool that holds nothing but what is made.
-    plan: AttentionPlan
+    #: Of a pool that holds nothing but what is made; None: it is made part by part.
+    plan: AttentionPlan | None
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPlan:
-    """What all layers of a step share."""
+class RowsPlan(LatentPlan):
+    """What all layers of a step share: which rows are asked in which way."""
 
     #: Of the tokens that are absorbed; None: there are none.
     absorbed: AttentionPlan | None
@@ -77,7 +80,7 @@ def latent_of(
             made = plan_absorbed(few) if few.tokens else None
         else:
             made = plan_attention(few, None) if few.tokens else None
-        return LatentPlan(made, _index(batch, many), expanded)
+        return RowsPlan(made, _index(batch, many), expanded)
 
     def attend(
         q: torch.Tensor,
@@ -87,7 +90,9 @@ def latent_of(
         plan: LatentPlan,
         scale: float,
     ) -> torch.Tensor:
+        assert isinstance(plan, RowsPlan)
         if not plan.expanded:
+            assert plan.absorbed is not None, "a step has tokens"
             return _absorb(ask, q, pool, up, shape, plan.absorbed, scale).flatten(1)
         out = q.new_empty((*q.shape[:2], shape.value))
         if plan.absorbed is not None:
@@ -96,14 +101,16 @@ def latent_of(
             got = _absorb(ask, some, pool, up, shape, plan.absorbed, scale)
             out.index_copy_(0, plan.t_index, got)
         for row in plan.expanded:
-            latents = pool[:, 0].index_select(0, row.slots)
-            at_once = max(EXPANDED_AT_ONCE[q.device.type] // len(latents), 1)
+            tokens = min(len(row.slots), LONGEST_EXPANDED)
+            at_once = max(EXPANDED_AT_ONCE[q.device.type] // tokens, 1)
+            if row.plan is None:
+                expand = functools.partial(_expand_in_parts, pool, row.slots)
+            else:
+                latents = pool[:, 0].index_select(0, row.slots)
+                expand = functools.partial(_expand, attention, latents, row.plan)
             for first in range(0, q.shape[1], at_once):
                 heads = slice(first, first + at_once)
-                asked = q[row.tokens, heads]
-                out[row.tokens, heads] = _expand(
-                    attention, asked, latents, up[heads], shape, row.plan, scale
-                )
+                out[row.tokens, heads] = expand(q[row.tokens, heads], up[heads], shape, scale)
         return out.flatten(1)
 
     return plan, attend
@@ -121,7 +128,7 @@ def _expands(batch: ForwardBatch, row: int, shape: LatentShape) -> bool:
     made = shape.rank * (shape.nope + shape.value)
     saved = 2 * shape.rank - shape.nope - shape.value
     # A captured step does not know its contexts.
-    return 0 < batch.b_context[row] <= LONGEST_EXPANDED and tokens * saved > made
+    return batch.b_context[row] > 0 and tokens * saved > made
 
 
 def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> Expanded:
@@ -131,6 +138,8 @@ def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> E
         slots = batch.row_table[batch.b_row[row], :context].long()
     else:
         slots = torch.cat([torch.arange(*run) for run in batch.b_runs[row]])
+    if context > LONGEST_EXPANDED:
+        return Expanded(slice(start, end), slots, None)
     b_row, b_start, b_context = (
         torch.tensor(x, dtype=torch.int32, device=device)
         for x in ([0], [0, end - start], [context])
@@ -217,15 +226,73 @@ def _absorb(
 
 def _expand(
     attention: Attend,
-    q: torch.Tensor,
     latents: torch.Tensor,
+    plan: AttentionPlan,
+    q: torch.Tensor,
     up: torch.Tensor,
     shape: LatentShape,
-    plan: AttentionPlan,
     scale: float,
 ) -> torch.Tensor:
     """Q [n, H, nope + rope] of one row -> [n, H, value], by its latents [context, rank + rope]."""
-    heads, width = q.shape[1], _width(shape)
+    keys, values = _made(latents, up, shape)
+    width = keys.shape[2]
+    queries = functional.pad(q, (0, width - q.shape[2])).contiguous()
+    out = attention(queries, keys, values, plan, AttentionOptions(scale=scale))
+    return out.view(len(q), -1, width)[..., : shape.value]
+
+
+def _expand_in_parts(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    q: torch.Tensor,
+    up: torch.Tensor,
+    shape: LatentShape,
+    scale: float,
+) -> torch.Tensor:
+    """The same of a row whose latents are in `slots` [context] of the pool.
+
+    Neither queries nor keys are more than LONGEST_EXPANDED at a time.
+    """
+    width, before = _width(shape), len(slots) - len(q)
+    found = []
+    for first in range(0, len(q), LONGEST_EXPANDED):
+        asked = q[first : first + LONGEST_EXPANDED]
+        queries = functional.pad(asked, (0, width - q.shape[2])).transpose(0, 1)[None]
+        behind = before + first
+        ends = [*range(LONGEST_EXPANDED, behind, LONGEST_EXPANDED), behind, behind + len(asked)]
+        parts = _parts(queries, pool, slots, ends, up, shape, scale)
+        found.append(functools.reduce(merged, parts).out[0].transpose(0, 1))
+    return torch.cat(found)[..., : shape.value].to(q.dtype)
+
+
+def _parts(
+    queries: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    ends: list[int],
+    up: torch.Tensor,
+    shape: LatentShape,
+    scale: float,
+) -> Iterator[Part]:
+    """What queries [1, H, n, width] find in the latents up to each of `ends`; the last are theirs.
+
+    The results are float32, so that rounding does not grow with their number.
+    """
+    start = 0
+    for end in ends:
+        if start < end:
+            latents = pool[:, 0].index_select(0, slots[start:end])
+            made = (x.transpose(0, 1)[None] for x in _made(latents, up, shape))
+            part = attend_part(queries, *made, causal=end == ends[-1], scale=scale)
+            yield Part(part.out.float(), part.log_sums)
+        start = end
+
+
+def _made(
+    latents: torch.Tensor, up: torch.Tensor, shape: LatentShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [n, H, width] of latents [n, rank + rope], as wide as one another."""
+    heads, width = len(up), _width(shape)
     made = functional.linear(latents[:, : shape.rank], up.flatten(0, 1))
     made = made.view(len(latents), heads, -1)
     keys = latents.new_zeros((len(latents), heads, width))
@@ -233,14 +300,12 @@ def _expand(
     keys[..., shape.nope : shape.nope + shape.rope] = latents[:, None, shape.rank :]
     # Other attention has values as wide as keys.
     values = functional.pad(made[..., shape.nope :], (0, width - shape.value))
-    queries = functional.pad(q, (0, width - q.shape[2])).contiguous()
-    out = attention(queries, keys, values.contiguous(), plan, AttentionOptions(scale=scale))
-    return out.view(len(q), heads, width)[..., : shape.value]
+    return keys, values.contiguous()
 
 
 def _width(shape: LatentShape) -> int:
-    """Numbers of a key that is made, and of a value."""
-    return max(shape.nope + shape.rope, shape.value)
+    """Numbers of a key that is made, and of a value: as many as flash attention takes."""
+    return -(-max(shape.nope + shape.rope, shape.value) // 8) * 8
 
 
 def _by(attention: Attend) -> Absorbed:

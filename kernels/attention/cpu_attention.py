@@ -1,31 +1,23 @@
-"""Attention over views of contiguous KV runs.
+"""Attention of rows of several tokens over views of contiguous KV runs, and of rare kinds.
 
 A row's KV is one run most of the time (a cached prefix adds one or two), so keys and values are
 read where they lie: no gather, no repeated heads. Softmax over several runs is exact: each part
 comes with the logarithm of its sum, by which parts are weighted together. Rows whose KV is
-scattered are gathered, which costs 3 to 7 times more.
-
-Of a pool of int8 what a row reads is first made float, layer by layer. Decoding rows are spared
-that by the compiled loop, which widens numbers in registers.
+scattered are gathered, which costs 3 to 7 times more. Of a pool of int8 what a row reads is first
+made float, layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from tokenpod.kernels.attention.partial_attention import attend_part, merged
 from tokenpod.kernels.attention.reference_attention import attend
-from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
-from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales
 from tokenpod.kernels.operations.batch import ForwardBatch, Run
-
-#: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask, scale) -> (output like q,
-#: logarithms of the softmax's sums [N, H, n] float32). Causal: query i sees keys 0 to i.
-_flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-)
 
 #: Gathering a row is cheaper than visiting more runs than this one by one.
 MAX_PARTS = 4
@@ -66,14 +58,6 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Single:
-    """A row that processes one token: it sees all of `runs`, or of the slots in `index`."""
-
-    runs: list[Run]
-    index: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Extend:
     """A row that processes tokens `start` to `end`: all see `prefix`, and among `own` the past."""
 
@@ -87,24 +71,6 @@ class Extend:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class RunsPlan:
-    """What to read for each row, for all layers with one window."""
-
-    singles: list[Single]
-    extends: list[Extend]
-    batch: ForwardBatch
-    window: int | None
-
-
-def plan_attention(batch: ForwardBatch, window: int | None) -> RunsPlan:
-    """What layers with this window share of a step."""
-    singles = [
-        _plan_single(visible_runs(batch, row, 1, window)) for row in range(batch.single_rows)
-    ]
-    return RunsPlan(singles, plan_extends(batch, window), batch, window)
-
-
 def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
     """What to read for each row of several tokens."""
     return [_plan_extend(batch, row, window) for row in range(batch.single_rows, batch.rows)]
@@ -113,33 +79,6 @@ def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
 def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None) -> list[Run]:
     """Where the positions lie that any of the last `queries` tokens of `row` sees."""
     return _cut(batch.b_runs[row], _seen(batch.b_context[row], queries, window))
-
-
-def attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: RunsPlan,
-    options: AttentionOptions = NO_OPTIONS,
-    scales: KVScales | None = None,
-) -> torch.Tensor:
-    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
-
-    Scales of int8 alone.
-
-    Raises:
-        NotImplementedError: there are others.
-    """
-    refuse_other_scales(keys, scales)
-    pools = Pools(keys, values, scales, q.dtype)
-    if not are_fast(options):
-        return attend_rows(q, pools, plan.batch, plan.window, options)
-    out = torch.empty_like(q)
-    scale = options.scale
-    if plan.singles:
-        _attend_singles(plan.singles, _grouped(q, keys), pools, _grouped(out, keys), scale)
-    attend_extends(plan.extends, q, pools, out, scale)
-    return out.flatten(1)
 
 
 def are_fast(options: AttentionOptions) -> bool:
@@ -222,10 +161,6 @@ def _slots(runs: list[Run]) -> torch.Tensor:
     return torch.cat([torch.arange(start, end) for start, end in runs])
 
 
-def _plan_single(runs: list[Run]) -> Single:
-    return Single(runs, _slots(runs) if len(runs) > MAX_PARTS else None)
-
-
 def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
     start, end = batch.b_start[row], batch.b_start[row + 1]
     context = batch.b_context[row]
@@ -263,32 +198,6 @@ def _causal_mask(queries: int, seen: int, window: int | None) -> torch.Tensor:
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
-def _attend_singles(
-    singles: list[Single],
-    q: torch.Tensor,
-    pools: Pools,
-    out: torch.Tensor,
-    scale: float | None,
-) -> None:
-    """Rows of one token: the heads of a group are queries of one product with their keys."""
-    count = len(singles)
-
-    def heads_first(read: torch.Tensor) -> torch.Tensor:
-        return read.transpose(0, 1).unsqueeze(0)
-
-    results = []
-    for single, query in zip(singles, q[:count].unsqueeze(1).unbind(), strict=True):
-        if single.index is not None:
-            k, v = map(heads_first, pools.gather(single.index))
-            results.append(_flash(query, k, v, scale=scale)[0])
-            continue
-        parts = [
-            _flash(query, *map(heads_first, pools.run(*run)), scale=scale) for run in single.runs
-        ]
-        results.append(parts[0][0] if len(parts) == 1 else _merge(parts))
-    torch.cat(results, out=out[:count])
-
-
 def _attend_extend(
     extend: Extend,
     q: torch.Tensor,
@@ -301,27 +210,17 @@ def _attend_extend(
     if extend.index is not None:
         k, v = (_spread(read, group) for read in pools.gather(extend.index))
         mask = None if extend.mask is None else extend.mask.to(q.dtype)
-        return _flash(q, k, v, attn_mask=mask, scale=scale)[0]
+        return attend_part(q, k, v, mask=mask, scale=scale).out
     (own,) = extend.own
     parts = [
-        _flash(q, *(_spread(read, group) for read in pools.run(*run)), scale=scale)
+        attend_part(q, *(_spread(read, group) for read in pools.run(*run)), scale=scale)
         for run in extend.prefix
     ]
     k, v = (_spread(read, group) for read in pools.run(*own))
-    parts.append(_flash(q, k, v, is_causal=True, scale=scale))
-    return parts[0][0] if len(parts) == 1 else _merge(parts)
+    parts.append(attend_part(q, k, v, causal=True, scale=scale))
+    return functools.reduce(merged, parts).out
 
 
 def _spread(run: torch.Tensor, group: int) -> torch.Tensor:
     """[n, K, D] -> a view [K, group, n, D]: every query head of a group reads the same."""
     return run.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-
-
-def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Outputs over disjoint keys and the logarithms of their softmax sums -> the whole."""
-    out, log_sum = parts[0]
-    for other, other_log_sum in parts[1:]:
-        share = torch.sigmoid(other_log_sum - log_sum).unsqueeze(-1)
-        out = torch.lerp(out, other, share.to(out.dtype))
-        log_sum = torch.logaddexp(log_sum, other_log_sum)
-    return out

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.attention_ops import (
+    NO_OPTIONS,
+    AttentionOptions,
+    AttentionPlan,
+    KVScales,
+)
 from tokenpod.kernels.operations.batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
-class ReferencePlan:
+class ReferencePlan(AttentionPlan):
     """The step as it came: the reference works nothing out in advance."""
 
     batch: ForwardBatch
@@ -30,11 +35,12 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: ReferencePlan,
+    plan: AttentionPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D]."""
+    assert isinstance(plan, ReferencePlan)
     batch = plan.batch
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)

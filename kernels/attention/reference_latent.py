@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.kernels.cache.reference_rotary import Rotation, apply_rotation
+from tokenpod.kernels.cache.reference_rotary import CosSin, apply_rotation
+from tokenpod.kernels.operations.attention_ops import Rotation
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
@@ -21,6 +22,7 @@ def store_latent(
 
     Latent rows go to the pool, normed and turned.
     """
+    assert isinstance(rotation, CosSin)
     rank = len(norm.weight)
     rope = row.shape[1] - rank
     key = apply_rotation(row[:, None, rank:], rotation)[:, 0]

@@ -26,7 +26,13 @@ from tokenpod.kernels.attention.attention_plan import (
 from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
 from tokenpod.kernels.gpu.launch import Gpu, gpu_of
 from tokenpod.kernels.mixers.delta_plan import cut_chunks
-from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
+from tokenpod.kernels.operations.attention_ops import (
+    NO_OPTIONS,
+    AttentionOptions,
+    AttentionPlan,
+    Heads,
+    KVScales,
+)
 from tokenpod.kernels.operations.batch import (
     CHUNKS,
     ForwardBatch,
@@ -48,7 +54,7 @@ INTERPRETED = Gpu(HOPPER, processors=8)
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPlan:
+class PagedPlan(AttentionPlan):
     """One step's rows, for all layers with one window.
 
     The tiles of rows with several queries depend on the shape of the heads, so the first layer of a
@@ -144,7 +150,7 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: PagedPlan,
+    plan: AttentionPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
@@ -157,6 +163,7 @@ def attention(
     kv_heads = keys.shape[1]
     _check_heads(heads, kv_heads, head_dim)
     device, group = describe_device(q.device), heads // kv_heads
+    assert isinstance(plan, PagedPlan)
     batch = plan.batch
     out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
     if batch.single_rows:

@@ -20,6 +20,7 @@ from tokenpod.kernels.attention.attention_tiles import HOPPER
 from tokenpod.kernels.attention.triton_attention import describe_device
 from tokenpod.kernels.cache.triton_rotary import Angles, angles_of
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.operations.attention_ops import AttentionPlan, Rotation
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import rms_normalised
@@ -44,7 +45,7 @@ MERGE_BLOCK = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TokenPlan:
+class TokenPlan(AttentionPlan):
     """The tokens of a step: their rows of the table, and where they stand."""
 
     row_table: torch.Tensor
@@ -67,7 +68,7 @@ def plan_tokens(batch: ForwardBatch) -> TokenPlan:
 def store_latent(
     q: torch.Tensor,
     row: torch.Tensor,
-    rotation: Angles,
+    rotation: Rotation,
     norm: RowNorm,
     pool: torch.Tensor,
     t_slot: torch.Tensor,
@@ -76,6 +77,7 @@ def store_latent(
 
     Turns the ends of `q` where they are.
     """
+    assert isinstance(rotation, Angles)
     tokens, heads, head_dim = q.shape
     rank = len(norm.weight)
     half = (row.shape[1] - rank) // 2
@@ -109,13 +111,14 @@ def store_latent(
 
 
 def absorbed(
-    q: torch.Tensor, pool: torch.Tensor, rank: int, plan: TokenPlan, scale: float
+    q: torch.Tensor, pool: torch.Tensor, rank: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
     """Q [N, H, rank + rope], pool [slots + 1, 1, rank + rope] -> [N, H, rank].
 
     Raises:
         ValueError: a row is longer than 512 + 128 numbers.
     """
+    assert isinstance(plan, TokenPlan)
     tokens, heads, row_dim = q.shape
     rope = row_dim - rank
     if rank > LARGEST_RANK or rope > LARGEST_ROPE:

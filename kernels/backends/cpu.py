@@ -1,7 +1,6 @@
-"""The operations for a CPU: few calls, views of contiguous KV runs, products by row count.
+"""The operations for a CPU: compiled loops where torch would need many calls.
 
-In float32 and bfloat16, loops that are compiled at run time (`backends.compiled`) take the place
-of what costs torch one call per row. In float16, which those don't read, torch's calls stay.
+Products, prompts' attention and embedding stay torch's: there a call has enough to do.
 """
 
 from tokenpod.kernels.adapters.reference_adapters import (
@@ -10,17 +9,19 @@ from tokenpod.kernels.adapters.reference_adapters import (
     own_linear,
     plan_adapters,
 )
+from tokenpod.kernels.attention.compiled_attention import attention, plan_attention
 from tokenpod.kernels.attention.composed_latent import latent_of
-from tokenpod.kernels.attention.cpu_attention import attention, plan_attention
 from tokenpod.kernels.attention.reference_latent import store_latent
-from tokenpod.kernels.cache.cpu_rotary import rotate, store_key_value
+from tokenpod.kernels.cache.compiled_rotary import store_key_value
+from tokenpod.kernels.cache.reference_rotary import rotate
 from tokenpod.kernels.experts.cpu_experts import experts_of
 from tokenpod.kernels.mixers.chunked_delta import gated_delta
 from tokenpod.kernels.mixers.reference_delta import plan_delta
 from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.operations.ops import FormatProducts, Operations
 from tokenpod.kernels.operations.weight import QuantisedWeight
-from tokenpod.kernels.pointwise.cpu_pointwise import act_mul, activate, embed, layer_norm, rms_norm
+from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, rms_norm
+from tokenpod.kernels.pointwise.reference_pointwise import activate, embed, layer_norm
 from tokenpod.kernels.products.cpu_product import (
     prepare_int4_linear,
     prepare_int8_linear,

@@ -7,9 +7,8 @@ import functools
 import numpy as np
 import torch
 
-from tokenpod.kernels.cache.cpu_rotary import refuse_other_scales
-from tokenpod.kernels.cache.kv_rounding import LEAST_LARGEST
-from tokenpod.kernels.cache.reference_rotary import Rotation
+from tokenpod.kernels.cache.kv_rounding import LEAST_LARGEST, refuse_other_scales
+from tokenpod.kernels.cache.reference_rotary import CosSin
 from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
 from tokenpod.kernels.compiled.loops import (
     END,
@@ -24,7 +23,7 @@ from tokenpod.kernels.compiled.loops import (
     real,
     take,
 )
-from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.attention_ops import KVScales, Rotation
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm
 from tokenpod.kernels.pointwise.compiled_pointwise import norm_factor
 
@@ -42,6 +41,7 @@ def store_key_value(
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Queries [T, H, D], normed and turned; keys and values go to the pool at t_slot."""
+    assert isinstance(rotation, CosSin)
     refuse_other_scales(keys, scales)
     slots, kv_heads, head_dim = keys.shape
     tokens = len(qkv)

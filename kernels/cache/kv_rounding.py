@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tokenpod.kernels.operations.attention_ops import KVScales
+
 #: A head whose numbers are all smaller is stored as zeros: what it is divided by would be infinite.
 LEAST_LARGEST = 1e-36
 
@@ -19,6 +21,12 @@ def store(
     else:
         # As integers: numbers of 8 bits can be moved, but not by that name.
         pool.view(torch.uint8)[t_slot] = quantise(x, scale).view(torch.uint8)
+
+
+def refuse_other_scales(keys: torch.Tensor, scales: KVScales | None) -> None:
+    """A CPU reads those of int8. The engine asks for no others. Raises NotImplementedError."""
+    if scales is not None and keys.dtype != torch.int8:
+        raise NotImplementedError(f"keys and values of {keys.dtype} need a GPU")
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from tokenpod.kernels.cache.kv_rounding import store
-from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.attention_ops import KVScales, Rotation
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm
 from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
 
-class Rotation(NamedTuple):
-    """Angles of rotary position embedding for the tokens of a step."""
+@dataclass(frozen=True, slots=True)
+class CosSin(Rotation):
+    """Cosines and sines of the angles of a step's tokens."""
 
     #: [T, 1, D/2]
     cos: torch.Tensor
@@ -27,7 +28,7 @@ def rotate(
     scale: float,
     dtype: torch.dtype,
     axes: torch.Tensor | None = None,
-) -> Rotation:
+) -> CosSin:
     """Cosines and sines of positions [T] or [3, T] times frequencies [D/2]."""
     if t_position.dim() == 1:
         positions = t_position.float()[:, None]
@@ -37,13 +38,13 @@ def rotate(
         positions = t_position.float().index_select(0, axes).T.contiguous()
     angles = (positions * inverse_frequencies)[:, None, :]
     scales = torch.where(inverse_frequencies == 0, 1.0, scale)
-    return Rotation((angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype))
+    return CosSin((angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype))
 
 
-def apply_rotation(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def apply_rotation(x: torch.Tensor, rotation: CosSin) -> torch.Tensor:
     """X [T, heads, D] -> its pairs (i, i + D/2) turned by the token's angles."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = rotation
+    cos, sin = rotation.cos, rotation.sin
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -57,6 +58,7 @@ def store_key_value(
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Queries [T, H, D], normed and turned; keys and values go to the pool at t_slot."""
+    assert isinstance(rotation, CosSin)
     kv_heads, head_dim = keys.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     split = qkv.view(len(qkv), -1, head_dim)

@@ -6,14 +6,14 @@ that would be most of the work of a layer: a kernel finds them once per step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
-from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.attention_ops import KVScales, Rotation
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm
 
 #: Heads that one program turns: few at a time as long as that gives the device more programs.
@@ -25,7 +25,8 @@ MANY_TOKENS = 64
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 
 
-class Angles(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Angles(Rotation):
     """Angles of the tokens of a step: what they follow from, and from MANY_TOKENS on themselves."""
 
     #: [T] int64, or [3, T]: then angles are there.
@@ -72,12 +73,12 @@ def rotate(
         num_warps=1,
         **launch_options(t_position.device),
     )
-    return angles._replace(cos=cos, sin=sin)
+    return replace(angles, cos=cos, sin=sin)
 
 
 def store_key_value(
     qkv: torch.Tensor,
-    rotation: Angles,
+    rotation: Rotation,
     norm: HeadNorm | None,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -88,6 +89,7 @@ def store_key_value(
 
     Leaves `qkv` as it is.
     """
+    assert isinstance(rotation, Angles)
     kv_heads, head_dim = keys.shape[1:]
     tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     heads = all_heads - 2 * kv_heads

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, TileKind
+from tokenpod.kernels.operations.batch import ForwardBatch, MixerPlan, RaggedRows, TileKind
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm, RowNorm
 
-#: What `Operations.plan_attention` found out about a step; each implementation has its own.
-AttentionPlan = Any
 
-#: What `Operations.plan_latent` found out about a step; each implementation has its own.
-LatentPlan = Any
+class AttentionPlan(MixerPlan):
+    """What `Operations.plan_attention` found out about a step."""
 
-#: What `Operations.rotate` found out about a step; each implementation has its own.
-Rotation = Any
+    __slots__ = ()
+
+
+class LatentPlan(MixerPlan):
+    """What `Operations.plan_latent` found out about a step."""
+
+    __slots__ = ()
+
+
+class Rotation:
+    """What `Operations.rotate` found out about a step; each implementation has its own."""
+
+    __slots__ = ()
 
 
 class KVScales(NamedTuple):

@@ -22,6 +22,16 @@ TileKind = tuple[int | None, int]
 CHUNKS: Final[TileKind] = (None, 0)
 
 
+class MixerPlan:
+    """What mixers of one kind have found out about a step, which their layers share.
+
+    Each operation's is a class of its own, of which each implementation has its own; models hand
+    them on.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """The rows of a step as kernels see them, on the device; B may count padding.

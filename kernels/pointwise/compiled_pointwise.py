@@ -21,7 +21,7 @@ from tokenpod.kernels.compiled.loops import (
     take,
 )
 from tokenpod.kernels.operations.pointwise_ops import Activation
-from tokenpod.kernels.pointwise import cpu_pointwise as cpu
+from tokenpod.kernels.pointwise import reference_pointwise as reference
 
 _F = np.float32
 
@@ -40,8 +40,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Activation(gate) · up [T, n] of both beside each other [T, 2n]."""
+    if activation is Activation.SWIGLU_CLAMPED:
+        return reference.act_mul(gate_up, activation)
     if activation is not Activation.SILU:
-        return cpu.act_mul(gate_up, activation)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return reference.activate(gate, activation).mul_(up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype)
     _silu_mul(gate_up.dtype)(rows, gate_up.data_ptr(), out.data_ptr(), rows, width)

@@ -49,7 +49,7 @@ class FusedCheckpoint(Checkpoint):
         part: range = range(0),
         stack: Stack | None = None,
     ) -> None:
-        """See `Checkpoint`."""
+        """Read a tensor as the base has it, with the adapter's change where there is one."""
         planned = self._changed.get(name)
         if planned is None:
             super().read_into(target, name, axis, part, stack)

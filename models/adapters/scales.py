@@ -116,7 +116,7 @@ class Scales:
         self._squares[name] = torch.cat([_squares(part) for part in parts])
 
     def meet(self, name: str, product: BaseLinear) -> None:
-        """See `models.layers.linear.Meet`."""
+        """Note the product of a weight that was measured."""
         if name in self._squares:
             self._linears[name] = product
 

@@ -266,7 +266,7 @@ class AdapterStore:
         return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
 
     def meet(self, name: str, product: BaseLinear) -> None:
-        """See `models.layers.linear.Meet`."""
+        """Note a product whose rows adapters may scale."""
         self.scales.meet(name, product)
 
     def delta(self, name: str, step: ForwardBatch | None) -> Added | None:

@@ -82,7 +82,7 @@ class SequentialLayer:
     mlp: Branch
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Layer`."""
+        """The stream behind both branches."""
         mixer, mlp = self.mixer, self.mlp
         mixer.write(mixer.read(x, step), x, step)
         mlp.write(mlp.read(x, step), x, step)
@@ -99,7 +99,7 @@ class ParallelLayer:
     mlp: Branch
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Layer`."""
+        """The stream behind both branches, each of which has read what was before."""
         seen = x if self.norm is None else self.norm(x)
         mixed, inner = self.mixer.read(seen, step), self.mlp.read(seen, step)
         # In this order: a mixture of experts reads the stream when it writes.
@@ -118,7 +118,7 @@ class PostNormLayer:
     after_mlp: NormRows
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Layer`."""
+        """The stream, normed behind each branch."""
         mixer, mlp = self.mixer, self.mlp
         mixer.write(mixer.read(x, step), x, step)
         x = self.after_mixer(x)
@@ -136,7 +136,7 @@ class FollowedLayer:
     scale: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Layer`."""
+        """The stream behind the layer, the branch that follows, and the factor."""
         x = self.layer(x, step)
         if self.per_layer is not None:
             self.per_layer.write(self.per_layer.read(x, step), x, step)
@@ -163,13 +163,13 @@ class PerLayerBranch:
         self._output = ScaledOutput(products.linear(parts.named("per_layer_out")), norm, 1.0)
 
     def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Branch`."""
+        """The gate of the stream, times the layer's own embedding of each token."""
         assert step.per_layer is not None, "the decoder has embeddings per layer"
         gate = self._activate(self._gate(x, step.batch), self._activation)
         return gate * step.per_layer[:, self._layer]
 
     def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        """See `Branch`."""
+        """Its product, normed, is added to the stream."""
         self._output(inner, x, step)
 
 
@@ -188,7 +188,7 @@ class AddedOutput:
     product: AddProduct
 
     def __call__(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        """See `Output`."""
+        """The product is added to the stream."""
         self.product(inner, x, step.batch)
 
 
@@ -201,7 +201,7 @@ class ScaledOutput:
     scale: float
 
     def __call__(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        """See `Output`."""
+        """The product, normed and scaled, is added to the stream."""
         x.add_(self.norm(self.product(inner, step.batch)), alpha=self.scale)
 
 
@@ -224,11 +224,11 @@ class MixerBranch:
     output: Output
 
     def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Branch`."""
+        """What heads found, [T, features]."""
         return self.mix(x, step)
 
     def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        """See `Branch`."""
+        """The product behind the mixer ends in the stream."""
         self.output(inner, x, step)
 
 
@@ -240,11 +240,11 @@ class MlpBranch:
     output: Output
 
     def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Branch`."""
+        """The activated first product, [T, width]."""
         return self.up(x, step.batch)
 
     def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        """See `Branch`."""
+        """The second product ends in the stream."""
         self.output(inner, x, step)
 
 
@@ -311,12 +311,12 @@ class ExpertsBranch:
         self._plain = norm_out is None and scale == 1.0
 
     def read(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """See `Branch`."""
+        """The stream as experts read it, which norm it themselves where they can."""
         del step
         return self._before(x)
 
     def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        """See `Branch`."""
+        """The experts' sum, the shared block's among them, is added to the stream."""
         into = x if self._plain else torch.zeros_like(x)
         self._experts(inner, into, None if self._shared is None else self._shared(inner, step))
         if into is not x:

@@ -249,7 +249,8 @@ class AttentionLayer:
             t_slot = step.windows.t_slot if self._windowed else batch.t_slot
             q = ops.store_key_value(y, angles, heads.norm, keys, values, t_slot, scales)
         q = heads.after(q, batch.t_position)
-        found = ops.attention(q, keys, values, step.plans[self._key], self._options, scales)
+        plan = step.plan(self._key, AttentionPlan)
+        found = ops.attention(q, keys, values, plan, self._options, scales)
         return found if gate is None else found * gate.sigmoid()
 
 

@@ -104,7 +104,7 @@ class OverHeads:
     of_keys: EachHead
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `NormBoth`."""
+        """Each head of both, normed by itself."""
         return self.of_queries(q), self.of_keys(k)
 
 
@@ -119,7 +119,7 @@ class OverAll:
     group: Group | None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `NormBoth`."""
+        """Both, each token's heads normed together."""
         wide_q, wide_k = q.float(), k.float()
         # Every rank has as many keys, if of the same heads where those are fewer than ranks.
         squares = torch.stack([x.square().mean(-1) for x in (wide_q, wide_k)], dim=-1)

@@ -179,5 +179,5 @@ class LatentLayer:
         q = queries.reshape(len(x), self._heads, self._query_dim)
         angles = step.rotations[self._rotation]
         q = ops.store_latent(q, row, angles, self._norm, rows, batch.t_slot)
-        plan = step.plans[self._key]
+        plan = step.plan(self._key, LatentPlan)
         return ops.attend_latent(q, rows, self._up, self._shape, plan, self._scale)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from tokenpod.core.model_size import Expansion
 from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.kernels.operations.attention_ops import Heads
-from tokenpod.kernels.operations.batch import ForwardBatch, TileKind
+from tokenpod.kernels.operations.batch import ForwardBatch, MixerPlan, TileKind
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.layers.layer_tensors import LayerTensors
 from tokenpod.models.layers.linear import Products
@@ -119,7 +119,7 @@ class Mixer(Protocol):
         """Mixers of equal keys share one plan of a step."""
         ...
 
-    def plan(self, ops: Operations, batch: ForwardBatch) -> Any:
+    def plan(self, ops: Operations, batch: ForwardBatch) -> MixerPlan:
         """What all layers of this kind share of a step."""
         ...
 

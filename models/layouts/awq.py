@@ -38,7 +38,7 @@ class AwqScheme:
         return self.grouping.format
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """A module's tensors, by the endings of their names."""
         groups, columns = self.grouping.count(inputs), words(outputs, _BITS)
         found: dict[str, StoredTensor] = {
             ".qweight": StoredTensor((inputs, columns), _WORDS),
@@ -55,11 +55,11 @@ class AwqScheme:
         return {".qzeros": StoredTensor((self.grouping.count(inputs), columns), _WORDS)}
 
     def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
-        """See `Scheme`."""
+        """Memory that a part of a weight takes at most, in bytes."""
         return self.grouping.bytes_of(outputs, inputs, whole, scale_bytes, zeros=True)
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
-        """See `Scheme`."""
+        """A part of a weight, its groups' whole numbers unpacked and in the order of outputs."""
         groups, read = self.grouping.touched(inputs, module.inputs)
         columns, held = around(outputs, _BITS, module.outputs)
         own = slice(outputs.start - held.start, outputs.stop - held.start)
@@ -86,7 +86,7 @@ class AwqLayout:
     strict: bool = False
 
     def scheme(self, module: str) -> AwqScheme | None:
-        """See `PublishedLayout`."""
+        """How a module's weight is held; None: it is dense."""
         left = any(part in module for part in self.not_converted)
         return None if left else self.scheme_of_all
 

@@ -50,7 +50,7 @@ class Bits4Scheme:
         return f".weight.quant_state.bitsandbytes__{self.kind}"
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """A module's tensors, by the endings of their names."""
         numbers = outputs * inputs
         blocks = -(-numbers // _BLOCK)
         found = {
@@ -76,7 +76,7 @@ class Bits4Scheme:
         return rows + 4 * len(inputs) + 64
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
-        """See `Scheme`."""
+        """A part of a weight of 4 bits, its blocks' scales computed."""
         offset = self._check(module)
         width = module.inputs
         first, end = outputs.start * width // 2, outputs.stop * width // 2
@@ -130,7 +130,7 @@ class Bits8Scheme:
     format: str = "int8"
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """A module's tensors, by the endings of their names."""
         return {
             ".SCB": StoredTensor((outputs,), FLOATS),
             ".weight": StoredTensor((outputs, inputs), ("I8",)),
@@ -141,11 +141,11 @@ class Bits8Scheme:
         return {".weight_format": StoredTensor((), ("U8",))}
 
     def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
-        """See `Scheme`."""
+        """Memory that a part of a weight takes at most, in bytes."""
         return Int8Weight.bytes_of(outputs, inputs)
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
-        """See `Scheme`."""
+        """A part of a weight of 8 bits."""
         if ".weight_format" in module and int(module.read(".weight_format")) != 0:
             raise ModelError(
                 f"tensor {module.name}.weight_format says that numbers lie as some GPU wants "
@@ -167,7 +167,7 @@ class BitsAndBytesLayout:
     strict: bool = False
 
     def scheme(self, module: str) -> Bits4Scheme | Bits8Scheme | None:
-        """See `PublishedLayout`."""
+        """How a module's weight is held; None: it is dense."""
         left = any(kept(pattern, module, self.source) for pattern in self.not_converted)
         return None if left else self.scheme_of_all
 

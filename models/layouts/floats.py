@@ -48,7 +48,7 @@ class Fp8Scheme:
         return "fp8"
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """A module's tensors, by the endings of their names."""
         found = {
             self.scales: self._scales(outputs, inputs),
             ".weight": StoredTensor((outputs, inputs), _NUMBERS),
@@ -70,7 +70,7 @@ class Fp8Scheme:
         return {}
 
     def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
-        """See `Scheme`."""
+        """Memory that a part of a weight takes at most, in bytes."""
         rows, columns = self.block
         if rows is None or columns is None:
             return Fp8Weight.bytes_of(outputs, inputs)
@@ -82,7 +82,7 @@ class Fp8Scheme:
         return len(outputs) * len(inputs) + 4 * scales * blocks
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
-        """See `Scheme`."""
+        """A part of a weight, with the scales of its blocks, rows or of the whole."""
         rounding = self.rounding
         if self.static and rounding is not None:
             rounding = replace(rounding, static=input_scale(module, self.input_scale))

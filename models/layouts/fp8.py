@@ -27,7 +27,7 @@ class Fp8Layout:
     strict: bool = True
 
     def scheme(self, module: str) -> Fp8Scheme | None:
-        """See `PublishedLayout`."""
+        """How a module's weight is held; None: it is dense."""
         left = any(kept(pattern, module, self.source) for pattern in self.not_converted)
         return None if left else self.scheme_of_all
 

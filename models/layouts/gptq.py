@@ -42,7 +42,7 @@ class GptqScheme:
         return self.grouping.format
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """A module's tensors, by the endings of their names."""
         bits, groups = self.grouping.bits, self.grouping.count(inputs)
         found = {
             ".qweight": StoredTensor((words(inputs, bits), outputs), _WORDS),
@@ -52,7 +52,7 @@ class GptqScheme:
         return {**found, **self._index(inputs)} if self.act_order else found
 
     def optional(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """Tensors that a module may have besides."""
         return {} if self.act_order else self._index(inputs)
 
     def _index(self, inputs: int) -> Mapping[str, StoredTensor]:
@@ -65,7 +65,7 @@ class GptqScheme:
         )
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
-        """See `Scheme`. Of inputs that are in no order all groups' scales are kept."""
+        """A part of a weight. Of inputs that are in no order all groups' scales are kept."""
         index = self._order(module)
         if index is None:
             groups, read = self.grouping.touched(inputs, module.inputs)
@@ -132,7 +132,7 @@ class GptqLayout:
     strict: bool = False
 
     def scheme(self, module: str) -> GptqScheme | None:
-        """See `PublishedLayout`."""
+        """How a module's weight is held; None: it is dense."""
         for pattern, scheme in self.rules:
             if compiled(pattern, self.source).match(module):
                 return scheme

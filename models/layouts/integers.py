@@ -53,7 +53,7 @@ class PackedScheme:
         return self.grouping.format
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """A module's tensors, by the endings of their names."""
         bits, groups = self.grouping.bits, self.grouping.count(inputs)
         found = {
             ".weight_packed": StoredTensor((outputs, words(inputs, bits)), _WORDS),
@@ -70,14 +70,14 @@ class PackedScheme:
         return {".weight_shape": StoredTensor((2,), ("I64", "I32"))}
 
     def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
-        """See `Scheme`."""
+        """Memory that a part of a weight takes at most, in bytes."""
         zeros = not self.symmetric
         return self.grouping.bytes_of(
             outputs, inputs, whole, scale_bytes, zeros=zeros, ordered=self.act_order
         )
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
-        """See `Scheme`."""
+        """A part of a weight, unpacked."""
         _check_shape(module)
         if not self.act_order:
             groups, read = self.grouping.touched(inputs, module.inputs)
@@ -141,7 +141,7 @@ class SignedScheme:
         return "int8" if self.rounding is None else "int8 W8A8"
 
     def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
-        """See `Scheme`."""
+        """A module's tensors, by the endings of their names."""
         groups = self.grouping.count(inputs)
         found = {
             ".weight_scale": _scales(self.grouping, outputs, inputs),
@@ -159,11 +159,11 @@ class SignedScheme:
         return {}
 
     def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
-        """See `Scheme`."""
+        """Memory that a part of a weight takes at most, in bytes."""
         return self.grouping.bytes_of(outputs, inputs, whole, scale_bytes, zeros=not self.symmetric)
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
-        """See `Scheme`."""
+        """A part of a weight, unpacked."""
         groups, read = self.grouping.touched(inputs, module.inputs)
         scale = _cut(module.read(".weight_scale"), outputs, groups, module.outputs)
         if self.grouping.size is None and self.symmetric:

@@ -28,7 +28,7 @@ class ModelOptLayout:
     strict: bool = True
 
     def scheme(self, module: str) -> Fp8Scheme | None:
-        """See `PublishedLayout`."""
+        """How a module's weight is held; None: it is dense."""
         left = any(excluded(pattern, module) for pattern in self.left_out)
         return None if left else self.scheme_of_all
 

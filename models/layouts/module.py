@@ -102,6 +102,6 @@ class FamilyLayout:
     strict: bool = False
 
     def scheme(self, module: str) -> Scheme | None:
-        """See `PublishedLayout`."""
+        """None: tensors of other names are dense."""
         del module
         return None

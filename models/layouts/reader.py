@@ -104,7 +104,7 @@ class PublishedReader:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor | LinearWeight | StackedWeight:
-        """See `WeightReader`."""
+        """A rank's part of a weight: in the module's format, in a stack, or dense."""
         if weight.packed:
             return read_stack(checkpoint, weight, shard, device)
         if not self._stays(weight):

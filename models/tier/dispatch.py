@@ -103,7 +103,7 @@ class AttentionFunction:
         attention_mask: object = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """See `Answer`; the second result would be weights, which nobody asks for."""
+        """What the model's answer is; the second result would be weights, which nobody asks for."""
         assert self.answer is not None, "attention outside of a step"
         return self.answer(module, query, key, value, attention_mask, **options), None
 
@@ -131,7 +131,7 @@ class Recorder:
         mask: object,
         **options: Any,
     ) -> torch.Tensor:
-        """See `Answer`. Raises NotServed for what our attention is not told how to do."""
+        """Note the call; NotServed for what our attention is not told how to do."""
         _check_options(module, options)
         tokens = query.shape[2]
         if len(query) != 1 or key.shape[2] != tokens or value.shape[2] != tokens:
@@ -207,7 +207,7 @@ class RunningStep:
         mask: object,
         **options: Any,
     ) -> torch.Tensor:
-        """See `Answer`."""
+        """Attention over the pool, by the operations of the device: [1, T, H, Dv]."""
         del module, mask
         dispatch = self._dispatches[self._calls]
         self._calls += 1

@@ -144,7 +144,7 @@ class TransformersModel(ABC):
 
     @abstractmethod
     def _hidden(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
-        """See `forward`."""
+        """[T, hidden] of a step whose tokens all have ids."""
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, step: ForwardBatch | None = None) -> torch.Tensor:

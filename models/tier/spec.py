@@ -13,7 +13,7 @@ from tokenpod.kernels.cache.kv_pool import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """See `facts.ModelFacts`."""
+    """What is known of a model that transformers computes: `facts.ModelFacts`."""
 
     architecture: str
     vocab_size: int

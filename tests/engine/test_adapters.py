@@ -61,7 +61,7 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 def executor_of(kind: str, base: Path, adapters: list[Path]):
     chosen = step_scenes.operations("fast" if kind == "host" else "device", CPU)
-    with patch.object(loading, "operations_for", lambda device, dtype: chosen):
+    with patch.object(loading, "operations_for", lambda device: chosen):
         model = loading.load_model(
             base,
             dtype=None,

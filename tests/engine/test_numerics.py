@@ -67,7 +67,7 @@ def model():
         weight.name: torch.randn(weight.shape, generator=generator) * 0.2 + (len(weight.shape) < 2)
         for weight in weights_of(CONFIG, names, "")
     }
-    return Decoder(CONFIG, weights, operations_for(CPU, torch.float32))
+    return Decoder(CONFIG, weights, operations_for(CPU))
 
 
 def answer(model, asked, *, overlap=False, preempt=0.0, source=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +10,19 @@ import pytest
 import torch
 
 from support.checkpoints.golden import Golden
-from support.engines.small_engines import Engine
+from support.engines.engine_link import Client
+from support.engines.small_engines import Engine, load
 from support.pods.harness import free_port
 from support.steps import ranks
 from support.steps.ranks import Job
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import GivenVectors, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.startup.assemble import assemble
+from tokenpod.models.checkpoints.fields import Fields
+from tokenpod.models.layers.rope import rope_of
+from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 #: Rotation in sections, by turns, and of pairs that are neighbours in half of a head.
 KINDS = ("qwen2.5-vl", "qwen3-vl", "glm4v")
@@ -53,9 +60,9 @@ def prompt_of(seed: int, texts: tuple[int, ...] = TEXTS) -> Prompt:
 
 
 def said_by_transformers(
-    golden: Golden, prompt: Prompt, new: int = NEW
+    golden: Golden, prompt: Prompt, new: int = NEW, tokens: Sequence[int] = ()
 ) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log probabilities, every one by a pass over the whole text."""
+    """Greedy tokens, or these, and their log probabilities: each by a pass over the whole text."""
     whole = golden.model
     grids = torch.tensor(
         [(1, 2 * rows, 2 * columns) for rows, columns in GRIDS[: len(prompt.given)]]
@@ -64,21 +71,21 @@ def said_by_transformers(
     positions, delta = whole.model.get_rope_index(ids, types, image_grid_thw=grids)
     embeddings = whole.get_input_embeddings()(ids)[0]
     embeddings[types[0] == 1] = prompt.vectors
-    tokens, logprobs = [], list[float]()
+    said, logprobs = list[int](), list[float]()
     with torch.no_grad():
-        for _ in range(new):
+        for at in range(new):
             hidden = whole.model.language_model(
                 inputs_embeds=embeddings[None], position_ids=positions, use_cache=False
             ).last_hidden_state
             scores = whole.lm_head(hidden[0, -1]).log_softmax(-1)
-            token = int(scores.argmax())
-            tokens.append(token)
+            token = tokens[at] if tokens else int(scores.argmax())
+            said.append(token)
             logprobs.append(float(scores[token]))
             row = whole.get_input_embeddings()(torch.tensor([token]))
-            at = len(embeddings) + delta.view(1, 1, 1).expand(3, 1, 1)
+            position = len(embeddings) + delta.view(1, 1, 1).expand(3, 1, 1)
             embeddings = torch.cat([embeddings, row])
-            positions = torch.cat([positions, at], dim=2)
-    return tokens, logprobs
+            positions = torch.cat([positions, position], dim=2)
+    return said, logprobs
 
 
 def request(number: int, prompt: Prompt, new: int = NEW) -> Request:
@@ -157,6 +164,33 @@ def test_two_ranks_of_a_gpus_executor_say_the_same(golden):
     assert leader.logprobs[1] == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps_of_a_gpu_turn_by_rows_shifts(kind, golden):
+    checkpoint, device = golden(kind), torch.device("cuda")
+    model = load(checkpoint.folder, device)
+    options = EngineOptions(
+        model_folder="",
+        dtype=None,
+        device="cuda",
+        threads=1,
+        max_batch_size=4,
+        max_batch_prefill_tokens=16,
+        max_total_tokens=64,
+        max_batch_total_tokens=256,
+    )
+    made = assemble(model, options, positions=64, device=device)
+    limits = Limits(made.slots, made.room.rows, 64, 16, own_positions=True)
+    prompts = [prompt_of(seed) for seed in (1, 2)]
+    client = Client(request(i, prompt) for i, prompt in enumerate(prompts))
+    loop = EngineLoop(client, Scheduler(limits), made.executor, overlap=True)
+    while client.left:
+        loop.turn()
+    for number, prompt in enumerate(prompts):
+        _, logprobs = said_by_transformers(checkpoint, prompt, tokens=client.tokens[number])
+        assert client.logprobs[number] == pytest.approx(logprobs, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("sections", "by_turns", "axes"),
     [
@@ -166,8 +200,5 @@ def test_two_ranks_of_a_gpus_executor_say_the_same(golden):
     ],
 )
 def test_each_pair_is_turned_by_the_axis_of_its_section(sections, by_turns, axes):
-    from tokenpod.models.checkpoints.fields import Fields
-    from tokenpod.models.layers.rope import rope_of
-
     config = {"rope_parameters": {"mrope_section": sections, "mrope_interleaved": by_turns}}
     assert rope_of(Fields(config, "config.json"), 8, 64).axes == axes

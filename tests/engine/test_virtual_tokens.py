@@ -102,7 +102,7 @@ def test_rows_of_all_kinds_share_steps_and_prompts_come_in_pieces(base, folders,
 
 def test_the_device_path_says_the_same(base, folders, wanted):
     chosen = step_scenes.operations("device", CPU)
-    with patch.object(loading, "operations_for", lambda device, dtype: chosen):
+    with patch.object(loading, "operations_for", lambda device: chosen):
         engine = Engine(base, folders[:3], rows=3, make=on_device)
     asked = [engine.ask(adapter, IDS[:4], NEW) for adapter in (1, 0, 3)]
     for request, answer in zip(asked, engine.run(*asked), strict=True):

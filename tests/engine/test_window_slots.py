@@ -185,8 +185,16 @@ def test_a_start_sets_window_slots_aside_where_that_takes_less_memory(folder):
     windowed = [window is not None for window in model.config.kv_windows]
     assert sizes == [pool.window_slots if own else 1500 + PROBE_TOKENS for own in windowed]
     assert f"{pool.window_slots} slots of layers with a window" not in room.slots_from
+    assert room.windows_kept == "832 slots apart, for windows of up to 9 tokens"
     whole = msgspec.structs.replace(options, host_kv_bytes=1 << 20)
-    assert assemble(model, whole, positions=positions, device=CPU).room.windows is None
+    kept = assemble(model, whole, positions=positions, device=CPU).room
+    assert kept.windows is None
+    assert kept.windows_kept == "whole tokens, which the host's memory holds (--host-kv-bytes)"
+    many = msgspec.structs.replace(options, max_batch_size=8)
+    assert assemble(model, many, positions=positions, device=CPU).room.windows_kept == (
+        "whole tokens, since windows of 9 rows would take 2368 slots, and there are 1500 in all"
+        " (--max-batch-size)"
+    )
     # What it has warmed up with is nobody's: it serves as it should.
     scheduler = Scheduler(Limits(1500, 2, positions, 40, windows=room.windows))
     link, expected = Client(), serve(model, None)[0]

@@ -6,7 +6,7 @@ import numba
 import pytest
 import torch
 
-from tokenpod.kernels.backends import compiled, reference
+from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.compiled.kinds import narrow, tensor
 from tokenpod.kernels.compiled.loops import END, FIRST, arguments, floats, loop, take
 
@@ -41,7 +41,7 @@ def test_every_item_is_visited_once(items, threads):
 def test_threads_share_attention_by_rows_or_by_heads(rows, threads, row, step_over, draw):
     batch = step_over([row(1, (length % 13 + 1, 5)) for length in range(rows)], 1200)
     q, keys, values = draw(rows, 6, 16), draw(1200, 3, 16), draw(1200, 3, 16)
-    ops = compiled.OPERATIONS
+    ops = cpu.OPERATIONS
     got = ops.attention(q, keys, values, ops.plan_attention(batch, None))
     expected = reference.attention(q, keys, values, reference.plan_attention(batch, None))
     torch.testing.assert_close(got, expected, rtol=0, atol=4e-6)
@@ -51,7 +51,7 @@ def test_bits_do_not_depend_on_the_batch(row, step_over, draw):
     """A row alone gets the same numbers as among others."""
     batch = step_over([row(1, (70, 33)), row(1, (200,))], 400)
     q, keys, values = draw(2, 4, 16), draw(400, 2, 16), draw(400, 2, 16)
-    ops = compiled.OPERATIONS
+    ops = cpu.OPERATIONS
     together = ops.attention(q, keys, values, ops.plan_attention(batch, None))
     alone = step_over([row(1, (70, 33))], 400)
     alone.b_runs[0][:] = batch.b_runs[0]
@@ -64,7 +64,7 @@ def test_numbers_that_are_none_stay_so(row, step_over, draw):
     q, keys, values = draw(2, 2, 16), draw(60, 2, 16), draw(60, 2, 16)
     first = batch.b_runs[0][0][0]
     keys[first, 0, 3] = values[first, 0, 3] = float("nan")
-    ops = compiled.OPERATIONS
+    ops = cpu.OPERATIONS
     got = ops.attention(q, keys, values, ops.plan_attention(batch, None))
     assert got[0].isnan().any()
     assert not got[1].isnan().any()

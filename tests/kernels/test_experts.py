@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.experts.reference_experts import choose, mixture
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score, Shared
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
@@ -21,12 +21,6 @@ pytestmark = pytest.mark.compute
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUTINGS = [Routing(1, False), Routing(2, True), Routing(3, False), Routing(5, True)]
 HIDDEN, WIDTH, COUNT = 24, 16, 5
-
-
-def cpu_operations(dtype):
-    """Those that a CPU has for `dtype`."""
-    both = [cpu.OPERATIONS, compiled.OPERATIONS]
-    return both if dtype != torch.float16 else both[:1]
 
 
 @pytest.fixture
@@ -79,11 +73,11 @@ def test_the_reference_is_the_weighted_sum_over_a_tokens_experts(routing, case):
 def test_a_cpus_experts(tokens, routing, dtype, case):
     residual, weights, norm = case(tokens, dtype)
     truth = truth_of(residual, weights, norm, routing)
-    for ops in cpu_operations(dtype):
-        got = added(ops, residual, weights, norm, routing)
-        assert got.dtype == dtype
-        error = ((got.double() - truth).norm() / truth.norm()).item()
-        assert error < 8 * torch.finfo(dtype).eps
+    ops = cpu.OPERATIONS
+    got = added(ops, residual, weights, norm, routing)
+    assert got.dtype == dtype
+    error = ((got.double() - truth).norm() / truth.norm()).item()
+    assert error < 8 * torch.finfo(dtype).eps
 
 
 def stacked(format_, dense):
@@ -112,7 +106,7 @@ def test_experts_in_formats_of_fewer_bits(format_, dtype, case, draw):
         expected[token] += (
             shares[token, place] * weights.down.expert(expert).multiply(inner, None)[0]
         )
-    for ops in (reference.OPERATIONS, *cpu_operations(dtype)):
+    for ops in (reference.OPERATIONS, cpu.OPERATIONS):
         got = added(ops, residual, weights, norm, Routing(2, True)).float()
         error = (got - expected).norm() / expected.norm()
         # Numbers that are rounded after others were may go to the other neighbour.
@@ -143,11 +137,11 @@ def test_every_kind_of_router(tokens, routing, case, draw):
     )
     wide = ExpertWeights(*(None if weight is None else weight.double() for weight in weights))
     truth = mixture(residual.double(), wide, Activation.SWIGLU_CLAMPED, routing)
-    for ops in cpu_operations(torch.float32):
-        got = residual.clone()
-        block = ops.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
-        block(residual, got)
-        torch.testing.assert_close((got - residual).double(), truth, rtol=1e-4, atol=1e-5)
+    ops = cpu.OPERATIONS
+    got = residual.clone()
+    block = ops.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
+    block(residual, got)
+    torch.testing.assert_close((got - residual).double(), truth, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -157,7 +151,7 @@ def test_what_is_shared_is_rounded_with_the_sum(dtype, gated, case, draw):
     made, gate = draw(6, HIDDEN, dtype=dtype), draw(6, 1, dtype=dtype) if gated else None
     truth = residual.double() + truth_of(residual, weights, norm, Routing(2, True))
     truth += made.double() * (1.0 if gate is None else gate.double().sigmoid())
-    for ops in (reference.OPERATIONS, *cpu_operations(dtype)):
+    for ops in (reference.OPERATIONS, cpu.OPERATIONS):
         got = residual.clone()
         block = ops.prepare_experts(weights, norm, Activation.SILU, Routing(2, True))
         block(got, None, Shared(made, gate))
@@ -205,9 +199,9 @@ def test_sparsemixer_weighs_each_among_those_near_it():
 def test_experts_gates(activation, case):
     residual, weights, norm = case(6)
     truth = added(reference.OPERATIONS, residual, weights, norm, Routing(2, True), activation)
-    for ops in cpu_operations(torch.float32):
-        got = added(ops, residual, weights, norm, Routing(2, True), activation)
-        torch.testing.assert_close(got, truth, rtol=1e-4, atol=1e-5)
+    ops = cpu.OPERATIONS
+    got = added(ops, residual, weights, norm, Routing(2, True), activation)
+    torch.testing.assert_close(got, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_all_tokens_may_choose_one_expert(case):
@@ -215,14 +209,14 @@ def test_all_tokens_may_choose_one_expert(case):
     residual, norm = residual.abs(), norm._replace(weight=norm.weight.abs())
     weights.router[:] = 0
     weights.router[3] = 1
-    for ops in (reference.OPERATIONS, *cpu_operations(torch.float32)):
+    for ops in (reference.OPERATIONS, cpu.OPERATIONS):
         got = added(ops, residual, weights, norm, Routing(1, True))
         inner = reference.rms_norm(residual, *norm)
         gated = reference.act_mul(inner @ weights.gate_up[3].T, Activation.SILU)
         torch.testing.assert_close(got, gated @ weights.down[3].T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("ops", [reference, cpu, compiled], ids=lambda ops: ops.__name__)
+@pytest.mark.parametrize("ops", [reference, cpu], ids=lambda ops: ops.__name__)
 def test_a_token_that_holds_nan_spoils_no_other(ops, case):
     residual, weights, norm = case(7)
     block = ops.OPERATIONS.prepare_experts(weights, norm, Activation.SILU, Routing(2, False))

@@ -1,11 +1,11 @@
-"""The CPU's operations other than attention against the reference, torch's and compiled ones."""
+"""The CPU's operations other than attention against the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tokenpod.kernels.backends import compiled, cpu, reference
+from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
@@ -15,17 +15,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 33]
 
 
-def cpu_operations(dtype):
-    """Those that a CPU has for `dtype`."""
-    both = [cpu.OPERATIONS, compiled.OPERATIONS]
-    return both if dtype != torch.float16 else both[:1]
-
-
 def test_a_cpu_gets_its_own_operations_and_other_devices_the_reference():
-    assert operations_for(torch.device("cpu"), torch.float32) is compiled.OPERATIONS
-    assert operations_for(torch.device("cpu"), torch.bfloat16) is compiled.OPERATIONS
-    assert operations_for(torch.device("cpu"), torch.float16) is cpu.OPERATIONS
-    assert operations_for(torch.device("meta"), torch.float32) is reference.OPERATIONS
+    assert operations_for(torch.device("cpu")) is cpu.OPERATIONS
+    assert operations_for(torch.device("meta")) is reference.OPERATIONS
 
 
 def test_embedding_looks_rows_up(draw):
@@ -39,10 +31,10 @@ def test_embedding_looks_rows_up(draw):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rms_norm(tokens, dtype, draw):
     x, weight = draw(tokens, 72, dtype=dtype) * 3, draw(72, dtype=dtype)
-    for ops in cpu_operations(dtype):
-        got = ops.rms_norm(x, weight, 1e-5)
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
+    ops = cpu.OPERATIONS
+    got = ops.rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
 
 
 def test_rms_norm_survives_squares_beyond_half_precision(draw):
@@ -59,13 +51,13 @@ def test_layer_norm(affine, dtype, draw):
     exact = (x.double() - x.double().mean(-1, keepdim=True)).div(x.double().std(-1, False, True))
     if affine:
         exact = exact * weight.double() + bias.double()
-    for ops in (reference.OPERATIONS, *cpu_operations(dtype)):
+    for ops in (reference.OPERATIONS, cpu.OPERATIONS):
         got = ops.layer_norm(x, weight, bias, 1e-9)
         assert got.dtype == dtype
         torch.testing.assert_close(got, exact.to(dtype), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
+@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_adding_product_changes_the_residual_in_place(ops, bias, draw):
     x, weight, residual = draw(5, 24), draw(32, 24), draw(5, 32)
@@ -75,7 +67,7 @@ def test_an_adding_product_changes_the_residual_in_place(ops, bias, draw):
     torch.testing.assert_close(residual, total)
 
 
-@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
+@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("activation", [None, *Activation])
 def test_a_product_of_the_normed_residual(ops, activation, draw):
     x, weight, offset = draw(5, 24), draw(32, 24), draw(32)
@@ -95,15 +87,15 @@ def test_a_product_of_the_normed_residual(ops, activation, draw):
 def test_gated_unit(activation, tokens, dtype, draw):
     gate_up = draw(tokens, 2 * 40, dtype=dtype)
     expected = reference.act_mul(gate_up.clone(), activation)
-    for ops in cpu_operations(dtype):
-        torch.testing.assert_close(ops.act_mul(gate_up.clone(), activation), expected)
+    ops = cpu.OPERATIONS
+    torch.testing.assert_close(ops.act_mul(gate_up.clone(), activation), expected)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_norm_is_rounded_before_its_weight_unless_that_is_wider(weight_dtype, draw):
     x, weight = draw(200, 72, dtype=torch.bfloat16), draw(72, dtype=weight_dtype)
     expected = reference.rms_norm(x, weight, 1e-5)
-    got = compiled.OPERATIONS.rms_norm(x, weight, 1e-5)
+    got = cpu.OPERATIONS.rms_norm(x, weight, 1e-5)
     assert (got == expected).float().mean() > 0.99
 
 
@@ -111,15 +103,15 @@ def test_the_compiled_gate_at_its_extremes():
     gates = torch.tensor([[0.0, -200.0, 200.0, -90.0, float("nan"), float("inf")]])
     gate_up = torch.cat((gates, torch.ones_like(gates)), dim=1)
     expected = reference.act_mul(gate_up.clone(), Activation.SILU)
-    got = compiled.OPERATIONS.act_mul(gate_up.clone(), Activation.SILU)
+    got = cpu.OPERATIONS.act_mul(gate_up.clone(), Activation.SILU)
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("activation", Activation)
 def test_gates_that_are_no_numbers_stay_that(activation):
     nan = float("nan")
-    for ops in cpu_operations(torch.float32):
-        assert ops.act_mul(torch.tensor([[nan, 1.0, 1.0, nan]]), activation).isnan().all()
+    ops = cpu.OPERATIONS
+    assert ops.act_mul(torch.tensor([[nan, 1.0, 1.0, nan]]), activation).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,7 +150,7 @@ def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
     positions = torch.arange(len(slots)) * 1000 + 5
     frequencies = 1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
     outcomes = []
-    for ops in (reference, *cpu_operations(dtype)):
+    for ops in (reference, cpu.OPERATIONS):
         keys = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
         values = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
         rotation = ops.rotate(positions, frequencies, 1.3, dtype)
@@ -191,7 +183,7 @@ def test_the_write_to_a_pool_of_int8(normed, dtype, draw):
     qkv[2, 8 * 16 : 9 * 16] = 0  # a value
     norm = HeadNorm(draw(16, dtype=dtype), draw(16, dtype=dtype), 1e-6) if normed else None
     frequencies = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
-    for ops in (reference, *cpu_operations(dtype)):
+    for ops in (reference, cpu.OPERATIONS):
         plain = [torch.zeros(12, 2, 16, dtype=dtype) for _ in range(2)]
         rotation = ops.rotate(torch.arange(3) * 1000, frequencies, 1.3, dtype)
         q = ops.store_key_value(qkv.clone(), rotation, norm, *plain, slots)
@@ -214,7 +206,7 @@ def test_what_is_no_number_shows_in_a_pool_of_int8(bad, draw):
     qkv = draw(2, 4 * 16)
     qkv[0, 3 * 16 + 5] = bad  # of a value
     rotation = reference.rotate(torch.arange(2), torch.zeros(8), 1.0, torch.float32)
-    for ops in (reference, *cpu_operations(torch.float32)):
+    for ops in (reference, cpu.OPERATIONS):
         pool = int8_pool(kv_heads=1)
         numbers, scales = pool.values[0], pool.scales[0]
         slots = torch.tensor([1, 2])
@@ -227,7 +219,7 @@ def test_what_is_no_number_shows_in_a_pool_of_int8(bad, draw):
 def test_rotation_turns_pairs_half_a_head_apart():
     """One quarter turn takes (x, y) to (-y, x); position 0 turns nothing."""
     quarter = torch.tensor([torch.pi / 2])
-    for ops in (reference, *cpu_operations(torch.float32)):
+    for ops in (reference, cpu.OPERATIONS):
         keys, values = torch.zeros(3, 1, 2), torch.zeros(3, 1, 2)
         qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2)
         rotation = ops.rotate(torch.tensor([0, 1]), quarter, 1.0, torch.float32)

@@ -71,7 +71,7 @@ def test_its_ranks_say_what_transformers_says(kind, world, golden, text, monkeyp
     if world == 4 and not fits(checkpoint.folder, world):
         pytest.skip("its heads can't be divided by 4")
     # Plain operations are the second path that each family takes.
-    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: reference.OPERATIONS)
+    monkeypatch.setattr(loading, "operations_for", lambda device: reference.OPERATIONS)
     tokens, other = text(30, seed=5), text(9, seed=6)
     expected = torch.cat(checkpoint.logprobs_of([tokens, other]))
     ours = walk_of_ranks(checkpoint.folder, world, tokens, other)

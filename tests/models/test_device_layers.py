@@ -19,7 +19,7 @@ FIRST_SLOT = 3
 @pytest.fixture
 def load_on_device(monkeypatch):
     """Loads a folder for Triton's operations, interpreted or not."""
-    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: triton.OPERATIONS)
+    monkeypatch.setattr(loading, "operations_for", lambda device: triton.OPERATIONS)
 
     def load(folder):
         return load_model(folder, dtype=None, device=DEVICE, progress=lambda done, total: None)
@@ -71,7 +71,7 @@ ON_GPUS = ["olmo2-varied", "nemotron-varied", "granite-varied", "cohere-varied",
 )
 def test_layers_of_other_shapes(name, golden, monkeypatch, text):
     """With plain products: interpreted, ours take minutes, and have tests of their own."""
-    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: interpreted_operations())
+    monkeypatch.setattr(loading, "operations_for", lambda device: interpreted_operations())
     reference = golden(name)
     model = load_model(
         reference.folder,

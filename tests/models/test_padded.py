@@ -241,7 +241,7 @@ def test_what_needs_ranks_or_weights_of_ours_is_refused(golden, tmp_path):
 
 def test_steps_of_a_device_are_launched_ahead(golden, text, monkeypatch):
     """A surplus token of a row that has ended goes nowhere; by a GPU's executor and sampler."""
-    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: OPERATIONS)
+    monkeypatch.setattr(loading, "operations_for", lambda device: OPERATIONS)
     checkpoint = golden("mamba2")
     model = load(checkpoint.folder, DEVICE)
     sampler = DeviceSampler(

@@ -37,7 +37,7 @@ def test_the_model_says_what_transformers_says(name, golden, text):
 
 
 def test_chunks_are_the_same_by_the_row_table(golden, text, monkeypatch):
-    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: reference.OPERATIONS)
+    monkeypatch.setattr(loading, "operations_for", lambda device: reference.OPERATIONS)
     checkpoint = golden("llama4")
     walk(HandScheduler(load(checkpoint.folder), slots=512), text, 4).check(checkpoint)
 

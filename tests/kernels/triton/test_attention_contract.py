@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.kernels.attention_steps import Spec, assert_close, draw_inputs, lay_out, truth
-from tokenpod.kernels.backends import compiled, cpu
+from tokenpod.kernels.backends import cpu
 from tokenpod.kernels.backends import triton as triton_backend
 
 #: Query tokens of a step: of as many rows, of one row, or of both.
@@ -122,5 +122,4 @@ ON_A_CPU = [case for case in pairs() if not case.scaled and case.head_dim == 64]
 @pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("case", ON_A_CPU, ids=str)
 def test_a_cpu(case):
-    ops = cpu.OPERATIONS if case.dtype == torch.float16 else compiled.OPERATIONS
-    check(case, ops, torch.device("cpu"), most=60)
+    check(case, cpu.OPERATIONS, torch.device("cpu"), most=60)

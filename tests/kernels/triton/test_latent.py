@@ -55,7 +55,7 @@ def test_any_number_of_heads_and_type(heads, dtype, device):
 
 def test_contexts_in_one_piece(device, monkeypatch):
     """Of so many tokens that nothing is split."""
-    monkeypatch.setattr(composed, "LONGEST_EXPANDED", 0)
+    monkeypatch.setattr(composed, "_expands", lambda batch, row, shape: False)
     step = lay_out([Spec(1, 33), Spec(17, 30)], device)
     assert not agree(step, SHAPES["narrow-values"], 4, torch.float32).expanded
 
@@ -64,6 +64,15 @@ def test_a_long_row_is_expanded_for_some_heads_at_a_time(device, monkeypatch):
     monkeypatch.setitem(composed.EXPANDED_AT_ONCE, device.type, 100)
     step = lay_out([Spec(1, 33), Spec(16, 50)], device)
     assert agree(step, SHAPES["narrow-values"], 5, torch.float32).expanded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_longer_row_is_expanded_part_by_part(dtype, device, monkeypatch):
+    """Its queries are more than a part, too; beside one that is short enough."""
+    monkeypatch.setattr(composed, "LONGEST_EXPANDED", 20)
+    step = lay_out([Spec(1, 33), Spec(16, 18), Spec(45, 95)], device)
+    plan = agree(step, SHAPES["narrow-values"], 5, dtype)
+    assert [row.plan is None for row in plan.expanded] == [False, True]
 
 
 def test_a_captured_step_knows_neither_contexts_nor_runs(device):

@@ -20,7 +20,7 @@ from support.kernels.product_contract import (
     product_of,
 )
 from support.kernels.quantised_weights import IN_LANES
-from tokenpod.kernels.backends import compiled, cpu
+from tokenpod.kernels.backends import cpu
 from tokenpod.kernels.backends import triton as triton_backend
 
 N, K = 48, 256
@@ -100,19 +100,9 @@ CPU_N = 320
 
 
 @pytest.mark.sampled(9, "slow")
-@pytest.mark.parametrize("case", pairs([torch.float32, torch.bfloat16]), ids=str)
-def test_a_cpu(case):
-    outcome = made(case, compiled.OPERATIONS, torch.device("cpu"), CPU_N, K)
-    check_cpu(case, outcome)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", pairs([torch.float32, torch.bfloat16, torch.float16]), ids=str)
-def test_a_cpu_without_compiled_loops(case):
-    check_cpu(case, made(case, cpu.OPERATIONS, torch.device("cpu"), CPU_N, K))
-
-
-def check_cpu(case: Case, outcome) -> None:
+def test_a_cpu(case):
+    outcome = made(case, cpu.OPERATIONS, torch.device("cpu"), CPU_N, K)
     """A CPU's gates are an operation of their own, in whatever format."""
     limit = most(case) * (2.4 if case.form == "gated" and case.dtype != torch.float32 else 1)
     assert outcome.error < limit * outcome.least, (outcome.error / outcome.least, limit)

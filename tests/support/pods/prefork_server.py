@@ -42,7 +42,7 @@ _IMPORTED = (
     "tokenpod.engine.constraints.trials",
     "tokenpod.engine.run",
     "tokenpod.engine.shards.member",
-    "tokenpod.kernels.backends.compiled",
+    "tokenpod.kernels.backends.cpu",
     "tokenpod.service.server",
     "tokenpod.service.text.tokenizers.chat_template",
 )

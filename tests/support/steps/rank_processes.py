@@ -18,7 +18,7 @@ Said = TypeVar("Said")
 #: Ranks may have kernels to interpret, on processors that others use.
 _SECONDS = 1100
 #: Not what is in tests/: Python 3.11's server does not know where that lies.
-_IMPORTED_ONCE = ["tokenpod.engine.run", "tokenpod.kernels.backends.compiled"]
+_IMPORTED_ONCE = ["tokenpod.engine.run", "tokenpod.kernels.backends.cpu"]
 
 
 def run_ranks(rank: Callable[[Job], Said], jobs: Sequence[Job]) -> list[Said]:

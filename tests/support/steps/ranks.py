@@ -96,7 +96,7 @@ def answer(
 ) -> Said:
     """One rank's engine, from loading to the last answer."""
     if interpreted:
-        loading.operations_for = lambda device, dtype: interpreted_operations()
+        loading.operations_for = lambda device: interpreted_operations()
     model = load_model(
         folder,
         dtype=getattr(torch, dtype) if dtype else None,

@@ -365,7 +365,7 @@ def table_of(folder: Path) -> torch.Tensor:
 def operations(kind: str, device: torch.device) -> object:
     """Of a kind of executor."""
     if kind == "fast":
-        return operations_for(device, torch.float32)
+        return operations_for(device)
     if kind == "device" and device.type != "cuda":
         return interpreted_operations()
     package = "triton" if kind == "device" else kind
@@ -387,7 +387,7 @@ def make(
     device = device if on_device else CPU
     with ExitStack() as patches:
         chosen = operations(kind, device)
-        patches.enter_context(patch.object(loading, "operations_for", lambda d, t: chosen))
+        patches.enter_context(patch.object(loading, "operations_for", lambda d: chosen))
         small = load_model(
             draft_folder(folder),
             dtype=None,
@@ -407,7 +407,7 @@ def make(
         )
         if head is not None:
             for module in (eagle, medusa):
-                patches.enter_context(patch.object(module, "operations_for", lambda d, t: chosen))
+                patches.enter_context(patch.object(module, "operations_for", lambda d: chosen))
             if medusa.is_medusa(head):
                 found = medusa.load_medusa(head, model, heads=3, device=device)
             else:

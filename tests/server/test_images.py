@@ -250,7 +250,7 @@ def test_routers_send_images_as_chunks_and_inline(seeing: Seeing, server: Server
         routed(3, "only text"),
         # Refused, and so ended alone: with one end-of-text token.
         routed(4, "x", v3.InputChunk(image=v3.Image(data=data[:60]))),
-        routed(5, f"typed {seeing.token}"),
+        routed(5, f"typed {seeing.token} {inline}"),
     )
     shown = f"What is {seeing.shown(RED)}?"
     ids = seeing.tokenizer.encode(shown, add_special_tokens=False).ids

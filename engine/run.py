@@ -218,7 +218,7 @@ def load(
         # Not above: transformers takes its time to load.
         from tokenpod.models.towers.tower import load_tower
 
-        tower = load_tower(folder, dtype=model.dtype, device=device)
+        tower = load_tower(folder, dtype=model.dtype, device=device, most_rows=positions)
     loaded = time.monotonic()
     if ahead is not None:
         ahead.wait()

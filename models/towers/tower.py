@@ -67,10 +67,12 @@ class Tower:
         return tensor.to(self._device, dtype)
 
 
-def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Tower:
+def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device, most_rows: int) -> Tower:
     """The tower of a checkpoint that `sees_images`.
 
-    On a GPU it takes its largest image once, so that what it needs for one is taken from then on.
+    On a GPU it takes its largest image once, so that what it needs for one is taken from then on;
+    one of more than `most_rows` fits into no prompt.
+
     Raises ModelError if tensors are missing or left over.
     """
     nesting = read_text(folder).nesting
@@ -78,12 +80,15 @@ def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Tow
     with Checkpoint(folder) as checkpoint:
         tower = _read(folder, checkpoint, nesting, dtype, device)
     if device.type == "cuda":
-        tower(largest_image(folder))
+        tower(largest_image(folder, most_rows))
     return tower
 
 
-def largest_image(folder: Path) -> dict[str, torch.Tensor]:
-    """What a model's processor makes of the largest image, with 0 for all numbers."""
+def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
+    """What a model's processor makes of the largest image, with 0 for all numbers.
+
+    `most_rows`: of those that have at most so many.
+    """
     config = read_fields(folder / "config.json")
     vision, channels = config.fields("vision_config"), 3
     patch = vision.integer("patch_size")
@@ -94,7 +99,7 @@ def largest_image(folder: Path) -> dict[str, torch.Tensor]:
     merge, time = processor.integer("merge_size", 2), processor.integer("temporal_patch_size", 2)
     size = processor.fields("size") if "size" in processor else processor
     pixels = size.integer("longest_edge", processor.integer("max_pixels", _MOST_PIXELS))
-    side = max(math.isqrt(pixels) // (patch * merge), 1) * merge
+    side = max(min(math.isqrt(pixels) // (patch * merge), math.isqrt(most_rows)), 1) * merge
     numbers = channels * time * patch**2
     grid = torch.tensor([[1, side, side]])
     return {"pixel_values": torch.zeros(side * side, numbers), "image_grid_thw": grid}

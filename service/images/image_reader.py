@@ -78,7 +78,10 @@ class ImageReader:
         config_file = folder / "config.json"
         if not (settings.max_images and (folder / PROCESSOR).is_file() and config_file.is_file()):
             return None
-        config = json.loads(await asyncio.to_thread(config_file.read_bytes))
+        try:
+            config = json.loads(await asyncio.to_thread(config_file.read_bytes))
+        except ValueError:
+            return None  # the engine says what is wrong with it
         if (config.get("architectures") or [""])[0] not in SIGHTS:
             return None
         tokens = ImageTokens.of(config, name_of)

@@ -24,7 +24,7 @@ from tokenpod.core.requests import ImageRows, ImageRun, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.models.towers.tower import load_tower
+from tokenpod.models.towers.tower import largest_image, load_tower
 from tokenpod.scheduler.scheduler import Scheduler
 
 #: Their towers or texts differ, and what comes before and behind does not.
@@ -43,7 +43,7 @@ class Eyes:
     def __init__(self, seeing: Seeing, cache_bytes: int = 1 << 20) -> None:
         self.seeing = seeing
         self.engine = Engine(seeing.folder)
-        tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU)
+        tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
         self.client = Client()
         self.calls = 0
 
@@ -224,3 +224,14 @@ def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
 def test_every_architecture_is_tried() -> None:
     tried = {golden_config(kind)["architectures"][0] for kind in ("llava", "qwen3-vl", *RARER)}
     assert tried == {*SIGHTS}
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3-vl"])
+def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path) -> None:
+    """A GPU is given it first, so that later ones need no more memory."""
+    seeing = Seeing(kind, tmp_path / kind)
+    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    rows = len(tower(largest_image(seeing.folder, 64)))
+    assert rows >= seeing.rows(picture(400, 400)) // 2
+    if kind == "qwen3-vl":
+        assert len(tower(largest_image(seeing.folder, 2))) == 1

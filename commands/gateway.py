@@ -3,7 +3,8 @@
     this process --starts--> tokenpod serve   gRPC, on this machine alone unless --hostname says so
                  --starts--> the gateway      HTTP; a program of others (the extra `gateway`)
 
-The pod opens no HTTP port. Either one's end is the end of both.
+The pod opens no HTTP port. The gateway can neither encrypt nor show a token: where the pod asks
+for either, it calls the pod's loopback port. Either one's end is the end of both.
 """
 
 from __future__ import annotations
@@ -103,6 +104,9 @@ def _run(**given: Any) -> int:
     try:
         flags = {"hostname": "127.0.0.1", "kv_cache_events": True, **named_flags(flags)}
         settings = load_settings(**flags)
+        if settings.tls_cert is not None and settings.loopback_address is None:
+            flags["loopback_port"] = _free_port()
+            settings = load_settings(**flags)
         options = GatewayOptions(**own)
         _check(settings, options)
         with contextlib.ExitStack() as stack:
@@ -115,12 +119,11 @@ def _run(**given: Any) -> int:
 
 def _check(settings: ServerSettings, options: GatewayOptions) -> None:
     """Raise SettingsError for what can't go together, GatewayError where there is no gateway."""
-    for name in ("tls_cert", "auth_token_file"):
-        if (value := getattr(settings, name)) is not None:
-            raise SettingsError(
-                f"{flag(name)} is {value}: the gateway calls the pod in plaintext and without a"
-                " token; --http-tls-cert and --api-key-file are for its own clients"
-            )
+    if settings.auth_token_file is not None and settings.tls_cert is None:
+        raise SettingsError(
+            f"--auth-token-file is {settings.auth_token_file}: the gateway shows the pod no token;"
+            " with --tls-cert it needs none (--loopback-port). --api-key-file is for its clients"
+        )
     if not settings.port:
         raise SettingsError("--port is 0: the gateway must know the pod's port")
     if (options.http_tls_cert is None) != (options.http_tls_key is None):
@@ -184,6 +187,8 @@ class _Both:
 
     @property
     def _pod(self) -> str:
+        if self._settings.loopback_address is not None:
+            return self._settings.loopback_address
         host = self._settings.hostname
         return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._settings.port}"  # noqa: S104
 

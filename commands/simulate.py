@@ -45,10 +45,12 @@ SIMULATE_HELP = (
 _SETTINGS = (
     "admission",
     "batching",
+    "queue_order",
     "waiting_served_ratio",
     "max_waiting_tokens",
     "max_batch_size",
     "max_batch_prefill_tokens",
+    "max_gap_ms",
     "max_batch_total_tokens",
     "max_total_tokens",
     "max_input_tokens",
@@ -93,6 +95,8 @@ def _run(own: SimulateOptions, flags: dict[str, object]) -> int:
     if flags.get("max_batch_prefill_tokens") is None:
         total = int(str(flags.get("max_batch_total_tokens") or machine.slots))
         flags["max_batch_prefill_tokens"] = min(machine.prefill_tokens, total)
+    if flags.get("max_gap_ms") is None:
+        flags["max_gap_ms"] = machine.gap_ms
     try:
         settings = load_settings(**flags, device="cpu")
         trace = read_trace(own.trace)
@@ -126,6 +130,8 @@ def limits_of(settings: ServerSettings, machine: Machine) -> Limits:
         max_rows=settings.max_batch_size or machine.max_rows,
         max_positions=min(settings.max_total_tokens or machine.positions, machine.positions),
         prefill_tokens=settings.resolved_prefill_tokens,
+        shortest_first=settings.queue_order == "shortest",
+        max_gap=None if settings.max_gap_seconds is None else int(1e9 * settings.max_gap_seconds),
         prefix_caching=settings.prefix_caching,
         offload_slots=offload_slots(settings.host_kv_bytes, 1, machine.slot_bytes),
         offload_least=settings.host_kv_least_tokens,

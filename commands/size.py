@@ -139,6 +139,7 @@ def report(
         options.quantize,
         head=options.quantize_head,
         max_total_tokens=options.max_total_tokens,
+        drafts=options.speculate,
     )
     draft = None
     if options.draft_folder == MTP:
@@ -190,10 +191,12 @@ def footprint(
     max_total_tokens: int | None = None,
     mtp: bool = False,
     heads: int | None = None,
+    drafts: int = 0,
 ) -> Footprint:
     """What the model in `folder` takes, or with `mtp` its layer that predicts further tokens.
 
-    `heads`: how many are used, if the folder has Medusa heads. Raises SizeError with what is wrong.
+    `heads`: how many are used, if the folder has Medusa heads; `drafts`: of a row, as many as may
+    be wrong. Raises SizeError with what is wrong.
     """
     command = [*FOOTPRINT_COMMAND, str(folder), *(["--mtp"] if mtp else [])]
     if quantize:
@@ -202,6 +205,8 @@ def footprint(
         command += ["--max-total-tokens", str(max_total_tokens)]
     if heads is not None:
         command += ["--heads", str(heads)]
+    if drafts:
+        command += ["--drafts", str(drafts)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint, dtype_of, positions_of
 from tokenpod.core.step_limits import StepLimits
@@ -36,9 +38,87 @@ GAPS = 16
 MOST_DRAFTS = 256
 #: Rows for which a device finds drafts before their step is planned: so many at most.
 MOST_AHEAD = 16
+#: By how many fewer rows are tried, how many there are at least, and the tokens that each must have
+#: room for.
+_ROWS_APART, _LEAST_ROWS, _ROW_TOKENS = 64, 64, 256
+#: Of the memory that may be used, rows' windows take a half at most, and their states a quarter;
+#: with fewer rows than that, windows would make a pod slower than whole texts.
+_WINDOWS_SHARE, _STATES_SHARE, _LEAST_WINDOWED = 2, 4, 128
 #: A GPU's sampler keeps so many bytes for each row and vocabulary entry, counts, and takes so many
 #: more while it draws, candidates.
 _COUNT_BYTES, _CANDIDATE_BYTES = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowCosts:
+    """What sequences that run at once take of a GPU, in bytes."""
+
+    #: Of a row, whatever it runs, and of that what is its state.
+    row: int
+    state: int
+    #: Of a token in all layers, and in those with a window.
+    slot: int
+    window_slot: int
+    #: The longest window of any layer; None: none has one.
+    window: int | None
+    #: Longest sequence, in tokens.
+    positions: int
+
+    @classmethod
+    def of(
+        cls,
+        options: EngineOptions,
+        *,
+        vocabulary: int,
+        item_bytes: int,
+        positions: int,
+        slot: int,
+        window_slot: int,
+        window: int | None,
+        state: int,
+    ) -> RowCosts:
+        """`vocabulary`: entries of a row of logits; `item_bytes`: of an activation."""
+        logits = logits_each(options) * (item_bytes + ITEM_BYTES["float32"])
+        table = positions * ITEM_BYTES["float32"] * (2 if window is not None else 1)
+        row = vocabulary * (logits + _COUNT_BYTES + _CANDIDATE_BYTES) + table + state
+        return cls(row, state, slot, window_slot, window, positions)
+
+
+def choose_rows(costs: RowCosts, options: EngineOptions, free: int) -> int:
+    """How many sequences run at once where nobody has said it: `max_batch_size` at most.
+
+    As many as leave room for a text each: rows' own memory, states and windows, is a part of the
+    whole, and of the rest each has `_ROW_TOKENS` tokens. Windows lie apart only if enough rows can
+    have theirs; else all layers hold whole texts, whose number tokens alone limit.
+
+    `free`: bytes beside the weights.
+    """
+    usable = int(max(free, 0) * options.memory_fraction)
+    sizes = range(options.max_batch_size, _LEAST_ROWS, -_ROWS_APART)
+    if costs.window is not None and not options.host_kv_bytes:
+        prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
+        for rows in sizes:
+            room = WindowRoom(costs.window, 0).for_rows(rows + 1, costs.positions, prompt)
+            windows = room.slots * costs.window_slot
+            others = costs.slot - costs.window_slot
+            enough = rows >= _LEAST_WINDOWED and windows <= usable // _WINDOWS_SHARE
+            if enough and _holds(rows, usable - windows, others, costs, options):
+                return rows
+    fitting = (rows for rows in sizes if _holds(rows, usable, costs.slot, costs, options))
+    return next(fitting, min(_LEAST_ROWS, options.max_batch_size))
+
+
+def _holds(
+    rows: int, usable: int, slot_bytes: int, costs: RowCosts, options: EngineOptions
+) -> bool:
+    """Whether so many bytes hold rows' own memory, and a text for each."""
+    if rows * costs.state > usable // _STATES_SHARE:
+        return False
+    left = usable - rows * costs.row
+    tokens = left // slot_bytes if slot_bytes else rows * costs.positions
+    if options.max_batch_total_tokens is not None:
+        tokens = min(tokens, options.max_batch_total_tokens)
+    return left > 0 and tokens >= rows * min(_ROW_TOKENS, costs.positions)
 
 
 def choose_slots(
@@ -173,10 +253,23 @@ def capacity(
     """
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
-    reserve = _reserve(model, options, item_bytes, ranks)
-    weights, rows = model.weight_bytes(ranks, item_bytes), options.max_batch_size
+    weights = model.weight_bytes(ranks, item_bytes)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     own = model.states.get(item_bytes)
+    if options.fewer_rows:
+        costs = RowCosts.of(
+            options,
+            vocabulary=model.vocab_size,
+            item_bytes=item_bytes,
+            positions=positions,
+            slot=model.slot_bytes(ranks, kv_dtype),
+            window_slot=model.window_bytes(ranks, kv_dtype),
+            window=model.window if own is None else None,
+            state=own.row_bytes if own else 0,
+        )
+        rows = choose_rows(costs, options, memory - weights - _CUDA_CONTEXT)
+        options = msgspec.structs.replace(options, max_batch_size=rows)
+    reserve, rows = _reserve(model, options, item_bytes, ranks), options.max_batch_size
     if own is not None:
         free = memory - weights - sum(reserve.values())
         rows = own.rows(free, options.memory_fraction, rows)

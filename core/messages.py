@@ -236,6 +236,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_total_tokens: int | None = None
     #: Choose fewer prompt tokens for a step where a CPU takes long for so many.
     short_prompt_steps: bool = False
+    #: Choose fewer rows than `max_batch_size` where memory holds fewer well.
+    fewer_rows: bool = False
+    #: Serve short prompts before longer ones that have come a little earlier.
+    shortest_first: bool = False
+    #: Seconds that a step with prompts may take while others stream; None: it has no bound.
+    max_gap_seconds: float | None = None
     #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
     max_batch_total_tokens: int | None = None
     memory_fraction: float = 0.9

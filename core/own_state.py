@@ -28,6 +28,8 @@ class OwnState:
     #: Whether states are in a pool of one size, beside keys and values in slots; else batches of
     #: rows keep all that there is.
     pooled: bool = False
+    #: Whether what wrong drafts have done to states can be taken back.
+    takes_back: bool = False
 
     @property
     def slot_bytes(self) -> int:

@@ -41,7 +41,7 @@ from tokenpod.engine.exchange import Face
 from tokenpod.engine.idle_check import IdleCheck
 from tokenpod.engine.images.image_encoder import ImageEncoder, no_images
 from tokenpod.engine.sampling.prompt_scores import PromptScores
-from tokenpod.engine.steps.executor import Launched, Launcher, StepResult
+from tokenpod.engine.steps.executor import CapturesLater, Launched, Launcher, StepResult
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class EngineLoop:
     masked: MaskedSteps | None = None
     #: Of a GPU: kernels that are compiled while serving.
     late: LateKernels | None = None
+    #: Captures steps while there is nothing else to do; None: there are none to be captured.
+    captures: CapturesLater | None = None
     #: The same, once a request has had a constraint.
     _masking: MaskedSteps | None = None
     _settled: int = 0
@@ -132,7 +134,10 @@ class EngineLoop:
         with self.pace if patience != 0.0 else nullcontext():
             messages = self.link.receive(patience)
         if not messages and self._idle:
-            self._check.run(self._settled)
+            if self.captures is None:
+                self._check.run(self._settled)
+            elif not self.captures.capture_next():
+                self.captures = None
         for message in messages:
             self._take(message)
         if self.adapters is not None:
@@ -157,6 +162,8 @@ class EngineLoop:
     def _patience(self) -> float | None:
         """Seconds to wait for messages; None: for ever."""
         if self._flying is not None or not (self._stuck or not self.scheduler.busy):
+            return 0.0
+        if self._idle and self.captures is not None:
             return 0.0
         masks = self._masking is not None and self.scheduler.waiting_for_masks
         if masks or self.images.busy:

@@ -26,7 +26,7 @@ from tokenpod.engine.exchange import Face
 from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
-from tokenpod.engine.startup.assemble import Assembled, assemble
+from tokenpod.engine.startup.assemble import Assembled, assemble, with_rows
 from tokenpod.engine.startup.compile_ahead import CompileAhead
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
@@ -84,6 +84,7 @@ def run(
         drafting=drafting(options),
         preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
         forced_costs=Costs(),
+        measured=assembled.measured,
     )
     adapters: Adapters | None = None
     if store is not None:
@@ -117,6 +118,7 @@ def run(
         images=images,
         masked=masked,
         late=late,
+        captures=assembled.captures,
     )
     loop.run()
 
@@ -203,10 +205,11 @@ def load(
         override=override,
         adapters=space_of(options),
         fuse=fused_folder(options),
+        drafts=options.speculate,
     )
     config = model.config
     adapters = read_given(model.adapters, options)
-    if options.speculate and config.own_state is not None:
+    if options.speculate and config.own_state is not None and not config.own_state.takes_back:
         raise EngineError(
             f"speculate is {options.speculate}: {config.architecture} keeps a state for each row,"
             " from which wrong drafts can't be taken back"
@@ -222,6 +225,7 @@ def load(
     loaded = time.monotonic()
     if ahead is not None:
         ahead.wait()
+    options = with_rows(model, options, positions, device, group)
     assembled = assemble(
         model, options, positions=positions, device=device, group=group, draft=draft
     )
@@ -231,6 +235,8 @@ def load(
         max_rows=room.rows,
         max_positions=positions,
         prefill_tokens=assembled.prefill_tokens,
+        shortest_first=options.shortest_first,
+        max_gap=None if options.max_gap_seconds is None else int(1e9 * options.max_gap_seconds),
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,
@@ -245,7 +251,7 @@ def load(
         windows=room.windows,
         offload_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
-        # And a state goes no step back.
+        # And states of rows have room for the inputs of so many tokens that may be wrong.
         forced=MOST_AHEAD if device.type == "cpu" and own is None else options.speculate,
         # On a CPU no buffer is of a fixed size.
         drafts=MOST_DRAFTS if device.type == "cpu" else step_limits(options).drafts,

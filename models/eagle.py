@@ -214,7 +214,9 @@ class EagleHead:
         self._token_norm = make_norm(norm, products, "0.token_in")
         self._feature_norm = make_norm(norm, products, "0.feature_in")
         self._plans = StepPlans([attention], ops, self._dtype, self._device)
-        parts = MixerParts(products, layer=0, cache=0, rotation=self._plans.rotation(attention))
+        parts = MixerParts(
+            products, 0, cache=0, state=0, rotation=self._plans.rotation((attention,))
+        )
         self._attention = mixer_branch(attention.make(parts, None), parts)
         self._mlp = mlp_branch(_mlp(spec), parts, norm)
         self._norm = make_norm(decoder.norm, products, "norm")

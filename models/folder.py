@@ -13,6 +13,7 @@ from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields, read_fields
 from tokenpod.models.checkpoints.nested import Nesting, Text, split, text_of
 from tokenpod.models.checkpoints.overrides import Overridden
+from tokenpod.models.checkpoints.unread import Noted, check_all_read
 from tokenpod.models.decoders.facts import ModelFacts, ends_within
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.families.family import dtype_of
@@ -161,7 +162,13 @@ def read_layout(
     if quantize_head and spec.head.tied:
         weights = with_head(weights)
     layout = Layout(
-        spec, weights, scale_names(spec, chosen, prefix, stored), reader, split(stored, nesting)
+        spec,
+        weights,
+        scale_names(spec, chosen, prefix, stored),
+        chosen,
+        prefix,
+        reader,
+        split(stored, nesting),
     )
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
@@ -194,12 +201,13 @@ def describe(
     if family is None:
         raise unsupported(text.fields, None)
     published = layout_of(folder, text.fields, family.quantised)
+    noted = Noted(text.fields.values)
+    spec = family.spec(Fields(noted, text.fields.source), max_total_tokens)
+    check_all_read(text.fields, noted, spec.architecture)
     if override:
         fields = Overridden(read_fields(folder / "config.json"), override)
         spec = family.spec(text_of(fields).fields, max_total_tokens)
         fields.check_all_read(spec.architecture)
-    else:
-        spec = family.spec(text.fields, max_total_tokens)
     if nesting is not None:
         family = dataclasses.replace(family, prefixes=nesting.prefixes)
     eos = ends_within(_end_tokens(folder, spec.eos_token_ids), spec.vocab_size)

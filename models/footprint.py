@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--max-total-tokens", type=int)
     parser.add_argument("--mtp", action="store_true", help="its layer that predicts further tokens")
     parser.add_argument("--heads", type=int, help="of Medusa heads, how many are used")
+    parser.add_argument("--drafts", type=int, default=0, help="of a row, that may be wrong")
     asked = parser.parse_args()
     try:
         footprint = footprint_of(
@@ -57,6 +59,7 @@ def main() -> int:
             max_total_tokens=asked.max_total_tokens,
             mtp=asked.mtp,
             heads=asked.heads,
+            drafts=asked.drafts,
         )
     except ModelError as error:
         print(error, file=sys.stderr)
@@ -73,11 +76,13 @@ def footprint_of(
     max_total_tokens: int | None = None,
     mtp: bool = False,
     heads: int | None = None,
+    drafts: int = 0,
 ) -> Footprint:
     """The footprint of the model in `folder`, which needs no more than its config.json.
 
     With `mtp` that of its layer that predicts further tokens, beside it; with `heads` that of
     so many Medusa heads, if those are there, whose config.json does not say how large they are.
+    `drafts`: so many of a row may be wrong, which states of rows have room for.
 
     Where its safetensors files are there too, their tensors are checked against it. Raises
     ModelError for what could not be served, with its products in the format `quantize`, and with
@@ -94,10 +99,10 @@ def footprint_of(
         return _through_transformers(folder, quantize, max_total_tokens)
     if not any(folder.glob("*.safetensors")):
         layout = read_layout(folder, None, None, quantize, quantize_head=head)
-        return _of_mtp(folder, layout) if mtp else _footprint(layout, tensors=False)
+        return _of_mtp(folder, layout) if mtp else _footprint(layout, drafts, tensors=False)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, None, quantize, quantize_head=head)
-        return _of_mtp(folder, layout) if mtp else _footprint(layout, tensors=True)
+        return _of_mtp(folder, layout) if mtp else _footprint(layout, drafts, tensors=True)
 
 
 def _of_head(folder: Path) -> Footprint:
@@ -140,7 +145,8 @@ def _of_mtp(folder: Path, model: Layout) -> Footprint:
         WHOLE.numbers(layout.weights), sum(kv.numbers for kv in HeadSpec(layout.spec).kv_layouts)
     )
     portions = {1: _with_quantised(portion, layout, 1)}
-    return msgspec.structs.replace(_footprint(model, tensors=False), portions=portions, repeated=0)
+    whole = _footprint(model, tensors=False)
+    return msgspec.structs.replace(whole, portions=portions, repeated=0, states={})
 
 
 def _through_transformers(
@@ -177,8 +183,8 @@ def _through_transformers(
     )
 
 
-def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
-    spec, portions = layout.spec, dict(_portions(layout))
+def _footprint(layout: Layout, drafts: int = 0, *, tensors: bool) -> Footprint:
+    spec, portions = replace(layout.spec, drafts=drafts), dict(_portions(layout))
     states = {dtype.itemsize: spec.own_state_of(dtype.itemsize) for dtype in _DTYPES}
     return Footprint(
         architecture=spec.architecture,

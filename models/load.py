@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ def load_model(
     override: Mapping[str, Any] | None = None,
     adapters: Space | None = None,
     fuse: Path | None = None,
+    drafts: int = 0,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -70,6 +72,7 @@ def load_model(
         override: fields that replace those of config.json.
         adapters: what is taken for adapters; None: there are none.
         fuse: folder of a LoRA adapter that is fused into the weights; None: there is none.
+        drafts: so many of a row may turn out to be wrong.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -135,7 +138,7 @@ def load_model(
         targets = targets_of(family, spec)
         store = store_of(targets, weights, tensors, adapters, virtual, ops, group, folder)
     return Decoder(
-        spec.on_rank(shard),
+        replace(spec, drafts=drafts).on_rank(shard),
         tensors,
         parallel(ops, group) if group else ops,
         parameters=layout.parameters,

@@ -1,10 +1,12 @@
 """Layers that predict further tokens (MTP), which some checkpoints have behind their last one.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2; GLM-4.5's are built alike.
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2; those of GLM-4.5, Qwen3-Next,
+Qwen3.5 and MiMo are built alike. A family says how they are named (`PredictingNames`).
 
     feature of a position   what the served model's head reads there, after the final norm
     an entry                a token, and the feature of the position before it
-    layer                   as the model's last one, on eh_proj(enorm(embedding), hnorm(feature))
+    layer                   as the model's last one with attention, on join(norm(embedding),
+                            norm(feature))
     guess                   the served model's head, of the stream behind a norm of its own
 
 The stream of an entry stands in for the feature of its position until the served model has computed
@@ -33,58 +35,43 @@ from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.decoders.layer import make_layer
 from tokenpod.models.decoders.step_plans import StepPlans
 from tokenpod.models.folder import read_layout, read_text
+from tokenpod.models.layers.layer_tensors import LayerTensors, norm_weights
 from tokenpod.models.layers.linear import Products, Weights
 from tokenpod.models.layers.mixer import MixerParts
-from tokenpod.models.layers.norms import Norm, make_norm
+from tokenpod.models.layers.norms import make_norm
 from tokenpod.models.layers.reading import read_weights
 from tokenpod.models.specs.head_spec import HeadSpec
 from tokenpod.models.specs.layout import Layout
 from tokenpod.models.weights.weights import Axis, Source, Weight
 
-#: What says in config.json how many there are.
-FIELD = "num_nextn_predict_layers"
-#: Our name of each weight that other layers have not, its tensor, and how often it is as wide.
-_OWN = (("enorm", "enorm", 0), ("hnorm", "hnorm", 0), ("join", "eh_proj", 2))
-_OWN_NORM = "shared_head.norm"
-
 
 def mtp_layout(folder: Path, model: Layout) -> Layout:
     """The layer's spec and weights, beside those of a model. Raises ModelError if it has none."""
-    spec, last = model.spec, len(model.spec.layers) - 1
-    if not read_text(folder).fields.count(FIELD, 0):
+    spec, names = model.spec, model.names.predicting
+    if names is None:
+        raise ModelError(f"{spec.architecture} has no layers that predict further tokens")
+    if not read_text(folder).fields.count(names.field, names.count):
         raise ModelError(
-            f"{spec.architecture} has no layers that predict further tokens ({FIELD} is 0)"
+            f"{spec.architecture} has no layers that predict further tokens ({names.field} is 0)"
         )
-    own = [x for x in model.weights if x.name.startswith(f"{last}.")]
-    there = f"layers.{last}."
-    at = next(name for weight in own for name in weight.tensors if there in name)
-    prefix = at[: at.index(there)] + f"layers.{last + 1}."
-    width = spec.hidden_size
-
-    def weight(name: str, stored: str, times: int) -> Weight:
-        axes = (Axis(width), Axis(times * width)) if times else (Axis(width),)
-        source = Source(f"{prefix}{stored}.weight", axes)
-        return Weight(name, (source,), multiplied=times > 0)
-
-    weights = [_moved(x, last) for x in own]
-    weights += [weight(*each) for each in _OWN] + [weight("norm", _OWN_NORM, 0)]
+    layer = next(
+        layer
+        for layer in reversed(spec.layers)
+        if layer.mixer is not None and layer.mixer.cache.kv is not None
+    )
+    at, hidden = names.place(model.prefix, len(spec.layers)), Axis(spec.hidden_size)
+    own = layer.weights(LayerTensors(spec.hidden_size, model.names, at + names.layer))
+    weights = [replace(weight, name=f"0.{weight.name}") for weight in own]
+    norms = (("embedding_norm", names.embedding_norm), ("feature_norm", names.feature_norm))
+    for name, stored in (*norms, ("norm", names.norm)):
+        weights += norm_weights(name, spec.norm, at + stored, hidden)
+    both = Axis(2 * spec.hidden_size)
+    weights.append(
+        Weight("join", (Source(f"{at}{names.join}.weight", (hidden, both)),), multiplied=True)
+    )
     return replace(
-        model, spec=replace(spec, layers=spec.layers[-1:]), weights=weights, scales=[], unused={}
+        model, spec=replace(spec, layers=(layer,)), weights=weights, scales=[], unused={}
     )
-
-
-def _moved(weight: Weight, last: int) -> Weight:
-    """The weight of the layer behind the last one, by the names of a model of one layer."""
-
-    def there(name: str) -> str:
-        return name.replace(f"layers.{last}.", f"layers.{last + 1}.", 1)
-
-    sources = tuple(
-        replace(source, name=there(source.name), scales=source.scales and there(source.scales))
-        for source in weight.sources
-    )
-    name = weight.name.removeprefix(f"{last}.")
-    return replace(weight, name=f"0.{name}", sources=sources)
 
 
 def load_mtp(
@@ -117,7 +104,14 @@ def load_mtp(
             progress=lambda done, total: None,
             reader=layout.reader,
         )
-    return MtpHead(HeadSpec(layout.spec), weights, operations_for(device), served)
+    names = layout.names.predicting
+    return MtpHead(
+        HeadSpec(layout.spec),
+        weights,
+        operations_for(device),
+        served,
+        feature_first=names is not None and names.feature_first,
+    )
 
 
 class MtpHead:
@@ -128,27 +122,36 @@ class MtpHead:
         weights: those of `mtp_layout`; empty afterwards.
         ops: of the device.
         served: the model that it guesses for.
+        feature_first: the feature comes before the token where both are joined.
     """
 
     pool_class = KVPool
     #: It reads what the served model's head reads.
     taps: tuple[int, ...] = ()
 
-    def __init__(self, spec: HeadSpec, weights: Weights, ops: Operations, served: Decoder) -> None:
-        self.config = spec
+    def __init__(
+        self,
+        spec: HeadSpec,
+        weights: Weights,
+        ops: Operations,
+        served: Decoder,
+        *,
+        feature_first: bool = False,
+    ) -> None:
+        self.config, self._feature_first = spec, feature_first
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self._served, self._dtype = served, served.dtype
         products, decoder = Products(ops, weights), spec.decoder
-        assert decoder.norm is not None
-        norm = Norm("rms", decoder.norm.epsilon)
-        self._token_norm, self._feature_norm, self._norm = (
-            make_norm(norm, products, name) for name in ("enorm", "hnorm", "norm")
+        self._embedding_norm, self._feature_norm, self._norm = (
+            make_norm(decoder.norm, products, name)
+            for name in ("embedding_norm", "feature_norm", "norm")
         )
         self._join = products.linear("join")
         layer = decoder.layers[0]
-        self._plans = StepPlans([layer.mixer], ops, self._dtype, served.device)
-        rotation = self._plans.rotation(layer.mixer)
-        self._layer = make_layer(layer, MixerParts(products, 0, cache=0, rotation=rotation))
+        self._plans = StepPlans(layer.mixers, ops, self._dtype, served.device)
+        rotation = self._plans.rotation(layer.mixers)
+        parts = MixerParts(products, 0, cache=0, state=0, rotation=rotation)
+        self._layer = make_layer(layer, parts)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,9 +174,10 @@ class MtpHead:
     ) -> torch.Tensor:
         """Compute entries; see `EagleHead.forward`."""
         step = self._plans.step(batch, pool)
-        embedded = self._token_norm(self._served.embed_tokens(t_token))
+        embedded = self._embedding_norm(self._served.embed_tokens(t_token))
         feature = self._feature_norm(self.features(pool).index_select(0, t_before))
-        return self._layer(self._join(torch.cat([embedded, feature], dim=1), None), step)
+        both = [feature, embedded] if self._feature_first else [embedded, feature]
+        return self._layer(self._join(torch.cat(both, dim=1), None), step)
 
     @torch.inference_mode()
     def logits(self, stream: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
+from itertools import compress
 from types import MappingProxyType
 
 import msgspec
@@ -32,6 +33,7 @@ from tokenpod.scheduler.kv.offload import Offload, offload_of
 from tokenpod.scheduler.kv.preemption import Always, Preemption
 from tokenpod.scheduler.planners.batcher import Batcher
 from tokenpod.scheduler.planners.deadlines import Deadlines
+from tokenpod.scheduler.planners.order import Arrival, Shortest
 from tokenpod.scheduler.planners.planner import StepPlanner
 from tokenpod.scheduler.planners.queue import Queue
 from tokenpod.scheduler.planners.refusals import malformed, never_fits, too_much
@@ -58,10 +60,16 @@ from tokenpod.scheduler.sequences.sequence import (
 from tokenpod.scheduler.sequences.table import Table
 from tokenpod.scheduler.sequences.work import Limits, Settled
 from tokenpod.scheduler.steps.estimates import Estimates
+from tokenpod.scheduler.steps.gaps import GapBound
+from tokenpod.scheduler.steps.machine_times import StepSize
 from tokenpod.scheduler.steps.step import Step, StepBuilder
 from tokenpod.scheduler.steps.step_times import Costs
 
 _RECOMPUTE = Always(swap=False)
+#: In a token's place: its logits had NaN or Inf; none was drawn.
+_NO_TOKENS = -1, UNSAMPLED
+#: Where the order of the queue is not that of arrival, what has left it computes so many steps.
+_STEPS_AHEAD = 2
 
 __all__ = ["Limits", "Scheduler", "Settled", "Step"]
 
@@ -77,6 +85,7 @@ class Scheduler:
         drafting: makes what decides who has drafts; None: nobody has.
         preemption: decides who is swapped to the host's memory.
         forced_costs: decides whether forced tokens are taken together; None: always.
+        measured: steps that were timed before, and their seconds.
     """
 
     def __init__(
@@ -88,6 +97,7 @@ class Scheduler:
         drafting: Callable[[KV], Drafting] | None = None,
         preemption: Preemption = _RECOMPUTE,
         forced_costs: Costs | None = None,
+        measured: Iterable[tuple[StepSize, float]] = (),
     ) -> None:
         self.limits = limits
         slots, windows = limits.slots + PROBE_TOKENS, None
@@ -115,6 +125,7 @@ class Scheduler:
             self._rows,
             self.adapters,
             self._admission,
+            Shortest(limits.prefill_tokens) if limits.shortest_first else Arrival(),
             swapped_first=preemption.swapped_first,
         )
         self._constrained = self._queue.masks
@@ -127,6 +138,7 @@ class Scheduler:
             preemption=preemption,
             forced=self.forced,
             drafting=self._drafting,
+            ahead=_STEPS_AHEAD * limits.prefill_tokens if limits.shortest_first else None,
         )
         self._routed = RouterSteps(self.kv, self._rows, self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
@@ -135,9 +147,14 @@ class Scheduler:
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         self._estimates = Estimates(
-            limits.prefill_tokens, self._drafting.costs if self._drafting else None, forced_costs
+            limits.prefill_tokens,
+            self._drafting.costs if self._drafting else None,
+            forced_costs,
+            _gap_bound(limits, measured),
         )
         self._deadlines = Deadlines(self._sequences, self.kv, self._estimates.prompts)
+        #: What may end some sequence, or is no token.
+        self._ends = {*_NO_TOKENS}
         self._vectors = VectorIds()
         self._step_limits = limits.step
         self._cache_log: BlockLog | None = None
@@ -206,6 +223,9 @@ class Scheduler:
             prompt = np.array(request.prompt, np.int32)
         streams = range(len(request.sequence_ids))
         samples = [Sequence(request, i, prompt, self.kv.table, planner) for i in streams]
+        if not self._sequences:
+            self._ends = {*_NO_TOKENS}
+        self._ends |= request.stopping.eos_token_ids | request.stopping.stop_token_ids
         group = None if request.beam is None else Group(request, request.beam, samples)
         together = [*samples]
         for sequence in samples:
@@ -383,7 +403,7 @@ class Scheduler:
         Of its drafts each can have as many as its sequences are of all. Probes have a budget of
         their own.
         """
-        budget = self.limits.prefill_tokens
+        budget = self._prompt_budget()
         if self._routed.ops:
             of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
             running = self._batcher.running
@@ -394,6 +414,19 @@ class Scheduler:
         self._batcher.next_rows(step, left, self._slots_for_batcher)
         if self._probes.waiting:
             self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
+
+    def _prompt_budget(self) -> int:
+        """Prompt tokens that the next step may have: fewer than it could, where streams wait."""
+        gaps = self._estimates.gaps
+        if gaps is None or not (self._batcher.has_prompts or self._routed.ops):
+            return self.limits.prefill_tokens
+        rows, context = self._batcher.decoding
+        if self._routed.ops:
+            more, read = self._routed.decoding
+            rows, context = rows + more, context + read
+        if not rows:
+            return self.limits.prefill_tokens
+        return gaps.prompt_tokens(rows, context, self._batcher.prompts)
 
     def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""
@@ -433,7 +466,8 @@ class Scheduler:
             drafted: what has become of drafts, by sequence.
             now: in nanoseconds.
         """
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+        for at in self._take_plain(step, tokens):
+            sequence, token = step.sampled[at], tokens[at]
             if sequence.group is not None:
                 self._take_tops(sequence.group, sequence, tops.get(at), now)
             elif token != UNSAMPLED:
@@ -444,6 +478,32 @@ class Scheduler:
                 row = step.rows_of_firsts[at]
                 # Drafts that may be wrong have been taken back.
                 self._postpone(sequence, 1 + (row in step.forced) * step.drafts_of(row))
+
+    def _take_plain(self, step: Step, tokens: Listing[int]) -> list[int]:
+        """Append the tokens that change nothing but outputs; the samples whose tokens may do more.
+
+        Those of sequences that have begun, and that neither end by them nor can do so otherwise: in
+        most steps all but a few, and a step may have a thousand.
+        """
+        plan, table = step.plan, self.kv.table
+        if self._drafting is not None or plan.samples != plan.sampling:
+            return [*range(len(tokens))]
+        places = step.places if plan.sampling == plan.rows else step.places[plan.r_samples > 0]
+        number = table.launched[places] - table.in_flight[places]
+        plain = (number < table.plain[places]) & (table.ended[places] == 0)
+        if not self._ends.isdisjoint(tokens):
+            plain &= [token not in self._ends for token in tokens]
+        chosen = plain.tolist()
+        sequences, taken = [*compress(step.sampled, chosen)], [*compress(tokens, chosen)]
+        for sequence, token in zip(sequences, taken, strict=True):
+            sequence.outputs.append(token)
+        events = self._events.settled
+        events.sequence_ids += table.id[places[plain]].tolist()
+        events.token_ids += taken
+        events.finishes += [FinishCode.RUNNING] * len(taken)
+        events.samples += plain.nonzero()[0].tolist()
+        others: list[int] = (~plain).nonzero()[0].tolist()
+        return others
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
         """Append a token of a sequence, sample `at` of its step."""
@@ -462,7 +522,7 @@ class Scheduler:
         if not sequence.proven:
             if len(sequence.outputs) == 1:
                 self._start(sequence)
-            sequence.proven = True
+            sequence.prove()
             sequence.planner.inputs_settled(sequence)
         events = self._events.settled
         events.sequence_ids.append(sequence.id)
@@ -579,3 +639,10 @@ class Scheduler:
     def _fail(self, sequence: Sequence, code: FailureCode, problem: str) -> None:
         self._events.failed(sequence.reported, code, problem)
         self._end(sequence, EndState.ABORTED)
+
+
+def _gap_bound(limits: Limits, measured: Iterable[tuple[StepSize, float]]) -> GapBound | None:
+    """What keeps steps short while others stream."""
+    if limits.max_gap is None:
+        return None
+    return GapBound(limits.max_gap, limits.least_prompt_tokens, limits.prefill_tokens, measured)

@@ -74,7 +74,7 @@ async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
         # As in the first one.
         gc.collect()
         gc.freeze()
-        bind_all(server, config.address, settings.tgis_address, credentials(settings))
+        bind_all(server, config.address, settings, credentials(settings))
         await server.start()
         counters.set_serving()
         await _keep_in_touch(client, counters, hung_up)

@@ -2,6 +2,7 @@
 
     --port, --tgis-port   every front end, on one port (SO_REUSEPORT): every rpc. What a further
                           front end does not serve itself goes over the relay
+    --loopback-port       as --port, for this machine alone: plaintext, and no token but operators'
     --health-port         the first front end: health and reflection, plaintext, for kubelets
     --uds-path            the first front end: every rpc, for a router of TGI on this machine
     --metrics-port        the first front end: the metrics of all front ends, over HTTP
@@ -157,6 +158,6 @@ async def _public(
     recording = telemetry.interceptors(services.table)
     server, closing = public_server(settings, services, recording)
     await board.add_to(server, services.table.served)
-    port = bind_all(server, address, settings.tgis_address, credentials(settings))
+    port = bind_all(server, address, settings, credentials(settings))
     await server.start()
     return Public(server, closing, port)

@@ -38,7 +38,9 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "kv_slots_from": ready.slots_from,
         "kv_windows": ready.windows_kept,
         "host_slots": ready.offload_slots,
-        "max_concurrent_requests": settings.resolved_concurrent_requests,
+        "max_concurrent_requests": settings.requests_taken(
+            ready.rows or settings.resolved_batch_size
+        ),
         "max_queue_tokens": settings.resolved_queue_tokens(ready.slots),
         "load_seconds": round(ready.load_seconds, 2),
         "warmup_seconds": round(ready.warmup_seconds, 2),
@@ -82,7 +84,7 @@ def _limits(
         "max_batch_total_tokens": limits.slots,
         "max_batch_prefill_tokens": ready.prefill_tokens or settings.resolved_prefill_tokens,
         "max_batch_size": limits.rows,
-        "max_concurrent_requests": settings.resolved_concurrent_requests,
+        "max_concurrent_requests": settings.requests_taken(limits.rows),
         "max_queue_tokens": settings.resolved_queue_tokens(limits.slots),
         "max_best_of": min(limits.max_samples, limits.rows),
         "max_stop_sequences": limits.max_stop_sequences,

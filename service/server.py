@@ -34,12 +34,16 @@ from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.config.sources import ServerSettings, SettingsError
 from tokenpod.service.listeners import listen
 from tokenpod.service.overview import overview, summary
-from tokenpod.service.pod.adapter_folders import adapter_folders
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
-from tokenpod.service.pod.model_store import ModelNotFound, draft_folder, model_folder
+from tokenpod.service.pod.model_store import (
+    ModelNotFound,
+    adapter_folders,
+    draft_folder,
+    model_folder,
+)
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.processes import PodProcesses
 from tokenpod.service.pod.progress import LoadingBar
@@ -67,7 +71,7 @@ from tokenpod.service.shutdown import (
 )
 from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.telemetry.logs import LineWriter, configure_logging, print_error
-from tokenpod.service.telemetry.readings import PodReadings
+from tokenpod.service.telemetry.recorder import PodReadings
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizers.draft_vocabulary import check_draft
 from tokenpod.service.text.tokenizers.tokenizer import TokenizerError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.simulator.machine_times import MachineTimes, StepSize, fitted
+from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize, fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Machine:
         slots: tokens that the KV cache holds.
         max_rows: sequences that run at once, by default.
         prefill_tokens: prompt tokens of a step, by default.
+        gap_ms: that a step with prompts may take while others stream, by default.
         positions: longest sequence.
         overlap: whether a step is planned while the one before runs.
         slot_bytes: of a token's keys and values.
@@ -28,6 +29,7 @@ class Machine:
     slots: int
     max_rows: int
     prefill_tokens: int
+    gap_ms: float
     positions: int
     overlap: bool
     slot_bytes: int
@@ -59,8 +61,9 @@ _H200 = Machine(
         (StepSize(200, 80_000, 128, 128 * 64), 11.5e-3),
     ],
     slots=900_000,
-    max_rows=512,
+    max_rows=1024,
     prefill_tokens=4096,
+    gap_ms=120.0,
     positions=131_072,
     overlap=True,
     slot_bytes=128 << 10,
@@ -89,6 +92,7 @@ _CPU = Machine(
     slots=131_072,
     max_rows=64,
     prefill_tokens=512,
+    gap_ms=100.0,
     positions=2048,
     overlap=False,
     slot_bytes=8 << 10,

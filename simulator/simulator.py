@@ -23,7 +23,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
-from tokenpod.simulator.machine_times import Ints, MachineTimes, StepSize
+from tokenpod.scheduler.steps.machine_times import Ints, MachineTimes, StepSize
 from tokenpod.simulator.skipping import SkippingScheduler
 from tokenpod.simulator.token_times import TokenTimes
 from tokenpod.simulator.trace import Arrival
@@ -181,7 +181,7 @@ class Simulator:
         return round(self.arrivals[number].at * _SECOND)
 
     def _launch(self, step: Step, previous: _Flying | None) -> None:
-        size = _size(step)
+        size = step.size
         begin = self._copy(step.plan, max(self._now, previous.end if previous else 0))
         self._flying = _Flying(step, begin + self.step_times.nanoseconds(size), size)
         self._steps += 1
@@ -324,24 +324,6 @@ def _prompt(number: int, arrival: Arrival) -> list[int]:
     shared = min(arrival.prefix_tokens, arrival.prompt_tokens)
     own = arrival.prompt_tokens - shared
     return [_PREFIXES + arrival.prefix_id % _PREFIXES] * shared + [_FIRST_OWN + number] * own
-
-
-def _size(step: Step) -> StepSize:
-    """What a step holds."""
-    plan = step.plan
-    rows = len(plan.r_tokens)
-    if not step.prompt_tokens:
-        return StepSize(rows, int(plan.r_start.sum()))
-    tokens, starts = plan.r_tokens.astype(np.int64), plan.r_start.astype(np.int64)
-    decoding = tokens == 1
-    long = ~decoding
-    pairs = tokens[long] * starts[long] + tokens[long] * (tokens[long] + 1) // 2
-    return StepSize(
-        rows=int(decoding.sum()),
-        context=int(starts[decoding].sum()),
-        prompt_tokens=int(tokens[long].sum()),
-        pairs=int(pairs.sum()),
-    )
 
 
 def _grown(size: StepSize, steps: int) -> StepSize:

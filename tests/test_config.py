@@ -140,11 +140,12 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
         "port": "11",
         "tgis_port": "10",
     }
-    odd |= {"metrics_port": "16", "metrics_names": "vllm,tgi"}
+    odd |= {"metrics_port": "16", "metrics_names": "vllm,tgi", "loopback_port": "9"}
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
-    odd |= {"admission": "optimistic", "batching": "alternate", "preemption": "swap"}
+    odd |= {"admission": "optimistic", "batching": "alternate", "queue_order": "shortest"}
+    odd |= {"preemption": "swap"}
     given = {name: odd.get(name, "12") for name in ServerSettings.model_fields}
     for name, value in given.items():
         monkeypatch.setenv(variable(name), value)
@@ -250,6 +251,8 @@ def test_every_fault_is_told_on_a_line_of_its_own():
         ({"tls_cert": __file__}, "--tls-key is needed with it"),
         ({"tls_key": __file__}, "--tls-cert is needed with it"),
         ({"tls_client_ca": __file__}, "--tls-cert is needed with it"),
+        ({"loopback_port": 7}, "--loopback-port is 7: --tls-cert is needed with it"),
+        ({"loopback_port": 7, "port": 7}, "--port and --loopback-port are both 7"),
         ({"tls_cert": "/no/cert", "tls_key": __file__}, "--tls-cert is /no/cert: there is no such"),
         ({"auth_token_file": "/dev/null"}, "there is no such file"),
     ],
@@ -278,9 +281,26 @@ def test_what_is_derived_fits_what_is_given():
     assert (on_cpu.resolved_prefill_tokens, on_cpu.resolved_batch_size) == (100, 64)
     assert on_cpu.resolved_dtype == "float32"
     on_gpu = load_settings(device="cuda")
-    assert (on_gpu.resolved_prefill_tokens, on_gpu.resolved_batch_size) == (4096, 512)
+    assert (on_gpu.resolved_prefill_tokens, on_gpu.resolved_batch_size) == (4096, 1024)
     assert on_gpu.resolved_dtype is None
     assert load_settings(device="cuda", dtype="float16").resolved_dtype == "float16"
+
+
+def test_a_gpus_engine_may_choose_fewer_rows_and_what_may_wait_follows():
+    s = load_settings(device="cuda")
+    assert s.fewer_rows
+    assert (s.resolved_concurrent_requests, s.requests_taken(192)) == (4096, 768)
+    assert load_settings(device="cuda", max_concurrent_requests=7).requests_taken(192) == 7
+    assert not load_settings(device="cuda", max_batch_size=1024).fewer_rows
+    assert not load_settings(device="cpu").fewer_rows
+    # Messages of so many calls would be more than front ends should hold by default.
+    assert s.resolved_front_end_bytes == 8 * 1024**3
+
+
+def test_steps_have_a_bound_unless_it_is_0_or_prompts_are_computed_whole():
+    given = [{"device": "cuda"}, {"device": "cpu"}, {"max_gap_ms": 7.5}, {"max_gap_ms": 0}]
+    assert [load_settings(**each).max_gap_seconds for each in given] == [0.12, 0.1, 0.0075, None]
+    assert load_settings(batching="alternate", max_gap_ms=50).max_gap_seconds is None
 
 
 def test_a_cpus_engine_may_take_smaller_steps_unless_somebody_has_chosen():

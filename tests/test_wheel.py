@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import email
 import fnmatch
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -235,6 +237,25 @@ def test_the_server_wants_the_client_of_its_version(wheels: dict[str, Path]) -> 
     assert wheels["tokenpod_client"].name.startswith(f"tokenpod_client-{version}-")
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"tokenpod-client[bench]=={version}" in wanted
+
+
+def test_the_wheel_has_each_extra_that_a_page_or_a_message_names(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    extras = set(metadata.get_all("Provides-Extra", ()))
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/*.py")]
+    told = "\n".join(path.read_text() for path in texts)
+    named = set(re.findall(r"(?:tokenpod|tokenpod-\*\.whl\))\[([a-z0-9]+)\]", told))
+    assert {"gateway", "vllm"} <= named <= extras
+    wanted = [Requirement(text) for text in metadata.get_all("Requires-Dist", ())]
+    brought = [str(each.specifier) for each in wanted if each.name == "smg"]
+    (brought_by,) = (each.marker for each in wanted if each.name == "smg")
+    assert brought_by is not None
+    assert brought_by.evaluate({"extra": "gateway"})
+    assert not brought_by.evaluate({"extra": ""})
+    # Where it is installed by name, it is in the same version.
+    assert {f"=={each}" for each in re.findall(r"smg==([0-9.]*[0-9])", told)} == set(brought)
 
 
 @pytest.mark.parametrize("package", PROJECTS)

@@ -24,7 +24,7 @@ SCHEMA = (
 #: Settings that templates/_args.tpl makes from other values.
 DERIVED = frozenset(
     {
-        *("model_id", "revision", "port", "health_port"),
+        *("model_id", "revision", "port", "health_port", "loopback_port"),
         *("num_shard", "num_nodes", "node_rank", "master_addr", "master_port", "shard_port"),
         *("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"),
         *("adapter_token_file", "adapter_folder"),

@@ -22,6 +22,7 @@ PLACES = {
     "client/pyproject.toml": (_OWN,),
     "deploy/helm/tokenpod/Chart.yaml": (r"(?m)^((?:appV|v)ersion: )(\S+)()$",),
     "deploy/observability/compose.yaml": (_IMAGE,),
+    "deploy/gateway/compose.yaml": (_IMAGE,),
     "docs/clients.md": (r"(\bgen/go/v)(\d[\w.]*)(`)",),
     "docs/image.md": (_IMAGE,),
     "docs/kubernetes.md": (_IMAGE,),

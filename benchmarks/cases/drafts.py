@@ -55,8 +55,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace, report: Report) -> None:
     if GPU:
         let_segments_grow()
-    served = counting(shape_of(asked.served))
-    small = asked.served in ("tiny", "nano")
+    served = counting(shape_of(asked.served), drafts=asked.speculate)
+    small = asked.served.startswith(("tiny", "nano"))
     slots = {"max_batch_total_tokens": 1 << 15 if small else 300_000}
     sizes = {"rows": 16 if small else 512, "positions": 4096, "prefill": 512 if small else 4096}
     sampling = SAMPLED if asked.sampled else GREEDY
@@ -97,8 +97,11 @@ class Counting:
         """Nothing is known of it."""
 
 
-def counting(shape: dict[str, Any], right: float = 1.0) -> Decoder:
-    """A model that says t + 1 after token t, or, for tokens drawn at random, something else."""
+def counting(shape: dict[str, Any], right: float = 1.0, drafts: int = 0) -> Decoder:
+    """A model that says t + 1 after token t, or, for tokens drawn at random, something else.
+
+    `drafts`: so many of a row may be wrong.
+    """
 
     def count(weights: dict[str, Any]) -> None:
         head = weights["embedding"].roll(1, 0) / 64
@@ -106,7 +109,8 @@ def counting(shape: dict[str, Any], right: float = 1.0) -> Decoder:
         head[(chance >= right).to(head.device)] = 0
         weights["head"] = head
 
-    return random_model(shape, DEVICE, torch.bfloat16 if GPU else torch.float32, change=count)
+    dtype = torch.bfloat16 if GPU else torch.float32
+    return random_model(shape, DEVICE, dtype, change=count, drafts=drafts)
 
 
 def counted(first: int, prompt: int, new: int, sampling: SamplingParams, number: int) -> Request:

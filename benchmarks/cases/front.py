@@ -6,6 +6,8 @@ keeps up or not.
 
     front                           long streams: what is delivered, processor time per token
     front --calls 1000 --tokens 16  short streams by protocol, and unary calls
+    front --pairs 5                 long streams without and with telemetry, by turns: metrics that
+                                    are fetched every second, and access lines on standard error
 
 Beside the rates stands the processor time of the front ends, which a busy machine changes less: it
 says what they could deliver on processors of their own.
@@ -19,15 +21,18 @@ import contextlib
 import json
 import random
 import socket
+import statistics
 import tempfile
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from benchmarks.support.pod import Pod, bench, python_of
+from benchmarks.support.pod import Pod, bench, free_port, python_of
 from benchmarks.support.report import Report
 from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import Abort, Ready
@@ -109,8 +114,10 @@ def _ready() -> Ready:
     return Ready(**told, load_seconds=0.0, warmup_seconds=0.0)  # type: ignore[arg-type]
 
 
-def serve(port: int, health_port: int, engine: Sequence[str], front_ends: int) -> int:
-    """Run the real server over `engine`."""
+def serve(
+    port: int, health_port: int, engine: Sequence[str], front_ends: int, metrics_port: int
+) -> int:
+    """Run the real server over `engine`; with telemetry, if there is a port for metrics."""
     from tokenpod.service.server import run
 
     settings = load_settings(
@@ -119,33 +126,64 @@ def serve(port: int, health_port: int, engine: Sequence[str], front_ends: int) -
         health_port=health_port,
         max_concurrent_requests=4096,
         lame_duck_seconds=0.0,
-        log_level="warning",
+        log_level="info" if metrics_port else "warning",
+        metrics_port=metrics_port,
         front_ends=front_ends,
     )
     return run(settings, engine_command=engine)
 
 
 @contextlib.contextmanager
-def pod_of(steps: float, report: Path, asked: argparse.Namespace) -> Iterator[Pod]:
+def pod_of(
+    steps: float, report: Path, asked: argparse.Namespace, metrics_port: int = 0
+) -> Iterator[Pod]:
     """The server over the program in the engine's place."""
     command = [*python_of(), _RUN, "front", "--child", "--steps", str(steps)]
     command += ["--report", str(report), "--front-ends", str(asked.front_ends)]
+    command += ["--metrics-port", str(metrics_port)]
     with Pod(command=command) as pod:
         yield pod
 
 
-def streams(steps: float, asked: argparse.Namespace, report: Report) -> None:
+@contextlib.contextmanager
+def scraped(port: int) -> Iterator[list[float]]:
+    """Fetch metrics every second, if there is a port; the seconds that each page took."""
+    over, took = threading.Event(), list[float]()
+
+    def scrape() -> None:
+        while not over.wait(1):
+            began = time.perf_counter()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+                page.read()
+            took.append(time.perf_counter() - began)
+
+    thread = threading.Thread(target=scrape)
+    if port:
+        thread.start()
+    try:
+        yield took
+    finally:
+        over.set()
+        if port:
+            thread.join()
+
+
+def streams(
+    steps: float, asked: argparse.Namespace, report: Report, *, telemetry: bool = False
+) -> None:
     """Long streams, read by `tokenpod bench`."""
+    metrics_port = free_port() if telemetry else 0
     with tempfile.TemporaryDirectory() as folder:
         engine_file, result = Path(folder) / "engine.json", Path(folder) / "bench.json"
-        with pod_of(steps, engine_file, asked) as pod:
+        with pod_of(steps, engine_file, asked, metrics_port) as pod:
             before, began = pod.processor()["front"], time.monotonic()
             load = ["--concurrency", str(asked.streams), "--requests", str(asked.streams)]
             load += ["--input-tokens", "16", "--output-tokens", str(int(steps * asked.seconds))]
             # The kernel gives connections to front ends by chance: a few for each even it out.
             load += ["--warmup", "0", "--connections", str(asked.connections)]
             load += ["--processes", str(asked.clients)]
-            level = bench(pod.address, *load, json_file=result)["levels"][0]
+            with scraped(metrics_port) as pages:
+                level = bench(pod.address, *load, json_file=result)["levels"][0]
             took = time.monotonic() - began
             spent = pod.processor()["front"] - before
         engine = json.loads(engine_file.read_text())
@@ -154,6 +192,7 @@ def streams(steps: float, asked: argparse.Namespace, report: Report) -> None:
     report.row(
         "streams",
         front_ends=asked.front_ends,
+        **({"telemetry": telemetry} if asked.pairs else {}),
         **{"offered_tokens/s": offered, "delivered_tokens/s": delivered},
         delivered_share=delivered / offered,
         tokens_a_message=level["tokens"]["per_message"],
@@ -161,6 +200,7 @@ def streams(steps: float, asked: argparse.Namespace, report: Report) -> None:
         processors_busy=spent / took,
         itl_p50_ms=1e3 * itl["p50"],
         itl_p99_ms=1e3 * itl["p99"],
+        **({"scrape_p50_ms": 1e3 * statistics.median(pages)} if pages else {}),
     )
 
 
@@ -243,6 +283,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--front-ends", type=int, default=1)
     parser.add_argument("--calls", type=int, default=0, help="of each protocol")
     parser.add_argument("--tokens", type=int, default=16, help="of each call")
+    parser.add_argument("--pairs", type=int, default=0, help="with telemetry and without")
+    parser.add_argument("--metrics-port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -259,10 +301,15 @@ def run(asked: argparse.Namespace, report: Report | None) -> int:
     if asked.child:
         engine = [*python_of(), _RUN, "front", "--child", "--mode", "engine"]
         engine += ["--steps", str(asked.steps[0]), "--report", str(asked.report), "--"]
-        return serve(asked.port, asked.health_port, engine, asked.front_ends)
+        ports = asked.port, asked.health_port
+        return serve(*ports, engine, asked.front_ends, asked.metrics_port)
     assert report is not None
     for steps in asked.steps:
-        streams(steps, asked, report)
+        for _ in range(asked.pairs):
+            streams(steps, asked, report)
+            streams(steps, asked, report, telemetry=True)
+        if not asked.pairs:
+            streams(steps, asked, report)
     if asked.calls:
         asyncio.run(protocols(asked, report))
     return 0

@@ -17,11 +17,12 @@ import torch
 
 from benchmarks.support import limits, loads
 from benchmarks.support.engine import GREEDY, Bench, Client, Compilations, Engine
-from benchmarks.support.models import config_of, random_model, shape_names, shape_of
+from benchmarks.support.models import config_of, first_layers, random_model, shape_names, shape_of
 from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, profiled, synchronise
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.startup.memory import let_segments_grow
+from tokenpod.models.specs.spec import ModelSpec
 
 GPU = DEVICE.type == "cuda"
 SMOKE = {
@@ -34,6 +35,7 @@ SAMPLED = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, presence_pe
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=shape_names(), default="llama-3.1-8b" if GPU else "15m")
+    parser.add_argument("--layers", type=int, default=0, help="the first of the shape; 0: all")
     parser.add_argument(
         "--workload", type=Path, help="its cases, too; and its shape, if it has one"
     )
@@ -64,19 +66,20 @@ def run(asked: argparse.Namespace, report: Report) -> None:
     report.note(f"engine warm after {engine.warm_s:.1f} s; {engine.made.slots:,} KV slots")
     client = Client()
     bench = Bench(engine.loop(client), client, engine.vocabulary)
+    config = config_of(shape)
     for spec in asked.decode:
-        decode(bench, *map(int, spec.split("x")), asked, report)
+        decode(bench, *map(int, spec.split("x")), asked, config, report)
     for spec in asked.mixed:
         mixed(bench, *map(int, spec.split("+")), report)
     for tokens in asked.prompts:
-        prompt(bench, tokens, asked, report)
+        prompt(bench, tokens, asked, config, report)
     for name, lengths in cases.items():
         case(bench, name, lengths, asked, report, compiled)
 
 
 def shape_and_cases(asked: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The shape, and (prompt, output) lengths by case."""
-    shape, cases = shape_of(asked.shape), {}
+    shape, cases = first_layers(shape_of(asked.shape), asked.layers), {}
     if asked.workload:
         cases, own = loads.workload_cases(asked.workload)
         shape = own or shape
@@ -114,8 +117,13 @@ def sampling(asked: argparse.Namespace) -> SamplingParams:
     return SAMPLED if asked.sampled else GREEDY
 
 
-def decode(bench: Bench, rows: int, context: int, asked: Any, report: Report) -> None:
-    """Steps in which `rows` rows decode around `context`; a profile says when the GPU waits."""
+def decode(
+    bench: Bench, rows: int, context: int, asked: Any, config: ModelSpec, report: Report
+) -> float:
+    """Steps in which `rows` rows decode around `context`; a profile says when the GPU waits.
+
+    Returns seconds of a step.
+    """
     steps, joining = 64 + asked.profile, rows * context // asked.prefill
     bench.run([(16, 2)])
     for _ in range(rows):
@@ -135,7 +143,6 @@ def decode(bench: Bench, rows: int, context: int, asked: Any, report: Report) ->
     gaps = [b[0] - a[0] for a, b in zip(arrivals[seen:], arrivals[seen + 1 :], strict=False)
             if b[1] == rows]  # fmt: skip
     step = statistics.median(gaps)
-    config = config_of(shape_and_cases(asked)[0])
     size = limits.decode_bytes(config, rows, context, asked.quantize, head=asked.quantize_head)
     cells: dict[str, Any] = {"rows": rows, "context": context, "step_ms": 1e3 * step}
     if GPU:
@@ -147,6 +154,7 @@ def decode(bench: Bench, rows: int, context: int, asked: Any, report: Report) ->
     report.row("decode", **cells)
     for name, microseconds in top[:12]:
         print(f"    {microseconds / asked.profile:9.1f} us a step  {name}")
+    return step
 
 
 def mixed(bench: Bench, rows: int, chunk: int, report: Report) -> None:
@@ -174,15 +182,16 @@ def mixed(bench: Bench, rows: int, chunk: int, report: Report) -> None:
     bench.turn_until(lambda: not bench.client.left)
 
 
-def prompt(bench: Bench, tokens: int, asked: Any, report: Report) -> None:
-    """One prompt, computed as a server does, in steps of at most --prefill tokens."""
+def prompt(bench: Bench, tokens: int, asked: Any, config: ModelSpec, report: Report) -> float:
+    """One prompt, computed as a server does, in steps of at most --prefill tokens; its seconds."""
     bench.run([(tokens, 1)])
     seconds = min(bench.run([(tokens, 1)]).seconds for _ in range(4))
-    rate = limits.prefill_operations(config_of(shape_and_cases(asked)[0]), tokens) / seconds
+    rate = limits.prefill_operations(config, tokens) / seconds
     cells = {"tokens": tokens, "ms": 1e3 * seconds, "TFLOP/s": rate / 1e12}
     if GPU:
         cells["limit_share"] = rate / limits.MATRIX_RATE / limits.RATE.get(asked.quantize, 1.0)
     report.row("prompt", **cells)
+    return seconds
 
 
 def case(

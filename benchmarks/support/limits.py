@@ -8,7 +8,10 @@ from tokenpod.models.families import FAMILIES
 from tokenpod.models.layers.attention import Attention
 from tokenpod.models.layers.gated_delta import GatedDeltaNet
 from tokenpod.models.layers.latent import Latent
-from tokenpod.models.specs.layer_spec import Experts, LayerSpec
+from tokenpod.models.layers.mixer import Mixer
+from tokenpod.models.layers.short_convolution import ShortConvolution
+from tokenpod.models.layers.state_space import StateSpace
+from tokenpod.models.specs.layer_spec import Experts
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.specs.weight_table import weights_of
 
@@ -44,7 +47,7 @@ def kv_bytes(config: ModelSpec, context: float, number: int = 2) -> float:
     states = sum(2 * layout.nbytes(number) for layout in config.state_layouts)
     return states + sum(
         number * cache.kv.numbers * min(context, cache.window or math.inf)
-        for cache in (layer.mixer.cache for layer in config.layers)
+        for cache in (mixer.cache for mixer in config.mixers)
         if cache.kv is not None
     )
 
@@ -59,28 +62,29 @@ def decode_bytes(
     return weights + rows * kv_bytes(config, context)
 
 
-def attention_operations(layer: LayerSpec, tokens: int) -> float:
+def mixer_operations(mixer: Mixer, tokens: int) -> float:
     """Of queries with keys and weights with values, causal, within the window.
 
-    Of states: they are read by a key and by a query, and written, once for each token.
+    Of states: they are read by a query, by a key of a delta net, and written, once for each token.
     """
-    attention = layer.mixer
-    if isinstance(attention, GatedDeltaNet):
-        shape = attention.shape
-        return 6.0 * tokens * shape.value_heads * shape.key_dim * shape.value_dim
-    reach = min(tokens, attention.cache.window or tokens)
+    if isinstance(mixer, GatedDeltaNet | StateSpace):
+        shape, times = mixer.shape, 3 if isinstance(mixer, GatedDeltaNet) else 2
+        return 2.0 * times * tokens * shape.value_heads * shape.key_dim * shape.value_dim
+    if isinstance(mixer, ShortConvolution):
+        return 2.0 * tokens * mixer.channels * mixer.width
+    reach = min(tokens, mixer.cache.window or tokens)
     pairs = reach * tokens - reach * reach / 2
-    if isinstance(attention, Latent):
-        widths = attention.nope_dim + attention.rope_dim + attention.value_dim
+    if isinstance(mixer, Latent):
+        widths = mixer.nope_dim + mixer.rope_dim + mixer.value_dim
     else:
-        assert isinstance(attention, Attention)
-        widths = 2 * attention.head_dim
-    return 2 * pairs * attention.heads * widths
+        assert isinstance(mixer, Attention)
+        widths = 2 * mixer.head_dim
+    return 2 * pairs * mixer.heads * widths
 
 
 def prefill_operations(config: ModelSpec, tokens: int) -> float:
     """Multiplications and additions of a prompt: products, causal attention, no logits."""
-    attention = sum(attention_operations(layer, tokens) for layer in config.layers)
+    attention = sum(mixer_operations(mixer, tokens) for mixer in config.mixers)
     return 2 * multiplied(config, 1) * tokens + attention
 
 

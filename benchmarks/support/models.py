@@ -42,6 +42,19 @@ def shape_of(name: str) -> Shape:
     return dict(json.loads(_SHAPES.read_text())[name])
 
 
+def first_layers(shape: Shape, layers: int) -> Shape:
+    """The same with so few layers; 0: with all."""
+    if not layers:
+        return shape
+    own = {**shape, "num_hidden_layers": layers}
+    for name in ("layer_types", "hybrid_override_pattern"):
+        if name in own:
+            own[name] = own[name][:layers]
+    if "full_attn_idxs" in own:
+        own["full_attn_idxs"] = [i for i in own["full_attn_idxs"] if i < layers]
+    return own
+
+
 def family_of(shape: Shape) -> Family:
     """The family that reads this config.json."""
     return next(f for f in FAMILIES if shape["architectures"][0] in f.architectures)
@@ -155,13 +168,17 @@ def random_model(
     quantize: str = "none",
     quantize_head: bool = False,
     change: Callable[[Weights], None] = lambda weights: None,
+    drafts: int = 0,
 ) -> Decoder:
-    """A decoder of random weights, which `change` may alter; then they are quantised."""
+    """A decoder of random weights, which `change` may alter; then they are quantised.
+
+    `drafts`: so many of a row may be wrong.
+    """
     config, weights = config_of(shape, dtype), random_weights(shape, device, dtype)
     change(weights)
     if quantize != "none":
         weights = quantised(weights, config, quantize, head=quantize_head)
-    return Decoder(config, weights, operations_for(device))
+    return Decoder(replace(config, drafts=drafts), weights, operations_for(device))
 
 
 def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -194,6 +194,8 @@ def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | No
     """Why a model can't draft for the served one; None: it can."""
     if facts.runs_on != "tokenpod":
         return f"{facts.architecture} is computed by {facts.runs_on}, and can't draft"
+    if facts.own_state is not None:
+        return f"{facts.architecture} keeps a state for each row, and can't draft"
     if facts.max_positions < positions:
         return (
             f"its context has {facts.max_positions} tokens, and sequences may have {positions} "

@@ -120,7 +120,7 @@ class _Entries:
 
 def _entries(batch: ForwardBatch) -> _Entries:
     """The entries of a step's tokens; on a device, first tokens have one that nobody reads."""
-    batch = replace(batch, given=None, t_adapter=None, adapters=None)
+    batch = replace(batch, given=None, t_adapter=None, adapters=None, b_drafts=None)
     if batch.paged is None:
         return _entries_of_runs(batch)
     before = (batch.t_place - 1).clamp(min=0)

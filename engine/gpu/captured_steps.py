@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -82,6 +84,7 @@ class CapturedSteps:
         behind: whether a draft model follows steps with drafts in a graph of its own, behind which
             nobody waits.
         windowed: whether tokens may have window slots.
+        flat: whether tokens of one row may be rows of their own, as few tokens with drafts are.
     """
 
     def __init__(
@@ -94,8 +97,11 @@ class CapturedSteps:
         adapted: bool,
         behind: bool,
         windowed: bool,
+        flat: bool,
     ) -> None:
         self._windowed = windowed
+        #: Tokens of the largest step in which each is a row of its own.
+        self._most_flat = _MOST_FLAT_TOKENS if flat else 0
         self._rows, self._max_tokens, self._tiles = rows, max_tokens, tiles
         self._drafts, self._adapted, self._behind = drafts, adapted, behind
         #: By whether some row has an adapter.
@@ -111,14 +117,20 @@ class CapturedSteps:
         tiles = self._tiles(min(self._max_tokens, _MOST_CAPTURED_TOKENS))
         columns = {"adapters": True, "windows": self._windowed}
         most = Counts(self._max_tokens, self._rows, self._rows, tiles, self._drafts, **columns)
-        flat = flat_counts(self._rows, _MOST_FLAT_TOKENS, self._drafts) if self._drafts else {}
+        flat = flat_counts(self._rows, self._most_flat, self._drafts) if self._drafts else {}
         return max(each.words for each in (most, *with_columns(flat, **columns).values()))
 
-    def capture(self, steps: CapturableSteps, *, windows: bool = False) -> object:
+    def capture(
+        self, steps: CapturableSteps, *, windows: bool = False, some: bool = False
+    ) -> object:
         """Capture steps of up to 1,024 tokens; returns the memory that graphs share.
 
-        `windows`: whether tokens have window slots.
+        Args:
+            steps: runs them.
+            windows: whether tokens have window slots.
+            some: capture a few sizes alone; the others with `capture_next`.
         """
+        kept = self._drafts > 0
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
@@ -130,20 +142,27 @@ class CapturedSteps:
             drafted = {
                 size: replace(counts, drafts=min(self._drafts, size))
                 for size, counts in mixed.items()
-                if _MOST_FLAT_TOKENS < size <= _MOST_DRAFTED_TOKENS
+                if self._most_flat < size <= _MOST_DRAFTED_TOKENS
             }
-            flat = flat_counts(self._rows, min(most, _MOST_FLAT_TOKENS), self._drafts)
+            flat = flat_counts(self._rows, min(most, self._most_flat), self._drafts)
             flat = with_columns(flat, **columns)
             with torch.inference_mode():
-                first = _graphs(steps, mixed, memory, mixed_rows, masked=True)
+                usual = partial(_graphs, steps, masked=True, kept=kept, some=some)
+                first = usual(mixed, memory, mixed_rows)
                 memory = first.memory
-                second = _graphs(steps, decode, memory, single_rows, decode=True, masked=True)
+                second = usual(decode, memory, single_rows, decode=True)
                 third = fourth = None
                 if self._drafts:
                     third = _graphs(steps, flat, memory, single_rows, behind=self._behind)
                     fourth = _graphs(steps, drafted, memory, mixed_rows, behind=self._behind)
             self._kinds[adapted] = _Kinds(first, second, third, fourth)
         return memory
+
+    def capture_next(self) -> bool:
+        """Capture one size of steps that has not been captured; False: all have been."""
+        kinds = [(kinds.decode, kinds.mixed) for kinds in self._kinds.values()]
+        with torch.inference_mode():
+            return any(graphs.capture_next() for graphs in chain(*kinds))
 
     def fitting(self, plan: StepPlan) -> Captured | None:
         """The captured step that a plan fits; None: there is none."""
@@ -167,8 +186,10 @@ def _graphs(
     decode: bool = False,
     behind: bool = False,
     masked: bool = False,
+    kept: bool = True,
+    some: bool = False,
 ) -> Graphs:
-    """Steps of one kind.
+    """Steps of one kind; see `Graphs`.
 
     `behind`: the draft model follows in graphs of its own; `masked`: rows may wait for masks.
     """
@@ -180,4 +201,5 @@ def _graphs(
         return steps.follow(integers, rows_of(counts))
 
     on = steps.draw_masked if masked else None
-    return Graphs(forward, counts, steps.padding, memory, follow if behind else None, on)
+    after = follow if behind else None
+    return Graphs(forward, counts, steps.padding, memory, after, on, kept=kept, some=some)

@@ -62,6 +62,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         adapted: whether steps in which rows have adapters are captured too.
         offload: holds keys and values for later; None: nothing is held.
         windowed: whether a pool may have window slots.
+        flat: whether tokens of one row may be rows of their own: not where rows have states.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         draft: Drafter | None = None,
         offload: OffloadPool | None = None,
         windowed: bool = False,
+        flat: bool = True,
         own_positions: bool = False,
     ) -> None:
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
@@ -126,6 +128,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             # A head can only follow a step; where the host waits, it does so behind its results.
             behind=draft is not None and draft.behind,
             windowed=windowed,
+            flat=flat,
         )
         words = self._captured.words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -146,12 +149,22 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if self._copies is not None:
             self._copies.use(pools_of(pool, self._draft))
 
-    def capture(self) -> None:
-        """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
-        memory = self._captured.capture(self, windows=self._windowed)
+    def capture(self, *, some: bool = False) -> None:
+        """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly.
+
+        `some`: a few sizes of these alone; each call of `capture_next` captures one of the others.
+        """
+        if self._device.type == "cuda":
+            # Graphs have memory of their own: it comes from what torch keeps for steps.
+            torch.cuda.empty_cache()
+        memory = self._captured.capture(self, windows=self._windowed, some=some)
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
+
+    def capture_next(self) -> bool:
+        """Capture one more size, while no step is under way; False: all are captured."""
+        return self._captured.capture_next()
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -68,6 +68,54 @@ class Captured:
         return self.run()
 
 
+class _Replay(Generic[T]):
+    """A graph, and what it makes."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, made: T) -> None:
+        self._graph, self._made = graph, made
+
+    def __call__(self) -> T:
+        """Run it."""
+        self._graph.replay()
+        return self._made
+
+    def let_go(self) -> None:
+        """Let later graphs have the memory of what it makes: it is overwritten when they run."""
+        if isinstance(self._made, torch.Tensor):
+            self._made = _unowned(self._made)
+
+
+class _Bytes:
+    """Device memory that nobody owns, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _unowned(made: torch.Tensor) -> Any:
+    """The same numbers, whose memory is free to others once `made` is gone."""
+    last = sum((n - 1) * step for n, step in zip(made.shape, made.stride(), strict=True))
+    there = _Bytes(made.data_ptr(), (last + 1) * made.element_size())
+    numbers = torch.as_tensor(there, device=made.device).view(made.dtype)
+    return numbers.as_strided(made.shape, made.stride())
+
+
+@functools.cache
+def _capturing() -> torch.cuda.Stream:
+    """The stream on which all graphs are captured: they share memory."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _coarse(size: int, most: int) -> bool:
+    """Whether a size is a power of two or one and a half of it, or the largest."""
+    return size == most or size in (top := 1 << size.bit_length() - 1, top * 3 // 2)
+
+
 class Graphs:
     """Captured steps of one kind, one for each of a ladder of sizes.
 
@@ -78,6 +126,9 @@ class Graphs:
         memory: of graphs captured before, to be shared; only one graph runs at a time.
         behind: captured apart, of the same integers: what nobody waits for.
         on: captured apart, of the logits too: what some steps need.
+        kept: whether logits stay when another step has run; else all sizes have them in one place.
+        some: capture a few sizes alone, larger ones stand in for the others; `capture_next`
+            captures these.
     """
 
     def __init__(
@@ -88,18 +139,39 @@ class Graphs:
         memory: Any = None,
         behind: Callable[[Counts, Integers], T] | None = None,
         on: Callable[[Counts, Integers, torch.Tensor], object] | None = None,
+        *,
+        kept: bool = True,
+        some: bool = False,
     ) -> None:
-        self._sizes = sorted(counts)
+        self._forward, self._behind, self._on = forward, behind, on
+        self._counts, self._padded, self._kept = counts, padded, kept
         self._captured: dict[int, Captured] = {}
         self.memory = memory
-        for size in reversed(self._sizes):
-            words = padded(counts[size])
-            integers = views(words, counts[size])
-            given = counts[size], integers
-            run = self._captured_of(functools.partial(forward, *given), words)
-            after = behind and self._captured_of(functools.partial(behind, *given), words)
-            made = on and self._on_logits(functools.partial(on, *given), run, words)
-            self._captured[size] = Captured(counts[size], words, integers, run, after, made)
+        #: Rising: those that are captured, and the others.
+        self._sizes: list[int] = []
+        self._later = [size for size in sorted(counts) if some and not _coarse(size, max(counts))]
+        for size in sorted(counts.keys() - self._later, reverse=True):
+            self._capture_size(size)
+
+    def capture_next(self) -> bool:
+        """Capture the largest size that is not captured yet; False: all are."""
+        if not self._later:
+            return False
+        self._capture_size(self._later.pop())
+        return True
+
+    def _capture_size(self, size: int) -> None:
+        counts = self._counts[size]
+        words = self._padded(counts)
+        integers = views(words, counts)
+        given = counts, integers
+        run = self._captured_of(functools.partial(self._forward, *given), words)
+        after = self._behind and self._captured_of(functools.partial(self._behind, *given), words)
+        made = self._on and self._on_logits(functools.partial(self._on, *given), run, words)
+        if not self._kept and isinstance(run, _Replay):
+            run.let_go()
+        self._captured[size] = Captured(counts, words, integers, run, after, made)
+        bisect.insort(self._sizes, size)
 
     def _captured_of(self, step: Callable[[], T], words: torch.Tensor) -> Callable[[], T]:
         # Interpreted, all sizes are one program: the largest shows that padding can be run.
@@ -120,15 +192,15 @@ class Graphs:
     def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-            made = step()
+        # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps.
+        with torch.cuda.stream(_capturing()):
+            graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
+            try:
+                made = step()
+            finally:
+                graph.capture_end()
         self.memory = self.memory or graph.pool()
-
-        def run() -> T:
-            graph.replay()
-            return made
-
-        return run
+        return _Replay(graph, made)
 
     def fitting(self, size: int) -> Captured | None:
         """The smallest captured step of at least `size`; None if there is none."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
@@ -37,14 +38,15 @@ from tokenpod.engine.startup.memory import (
     map_ahead,
 )
 from tokenpod.engine.startup.offload_room import make_offload_pool
-from tokenpod.engine.startup.room import Room, room_for
+from tokenpod.engine.startup.room import Room, room_for, rows_for
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.engine.steps.executor import Executor
+from tokenpod.engine.steps.executor import CapturesLater, Executor
 from tokenpod.engine.steps.first_steps import (
     TIMED_BEHIND,
     prompt_seconds,
     run_worst_steps,
     short_prompt,
+    timed_steps,
     warm_copies,
     warm_up,
 )
@@ -53,6 +55,7 @@ from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.decoders.facts import LoadedModel
+from tokenpod.scheduler.steps.machine_times import StepSize
 
 if TYPE_CHECKING:
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
@@ -78,11 +81,33 @@ class Assembled:
     adapters: AdapterStore | None = None
     #: Tokens whose keys and values the host's memory holds.
     offload_slots: int = 0
+    #: Steps that were timed, and their seconds.
+    measured: Sequence[tuple[StepSize, float]] = ()
+    #: What is captured once the engine has nothing else to do; None: nothing is.
+    captures: CapturesLater | None = None
 
     @property
     def slots(self) -> int:
         """KV slots of its pool."""
         return self.room.slots
+
+
+def with_rows(
+    model: LoadedModel,
+    options: EngineOptions,
+    positions: int,
+    device: torch.device,
+    group: Group | None,
+) -> EngineOptions:
+    """The options with as many rows as a GPU's memory holds well, if nobody has said how many.
+
+    Arguments and errors are those of `assemble`, which is called next.
+    """
+    if not options.fewer_rows:
+        return options
+    dtype = kv_dtype(model, options, device)
+    rows = rows_for(model, options, positions, free_memory(device), dtype, group)
+    return msgspec.structs.replace(options, max_batch_size=rows)
 
 
 def assemble(
@@ -247,8 +272,10 @@ def _on_device(
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
     pool.reserve(room.states)
+    # Ranks would have to capture the others at the same time, and drafts have graphs of their own.
+    some = model.captures and group is None and not options.speculate
     if model.captures:
-        executor.capture()
+        executor.capture(some=some)
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
@@ -267,6 +294,16 @@ def _on_device(
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     if offload is not None:
         warm_copies(executor, pool.sink, offload.slots)
+    measured: Sequence[tuple[StepSize, float]] = ()
+    if options.max_gap_seconds is not None:
+        measured = timed_steps(
+            executor,
+            rows=room.rows,
+            prompt=options.max_batch_prefill_tokens,
+            positions=positions,
+            slots=slots,
+            stateless=model.config.own_state is None,
+        )
     return Assembled(
         executor,
         room,
@@ -275,6 +312,8 @@ def _on_device(
         prefill_tokens=options.max_batch_prefill_tokens,
         adapters=model.adapters,
         offload_slots=0 if offload is None else offload.slots,
+        measured=measured,
+        captures=executor if some else None,
     )
 
 
@@ -322,6 +361,7 @@ def device_executor(
         draft=draft,
         offload=offload,
         windowed=offload is None and any(model.config.kv_windows),
+        flat=model.config.own_state is None,
         own_positions=model.config.own_positions,
     )
 

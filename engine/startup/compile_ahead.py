@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_process import die_with_parent
 from tokenpod.models.checkpoints.errors import ModelError
@@ -75,8 +76,21 @@ def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -
     """The file in the cache's `folder` that says: compiled, for these options and versions."""
     found = hashlib.sha256()
     world = options.placement.world if options.placement is not None else 1
+    # What only the scheduler and the size of the pool follow from, launches no other kernels.
     alike = msgspec.structs.replace(
-        options, model_folder="", device="cuda", threads=0, questions_fd=-1, placement=None
+        options,
+        model_folder="",
+        device="cuda",
+        threads=0,
+        questions_fd=-1,
+        placement=None,
+        fewer_rows=False,
+        shortest_first=False,
+        max_gap_seconds=None,
+        max_batch_total_tokens=None,
+        memory_fraction=0.0,
+        admission="",
+        constraints=ConstraintLimits(),
     )
     found.update(msgspec.msgpack.encode(alike))
     versions = version("triton"), version("torch")

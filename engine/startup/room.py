@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.core.capacity import choose_slots, window_room
+from tokenpod.core.capacity import RowCosts, choose_rows, choose_slots, window_room
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
@@ -46,6 +46,33 @@ class Room:
         return self.rows + 1 + self.snapshots
 
 
+def rows_for(
+    model: LoadedModel,
+    options: EngineOptions,
+    positions: int,
+    free: FreeMemory,
+    dtype: torch.dtype,
+    group: Group | None,
+) -> int:
+    """Sequences that run at once, as many as `free` holds well on every rank.
+
+    `dtype`: of keys and values.
+    """
+    config = model.config
+    costs = RowCosts.of(
+        options,
+        vocabulary=config.vocab_size,
+        item_bytes=model.dtype.itemsize,
+        positions=positions,
+        slot=KVPool.bytes_per_slot(layouts=config.kv_layouts, dtype=dtype),
+        window_slot=KVPool.bytes_per_slot(layouts=_in_windows(model), dtype=dtype),
+        window=longest(config.kv_windows) if config.own_state is None else None,
+        state=config.own_state.row_bytes if config.own_state else 0,
+    )
+    rows = choose_rows(costs, options, free.bytes)
+    return rows if group is None else group.least(rows)
+
+
 def room_for(
     model: LoadedModel,
     options: EngineOptions,
@@ -62,10 +89,10 @@ def room_for(
     own, rows, snapshots = model.config.own_state, options.max_batch_size, 0
     windows: WindowRoom | WholeTokens | None = None
     slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
+    if draft is not None:
+        layouts = draft.config.kv_layouts
+        slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
     if own is None:
-        if draft is not None:
-            layouts = draft.config.kv_layouts
-            slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
         windows = _windows(model, options, positions, free, slot_bytes, group)
     else:
         rows, snapshots = _rows(own, options, free, group)

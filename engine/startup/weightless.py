@@ -154,7 +154,7 @@ def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
             quantize_head=options.quantize_head,
             override=override,
         )
-        spec = _few_layers(layout.spec)
+        spec = replace(_few_layers(layout.spec), drafts=options.speculate)
         dtype = getattr(torch, options.dtype) if options.dtype else spec.dtype or torch.float32
         tensors = read_weights(
             checkpoint,

@@ -93,6 +93,14 @@ class Launched(Protocol):
         ...
 
 
+class CapturesLater(Protocol):
+    """What can be captured after serving has begun."""
+
+    def capture_next(self) -> bool:
+        """Capture one more size of step, while none is under way; False: all are captured."""
+        ...
+
+
 class Launcher(Protocol):
     """Takes steps: one rank's executor, or a whole group by its leader."""
 

@@ -17,6 +17,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.steps.executor import Executor, Launched
 from tokenpod.kernels.operations.group import Group
+from tokenpod.scheduler.steps.machine_times import StepSize
 
 #: Seconds that a step with prompts may take on a CPU, because running streams wait for it.
 _PROMPT_SECONDS = 0.05
@@ -24,6 +25,8 @@ _PROMPT_SECONDS = 0.05
 _LEAST_PROMPT = 64
 #: Tokens in front of those that are timed, at most: attention to these costs about as much again.
 TIMED_BEHIND = 1024
+#: Of prompts that are timed to know what plain steps take, and in front of one of them.
+_TIMED_PROMPT, _TIMED_CONTEXT = 512, 16_384
 #: Timed steps of one size; the first one generates code and does not count.
 _TIMED_STEPS = 3
 
@@ -111,6 +114,60 @@ def short_prompt(seconds: Callable[[int], float], most: int) -> int:
     while tokens < most and seconds(larger := min(2 * tokens, most)) <= _PROMPT_SECONDS:
         tokens = larger
     return tokens
+
+
+def timed_steps(
+    executor: Executor, *, rows: int, prompt: int, positions: int, slots: int, stateless: bool
+) -> list[tuple[StepSize, float]]:
+    """Sizes and seconds of some plain steps: of prompts, and where they say something, of rows.
+
+    Each is run twice, and the second time counts.
+
+    Args:
+        executor: that has run steps of all kinds before.
+        rows: sequences that run at once.
+        prompt: prompt tokens of a step, at most.
+        positions: longest sequence, in tokens.
+        slots: of the pool; what lies there is overwritten.
+        stateless: slots stand for what a row has computed; else rows begin with prompts alone.
+    """
+    longest = min(_TIMED_PROMPT, positions - 1)
+    asked: list[list[tuple[int, int]]] = []  # of each row, what is computed, and its tokens
+    for tokens in {min(prompt, slots), min(prompt // 4, slots)} - {0}:
+        whole, rest = divmod(tokens, longest)
+        asked.append([(0, longest)] * min(whole, rows) + [(0, rest)] * (rest > 0 and whole < rows))
+    if stateless:
+        piece = min(prompt // 4, slots // 4, positions // 4)
+        asked.append([(min(_TIMED_CONTEXT, slots - piece, positions - piece), piece)])
+        behind = min(longest, slots - rows)
+        asked += [[(behind, 1)] * n for n in {1, max(rows // 4, 1), rows}]
+    found = []
+    for each in asked:
+        if min((start for start, _ in each), default=-1) < 0 or min(n for _, n in each) < 1:
+            continue  # the pool has room for nothing of the kind
+        seconds = [_plain_step(executor, each) for _ in range(2)][-1]
+        pairs = sum(n * start + n * (n + 1) // 2 for start, n in each if n > 1)
+        decoding = [start for start, n in each if n == 1]
+        tokens = sum(n for _, n in each if n > 1)
+        found.append((StepSize(len(decoding), sum(decoding), tokens, pairs), seconds))
+    return found
+
+
+def _plain_step(executor: Executor, asked: list[tuple[int, int]]) -> float:
+    """Seconds of a step of rows that have computed some tokens, and compute so many more."""
+    steps, at = [], max(start for start, _ in asked)
+    for row, (start, n) in enumerate(asked):
+        request = Request([row], [0] * (start + n), SamplingParams(), StoppingParams(1))
+        prefix, own = np.arange(start), range(at, at + n)
+        new = NewRow(request, stream=0)
+        steps.append(PlanRow(row, start, own, [0] * n, new=new, prefix=prefix))
+        at += n
+    plan = plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))
+    began = time.perf_counter()
+    executor.launch(plan).wait()
+    seconds = time.perf_counter() - began
+    executor.release(range(len(asked)))
+    return seconds
 
 
 def prompt_seconds(

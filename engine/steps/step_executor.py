@@ -355,6 +355,7 @@ class StepExecutor(ABC, Generic[S]):
             b_row=rows,
             single_rows=plan.singles,
             b_window_runs=[self._window_runs[row] for row in rows] if self._windowed else None,
+            b_drafts=np.maximum(plan.r_samples - 1, 0).tolist() if plan.drafts else None,
         )
 
     def _batch(
@@ -378,6 +379,7 @@ class StepExecutor(ABC, Generic[S]):
             paged=self._paged(integers),
             t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
             windows=self._window_rows(integers, rows) if len(integers.t_window) else None,
+            b_drafts=rows.b_drafts,
             t_own_position=positions,
         )
 

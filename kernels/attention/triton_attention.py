@@ -25,7 +25,7 @@ from tokenpod.kernels.attention.attention_plan import (
 )
 from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
 from tokenpod.kernels.gpu.launch import Gpu, gpu_of
-from tokenpod.kernels.mixers.delta_plan import cut_chunks
+from tokenpod.kernels.mixers.recurrent_plan import cut_chunks
 from tokenpod.kernels.operations.attention_ops import (
     NO_OPTIONS,
     AttentionOptions,

@@ -16,7 +16,9 @@ from tokenpod.kernels.cache.compiled_rotary import store_key_value
 from tokenpod.kernels.cache.reference_rotary import rotate
 from tokenpod.kernels.experts.cpu_experts import experts_of
 from tokenpod.kernels.mixers.chunked_delta import gated_delta
-from tokenpod.kernels.mixers.reference_delta import plan_delta
+from tokenpod.kernels.mixers.chunked_space import state_space
+from tokenpod.kernels.mixers.convolution import plan_recurrent
+from tokenpod.kernels.mixers.short_convolution import short_convolution
 from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.operations.ops import FormatProducts, Operations
 from tokenpod.kernels.operations.weight import QuantisedWeight
@@ -50,8 +52,10 @@ OPERATIONS = Operations(
     store_latent=store_latent,
     plan_latent=plan_latent,
     attend_latent=attend_latent,
-    plan_delta=plan_delta,
+    plan_recurrent=plan_recurrent,
     gated_delta=gated_delta,
+    state_space=state_space,
+    short_convolution=short_convolution,
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,

@@ -11,7 +11,10 @@ from tokenpod.kernels.attention.reference_attention import attention, plan_atten
 from tokenpod.kernels.attention.reference_latent import store_latent
 from tokenpod.kernels.cache.reference_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.reference_experts import prepare_experts
-from tokenpod.kernels.mixers.reference_delta import gated_delta, plan_delta
+from tokenpod.kernels.mixers.convolution import plan_recurrent
+from tokenpod.kernels.mixers.reference_delta import gated_delta
+from tokenpod.kernels.mixers.reference_space import state_space
+from tokenpod.kernels.mixers.short_convolution import one_by_one as short_convolution
 from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.pointwise.reference_pointwise import (
@@ -36,8 +39,10 @@ OPERATIONS = Operations(
     store_latent=store_latent,
     plan_latent=plan_latent,
     attend_latent=attend_latent,
-    plan_delta=plan_delta,
+    plan_recurrent=plan_recurrent,
     gated_delta=gated_delta,
+    state_space=state_space,
+    short_convolution=short_convolution,
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,

@@ -9,7 +9,10 @@ from tokenpod.kernels.attention.triton_attention import attention, plan_attentio
 from tokenpod.kernels.attention.triton_latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.cache.triton_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.triton_experts import prepare_experts
-from tokenpod.kernels.mixers.triton_delta import gated_delta, plan_delta
+from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
+from tokenpod.kernels.mixers.triton_convolution import short_convolution
+from tokenpod.kernels.mixers.triton_delta import gated_delta
+from tokenpod.kernels.mixers.triton_space import state_space
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.pointwise.triton_pointwise import (
     act_mul,
@@ -44,8 +47,10 @@ OPERATIONS = Operations(
     store_latent=store_latent,
     plan_latent=plan_latent,
     attend_latent=attend_latent,
-    plan_delta=plan_delta,
+    plan_recurrent=plan_recurrent,
     gated_delta=gated_delta,
+    state_space=state_space,
+    short_convolution=short_convolution,
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,

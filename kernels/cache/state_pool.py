@@ -14,10 +14,25 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 class StateLayout(NamedTuple):
     """What a layer keeps of a row, whatever its length."""
 
-    #: Shape of its last inputs, in the model's type.
-    inputs: tuple[int, ...]
+    #: Its last inputs, in the model's type: numbers of one, and how many; that of position p is at
+    #: p % how many.
+    inputs: tuple[int, int]
     #: Shape of its memory, float32: of each head one.
     memory: tuple[int, ...]
+    #: Numbers of a token that the memory takes besides the layer's inputs. None: wrong drafts can't
+    #: be taken back.
+    beside: int | None = None
+
+    def with_drafts(self, drafts: int) -> StateLayout:
+        """The same where so many drafts of a row may turn out to be wrong.
+
+        The memory does not go through guesses: it goes on from their inputs once it is known which
+        of them were right. So inputs of that many tokens more are kept, with all that is needed.
+        """
+        if not drafts or self.beside is None:
+            return self
+        numbers, tokens = self.inputs
+        return self._replace(inputs=(numbers + self.beside, tokens + drafts))
 
     def nbytes(self, item_bytes: int) -> int:
         """Bytes of a row, of a model whose numbers take `item_bytes`."""

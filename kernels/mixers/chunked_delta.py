@@ -9,13 +9,24 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.mixers.reference_delta import gated_norm, heads_of, log_decay
+from tokenpod.kernels.mixers.convolution import (
+    convolve_rows,
+    convolve_run,
+    convolve_seen,
+    keep_run,
+)
+from tokenpod.kernels.mixers.reference_delta import (
+    gated_norm,
+    has_drafts,
+    heads_of,
+    log_decay,
+)
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
 
 #: Tokens of a chunk.
@@ -27,14 +38,21 @@ AT_ONCE = 1 << 24
 def gated_delta(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
     plan: ForwardBatch,
 ) -> torch.Tensor:
     """Rows of one token together, others in chunks; `GatedDelta` says what."""
     mixed, gate, write, decay = inputs
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     falls, share = log_decay(decay, weights), write.float().sigmoid()
+    own_inputs, beside = states.inputs.split_with_sizes(
+        [shape.channels, states.inputs.shape[1] - shape.channels], dim=1
+    )
+    keeps, said = states.takes_back(shape.width), torch.cat([write, decay], dim=1)
+    for row, state in enumerate(plan.b_row) if keeps else ():
+        tokens = plan.b_start[row + 1] - plan.b_start[row]
+        _catch_up(plan.b_context[row] - tokens, state, weights, shape, states)
     many = max(AT_ONCE // states.memory[0].numel(), 1)
     rows, contexts = (
         torch.tensor(each[: plan.single_rows], device=mixed.device)
@@ -43,7 +61,10 @@ def gated_delta(
     for first in range(0, plan.single_rows, many):
         own = slice(first, min(first + many, plan.single_rows))
         positions = contexts[own] - 1
-        made = _steps(mixed[own], rows[own], positions, weights, shape, states)
+        made = convolve_rows(mixed[own], rows[own], positions, weights.conv, None, own_inputs)
+        made = functional.silu(made).to(mixed.dtype)
+        if keeps:
+            beside[rows[own], :, positions % states.ring] = said[own]
         fresh = positions >= states.seen[rows[own], 0]
         # Where the memory has been through the position, nothing decays and nothing is written.
         kept, written = falls[own] * fresh[:, None], share[own] * fresh[:, None]
@@ -52,53 +73,57 @@ def gated_delta(
     for row in range(plan.single_rows, plan.rows):
         own = slice(plan.b_start[row], plan.b_start[row + 1])
         state, end = plan.b_row[row], plan.b_context[row]
-        made = _run(mixed[own], state, end, weights, shape, states)
-        q, k, v = heads_of(made, shape)
-        memory = states.memory[state]
-        found = []
-        for at in range(0, len(made), CHUNK):
-            some = slice(at, at + CHUNK)
-            part = (q[some], k[some], v[some], falls[own][some], share[own][some])
-            found.append(_chunk(*part, memory))
-        out[own] = torch.cat(found).to(out.dtype)
-        states.seen[state] = end
+        made = convolve_run(mixed[own], own_inputs[state], end, weights.conv, None)
+        made = functional.silu(made).to(mixed.dtype)
+        if keeps:
+            keep_run(said[own], beside[state], end)
+        memory, drafts = states.memory[state], has_drafts(plan, row)
+        if drafts:
+            memory = memory.clone()
+        # Where the memory has been through the position, nothing decays and nothing is written.
+        known = int(states.seen[state, 0]) - (end - len(made))
+        falls[own][: max(known, 0)], share[own][: max(known, 0)] = 0, 0
+        out[own] = _chunks(made, falls[own], share[own], shape, memory).to(out.dtype)
+        if not drafts:
+            states.seen[state] = end
     return gated_norm(out, gate, weights)
 
 
-def _steps(
-    mixed: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
-) -> torch.Tensor:
-    """The convolution of one token of each row: [n, channels]."""
-    states.inputs[rows, :, positions % shape.width] = mixed
-    places = torch.arange(1, shape.width + 1, device=rows.device) + positions[:, None]
-    seen = states.inputs.index_select(0, rows)
-    seen = seen.gather(2, (places % shape.width)[:, None].expand_as(seen))
-    return functional.silu((seen.float() * weights.conv.float()).sum(2)).to(mixed.dtype)
-
-
-def _run(
-    mixed: torch.Tensor,
+def _catch_up(
+    first: int,
     state: int,
-    end: int,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
+) -> None:
+    """Let a memory go through the positions before `first` that it has not been through."""
+    seen, width = states.known(state, first, shape.width), shape.width
+    if seen >= first:
+        return
+    ring = states.inputs[state]
+    window = ring[:, torch.arange(seen - width + 1, first, device=ring.device) % states.ring]
+    made = convolve_seen(window[: shape.channels], weights.conv, None)
+    made = functional.silu(made).to(ring.dtype)
+    write, decay = window[shape.channels :, width - 1 :].T.chunk(2, dim=1)
+    falls, share = log_decay(decay, weights), write.float().sigmoid()
+    _chunks(made, falls, share, shape, states.memory[state])
+    states.seen[state] = first
+
+
+def _chunks(
+    made: torch.Tensor,
+    falls: torch.Tensor,
+    share: torch.Tensor,
+    shape: MemoryShape,
+    memory: torch.Tensor,
 ) -> torch.Tensor:
-    """The convolution of one row's tokens, the last of `end` positions: [n, channels]."""
-    width, ring = shape.width, states.inputs[state]
-    # The oldest input lies where the next one goes; nobody sees it any more.
-    before = ring.roll(-((end - len(mixed)) % width), 1)[:, 1:]
-    seen = torch.cat([before, mixed.T], dim=1)
-    ring.copy_(seen[:, seen.shape[1] - width :].roll(end % width, 1))
-    windows = seen.float().unfold(1, width, 1)
-    return functional.silu(torch.einsum("ctw,cw->tc", windows, weights.conv.float())).to(
-        mixed.dtype
-    )
+    """What heads find of one row's tokens [n, H, value_dim], float32; its memory goes on."""
+    q, k, v = heads_of(made, shape)
+    found = []
+    for at in range(0, len(made), CHUNK):
+        some = slice(at, at + CHUNK)
+        found.append(_chunk(q[some], k[some], v[some], falls[some], share[some], memory))
+    return torch.cat(found)
 
 
 def _singles(
@@ -106,8 +131,8 @@ def _singles(
     kept: torch.Tensor,
     share: torch.Tensor,
     rows: torch.Tensor,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
 ) -> torch.Tensor:
     """One token of each row: [n, H, value_dim]."""
     q, k, v = heads_of(made, shape)

@@ -11,8 +11,8 @@ chunk are products. Within a chunk, G is the sum of logarithms of decays up to a
     found   = exp(G) · q · S + (q · kᵀ · exp(G[i] - G[j]), j ≤ i) · written
     S       = exp(G_last) · S + (k · exp(G_last - G))ᵀ · written
 
-A chunk is [first token, tokens, position of the first, and of a row's first chunk the tokens of the
-row]; chunks of no tokens are padding.
+What a chunk is, `convolution_kernels` says. Where a row has drafts its memory stays as it was, and
+the ring keeps what it may have to go through.
 """
 
 from __future__ import annotations
@@ -21,65 +21,8 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
-from tokenpod.kernels.mixers.delta_step import gated_norm, log_decay, unit
-
-#: Numbers that say what a chunk is.
-FIELDS: tl.constexpr = tl.constexpr(4)
-
-
-@triton.jit
-def convolve_chunks(
-    mixed,
-    conv,
-    inputs,
-    made,
-    chunks,
-    t_row,
-    stride,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Made [T, channels] of queries, keys and values behind their convolution."""
-    chunk = chunks + tl.program_id(0) * FIELDS
-    first, count, position = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
-    t = tl.arange(0, CHUNK)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    some = channel < CHANNELS
-    await_inputs(OVERLAP)
-    if count > 0:
-        row = tl.load(t_row + first)
-        ring = inputs + row * CHANNELS * WIDTH
-        token = (first + t).to(tl.int64)
-        total = tl.zeros((CHUNK, BLOCK), tl.float32)
-        for tap in tl.static_range(WIDTH):
-            back = WIDTH - 1 - tap
-            source = token - back
-            # A row's tokens lie together: who is of another row is before the row's first.
-            own = (t < count) & (source >= 0)
-            own &= tl.load(t_row + source, mask=own, other=-1) == row
-            x = tl.load(
-                mixed + source[:, None] * stride + channel[None, :],
-                mask=own[:, None] & some[None, :],
-                other=0.0,
-            )
-            if tap < WIDTH - 1:
-                at = position + t - back
-                kept = (t < count) & (own == 0) & (at >= 0)
-                x += tl.load(
-                    ring + channel[None, :] * WIDTH + ((at + WIDTH) % WIDTH)[:, None],
-                    mask=kept[:, None] & some[None, :],
-                    other=0.0,
-                )
-            weight = tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0)
-            total += x.to(tl.float32) * weight.to(tl.float32)[None, :]
-        tl.store(
-            made + token[:, None] * CHANNELS + channel[None, :],
-            (total * tl.sigmoid(total)).to(made.dtype.element_ty),
-            mask=(t < count)[:, None] & some[None, :],
-        )
+from tokenpod.kernels.mixers.convolution_kernels import FIELDS
+from tokenpod.kernels.mixers.delta_step import gated_norm, keep_gates, log_decay, unit
 
 
 @triton.jit
@@ -89,7 +32,9 @@ def solve_chunks(
     decay,
     log_rate,
     shift,
+    seen,
     chunks,
+    t_row,
     u,
     w,
     fallen,
@@ -107,7 +52,7 @@ def solve_chunks(
     """u [T, H, value_dim] and w [T, H, key_dim] of all chunks, and G [T, H] float32."""
     chunk = chunks + tl.program_id(0) * FIELDS
     head = tl.program_id(1)
-    first, count = tl.load(chunk), tl.load(chunk + 1)
+    first, count, position = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
     await_inputs(OVERLAP)
     if count > 0:
@@ -125,9 +70,12 @@ def solve_chunks(
         v = tl.load(made + token[:, None] * channels + value + j[None, :], mask=some_v, other=0.0)
         own = token * stride + head
         fall = log_decay(tl.load(decay + own, mask=some, other=0.0).to(tl.float32), rate, shifted)
-        fall = tl.cumsum(tl.where(some, fall, 0.0), 0)
+        # A memory that has been through a position neither decays nor is written.
+        through = tl.load(seen + tl.load(t_row + first) * VALUE_HEADS + head)
+        fresh = some & (position + t >= through)
+        fall = tl.cumsum(tl.where(fresh, fall, 0.0), 0)
         share = tl.sigmoid(tl.load(write + own, mask=some, other=0.0).to(tl.float32))
-        share = tl.where(some, share, 0.0)
+        share = tl.where(fresh, share, 0.0)
         wide = unit(k.to(tl.float32))
         k = wide.to(k.dtype)
         alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
@@ -159,6 +107,8 @@ def solve_chunks(
 @triton.jit
 def scan_chunks(
     mixed,
+    write,
+    decay,
     made,
     u,
     w,
@@ -170,11 +120,13 @@ def scan_chunks(
     chunks,
     t_row,
     stride,
+    pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -190,7 +142,8 @@ def scan_chunks(
     chunk = chunks + tl.program_id(0) * FIELDS
     head = tl.program_id(1)
     block = tl.program_id(2)
-    first, position, count = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    first, position, told = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    count = tl.abs(told)
     await_inputs(OVERLAP)
     if count > 0:
         row = tl.load(t_row + first)
@@ -240,32 +193,46 @@ def scan_chunks(
             left = tl.where(some, tl.exp(whole - fall), 0.0)
             rest = (wide_k * left[:, None]).to(q.dtype)
             kept = kept * tl.exp(whole) + tl.dot(tl.trans(rest), written, input_precision=PRECISION)
-        tl.store(held, kept, mask=some_held)
+        tl.store(held, kept, mask=some_held & (told > 0))
         if block == 0:
             end = position + count
-            tl.store(seen + state, end)
+            through = tl.maximum(tl.load(seen + state), position)
+            tl.store(seen + state, tl.where(told > 0, end, through))
             # The ring gets the row's last inputs; the convolution has been made of the old ones.
-            ring = inputs + row * channels * WIDTH
-            for back in tl.static_range(WIDTH):
+            ring = inputs + row * pitch
+            for back in range(0, RING):
                 at_end = count - 1 - back
                 own = mixed + (first + at_end).to(tl.int64) * stride
-                place = (end - 1 - back + WIDTH) % WIDTH
+                place = (end - 1 - back + RING) % RING
                 there = at_end >= 0
+                if RING > WIDTH:
+                    gate = (first + at_end).to(tl.int64) * stride + head
+                    own_write = tl.load(write + gate, mask=there, other=0.0)
+                    own_decay = tl.load(decay + gate, mask=there, other=0.0)
+                    keep_gates(
+                        ring,
+                        own_write,
+                        own_decay,
+                        head,
+                        place,
+                        there,
+                        channels,
+                        VALUE_HEADS,
+                        RING,
+                    )
                 if head % (VALUE_HEADS // KEY_HEADS) == 0:
                     some_q = (i < KEY_DIM) & there
-                    keep_input(ring, own, query + i, place, some_q, WIDTH)
-                    keep_input(ring, own, key + i, place, some_q, WIDTH)
+                    keep_input(ring, own, query + i, place, some_q, RING)
+                    keep_input(ring, own, key + i, place, some_q, RING)
                 for part in tl.static_range((VALUE_DIM + BLOCK_V - 1) // BLOCK_V):
                     n = part * BLOCK_V + tl.arange(0, BLOCK_V)
-                    keep_input(ring, own, value + n, place, (n < VALUE_DIM) & there, WIDTH)
+                    keep_input(ring, own, value + n, place, (n < VALUE_DIM) & there, RING)
 
 
 @triton.jit
-def keep_input(ring, own, channel, place, some, WIDTH: tl.constexpr):
+def keep_input(ring, own, channel, place, some, RING: tl.constexpr):
     """A token's inputs of channels [n] into the ring."""
-    tl.store(
-        ring + channel * WIDTH + place, tl.load(own + channel, mask=some, other=0.0), mask=some
-    )
+    tl.store(ring + channel * RING + place, tl.load(own + channel, mask=some, other=0.0), mask=some)
 
 
 @triton.jit

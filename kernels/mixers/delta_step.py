@@ -3,6 +3,8 @@
 The memory takes nearly all of the time: as many of its bytes as can be must be under way. So what
 is small is made before, by a kernel of its own, and the memory's asks for its part of it before it
 waits for that.
+
+Where there may be drafts, memories may be behind: they go through the inputs that rings keep first.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.mixers.convolution_kernels import FIELDS
 
 #: Added to the squares of a key's or query's numbers before their root is taken.
 EPSILON: tl.constexpr = tl.constexpr(1e-6)
@@ -32,11 +35,13 @@ def convolve_rows(
     b_context,
     stride,
     states,
+    pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -59,10 +64,11 @@ def convolve_rows(
     i = tl.arange(0, BLOCK)
     channel = begin + i
     some = i < size
-    ring = inputs + state * CHANNELS * WIDTH + channel * WIDTH
+    own_ring = inputs + state * pitch
+    ring = own_ring + channel * RING
     total = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(WIDTH - 1):
-        place = (position + 1 + tap) % WIDTH
+        place = (position + RING - (WIDTH - 1) + tap) % RING
         x = tl.load(ring + place, mask=some & live, other=0.0).to(tl.float32)
         total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
     last = tl.load(conv + channel * WIDTH + WIDTH - 1, mask=some, other=0.0).to(tl.float32)
@@ -71,8 +77,9 @@ def convolve_rows(
     await_inputs(OVERLAP)
     token = row.to(tl.int64) * stride
     own = tl.load(mixed + token + channel, mask=some, other=0.0)
-    fall = log_decay(tl.load(decay + token + head).to(tl.float32), rate, shifted)
-    share = tl.sigmoid(tl.load(write + token + head).to(tl.float32))
+    own_decay, own_write = tl.load(decay + token + head), tl.load(write + token + head)
+    fall = log_decay(own_decay.to(tl.float32), rate, shifted)
+    share = tl.sigmoid(own_write.to(tl.float32))
     total += own.to(tl.float32) * last
     # Rounded as inputs are.
     total = (total * tl.sigmoid(total)).to(own.dtype).to(tl.float32)
@@ -80,13 +87,107 @@ def convolve_rows(
         total = unit(total) * tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
     tl.store(made + row.to(tl.int64) * CHANNELS + channel, total, mask=some)
     # The other places of the ring are read, this one is not.
-    tl.store(ring + position % WIDTH, own, mask=some & live)
+    tl.store(ring + position % RING, own, mask=some & live)
     # A memory that has been through the position neither decays nor is written.
     gate = gates + row * 2 * VALUE_HEADS + head
     tl.store(gate, tl.where(fresh, tl.exp(fall), 1.0), mask=part >= 2 * KEY_HEADS)
     tl.store(gate + VALUE_HEADS, tl.where(fresh, share, 0.0), mask=part >= 2 * KEY_HEADS)
     kept = (part >= 2 * KEY_HEADS) & live
     tl.store(seen + state * VALUE_HEADS + head, position + 1, mask=kept)
+    if RING > WIDTH:
+        keep_gates(
+            own_ring, own_write, own_decay, head, position % RING, kept, CHANNELS, VALUE_HEADS, RING
+        )
+
+
+@triton.jit
+def catch_up(
+    conv,
+    log_rate,
+    shift,
+    inputs,
+    memory,
+    seen,
+    b_row,
+    b_context,
+    chunks,
+    t_row,
+    states,
+    pitch,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SINGLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Memories through the positions before rows' first tokens, of some values of a head each.
+
+    Rows are those of one token, or those that chunks begin. `seen` stays what it was: other
+    programs of the head read it, too.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    await_inputs(OVERLAP)
+    if SINGLE:
+        state = tl.minimum(tl.load(b_row + row), states - 1).to(tl.int64)
+        context = tl.load(b_context + row)
+        first = context - 1
+        live = context > 0
+    else:
+        chunk = chunks + row * FIELDS
+        live = tl.load(chunk + 3) != 0
+        first = tl.load(chunk + 2)
+        state = tl.load(t_row + tl.load(chunk), mask=live, other=0).to(tl.int64)
+    # No further behind than a step with drafts has tokens; but trials of steps begin anywhere.
+    begin = tl.load(seen + state * VALUE_HEADS + head)
+    begin = tl.maximum(begin, first - (RING - WIDTH + 1))
+    if live & (begin < first):
+        i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+        some_k, some_v = i < KEY_DIM, j < VALUE_DIM
+        held = memory + ((state * VALUE_HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM
+        held += j[None, :]
+        some = some_k[:, None] & some_v[None, :]
+        kept = tl.load(held, mask=some, other=0.0)
+        ring = inputs + state * pitch
+        key = KEY_HEADS * KEY_DIM + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+        value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+        rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+        for position in range(begin, first):
+            k = unit(convolved(ring, conv, key, some_k, position, WIDTH, RING))
+            v = convolved(ring, conv, value, some_v, position, WIDTH, RING)
+            gate = ring + (CHANNELS + head) * RING + position % RING
+            share = tl.sigmoid(tl.load(gate).to(tl.float32))
+            fall = log_decay(tl.load(gate + VALUE_HEADS * RING).to(tl.float32), rate, shifted)
+            kept *= tl.exp(fall)
+            missing = (v - tl.sum(kept * k[:, None], 0)) * share
+            kept += k[:, None] * missing[None, :]
+        tl.store(held, kept, mask=some)
+
+
+@triton.jit
+def convolved(ring, conv, channel, some, position, WIDTH: tl.constexpr, RING: tl.constexpr):
+    """[n] float32 of channels [n] behind their convolution, by what a ring keeps."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        place = (position + RING - (WIDTH - 1) + tap) % RING
+        x = tl.load(ring + channel * RING + place, mask=some, other=0.0).to(tl.float32)
+        total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
+    # Rounded as inputs are.
+    return (total * tl.sigmoid(total)).to(ring.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def keep_gates(ring, write, decay, head, place, some, CHANNELS, VALUE_HEADS, RING: tl.constexpr):
+    """What a head says of a token into a place of a ring."""
+    gate = ring + (CHANNELS + head) * RING + place
+    tl.store(gate, write, mask=some)
+    tl.store(gate + VALUE_HEADS * RING, decay, mask=some)
 
 
 @triton.jit

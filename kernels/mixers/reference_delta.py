@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels.mixers.convolution import convolve_token
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import (
+from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
-    DeltaShape,
-    DeltaStates,
     DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
 )
 from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
@@ -18,16 +19,11 @@ from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 EPSILON = 1e-6
 
 
-def plan_delta(batch: ForwardBatch) -> ForwardBatch:
-    """The rows are in the batch."""
-    return batch
-
-
 def gated_delta(
     inputs: DeltaInputs,
     weights: DeltaWeights,
-    shape: DeltaShape,
-    states: DeltaStates,
+    shape: MemoryShape,
+    states: RecurrentStates,
     plan: ForwardBatch,
 ) -> torch.Tensor:
     """One token after the other; `GatedDelta` says what."""
@@ -38,20 +34,51 @@ def gated_delta(
     for row, state in enumerate(plan.b_row):
         start, end = plan.b_start[row], plan.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
-        first = plan.b_context[row] - (end - start)
+        first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
+        seen, keeps = states.known(state, first, shape.width), states.takes_back(shape.width)
+        own, beside = ring[: shape.channels], ring[shape.channels :]
+        for position in range(seen, first) if keeps else ():
+            at = position % states.ring
+            made = convolve_token(own[:, at].clone(), own, position, weights.conv, None)
+            _, k, v = heads_of(functional.silu(made).to(mixed.dtype)[None], shape)
+            wrote, fell = beside[:, at].view(2, 1, -1)
+            then = log_decay(fell, weights).exp()[0], wrote.float().sigmoid()[0]
+            _correct(memory, k[0], v[0], *then)
+        seen = max(seen, first)
+        states.seen[state] = seen
+        if drafts:
+            memory = memory.clone()
         for token in range(start, end):
             position = first + token - start
-            ring[:, position % shape.width] = mixed[token]
-            window = ring.roll(-(position + 1) % shape.width, 1).float()
-            made = functional.silu((window * weights.conv.float()).sum(1)).to(mixed.dtype)
+            made = convolve_token(mixed[token], own, position, weights.conv, None)
+            if keeps:
+                beside[:, position % states.ring] = torch.cat([write[token], decay[token]])
+            made = functional.silu(made).to(mixed.dtype)
             q, k, v = heads_of(made[None], shape)
-            if position >= states.seen[state, 0]:
-                memory *= kept[token, :, None, None]
-                missing = (v[0] - (k[0, :, :, None] * memory).sum(1)) * share[token, :, None]
-                memory += k[0, :, :, None] * missing[:, None]
-                states.seen[state] = position + 1
+            if position >= seen:
+                _correct(memory, k[0], v[0], kept[token], share[token])
             out[token] = (q[0, :, :, None] * memory).sum(1).to(out.dtype)
+        if not drafts:
+            states.seen[state] = max(seen, first + end - start)
     return gated_norm(out, gate, weights)
+
+
+def has_drafts(batch: ForwardBatch, row: int) -> bool:
+    """Whether some of a row's tokens may be wrong."""
+    return batch.b_drafts is not None and batch.b_drafts[row] > 0
+
+
+def _correct(
+    memory: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    share: torch.Tensor,
+) -> None:
+    """Let a memory [H, key_dim, value_dim] go through a token."""
+    memory *= kept[:, None, None]
+    missing = (v - (k[:, :, None] * memory).sum(1)) * share[:, None]
+    memory += k[:, :, None] * missing[:, None]
 
 
 def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
@@ -60,7 +87,7 @@ def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
 
 
 def heads_of(
-    made: torch.Tensor, shape: DeltaShape
+    made: torch.Tensor, shape: MemoryShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, channels] -> queries and keys [T, H, key_dim], values [T, H, value_dim], float32."""
     keys = shape.key_heads * shape.key_dim

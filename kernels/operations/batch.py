@@ -62,6 +62,8 @@ class RaggedRows:
     single_rows: int
     #: `b_runs` of layers with a window, where these have slots of their own.
     b_window_runs: list[list[Run]] | None = None
+    #: How many of each row's last tokens are drafts; None: none are.
+    b_drafts: list[int] | None = None
 
     def runs_of(self, window: int | None) -> list[list[Run]]:
         """Those of layers with this window."""
@@ -144,6 +146,8 @@ class ForwardBatch:
     windows: WindowRows | None = None
     #: What `Operations.plan_adapters` made of that; None: no product is adapted.
     adapters: AdapterPlan = None
+    #: How many of each row's last tokens are drafts, which may be wrong; None: none are.
+    b_drafts: list[int] | None = None
     #: See `t_position`; None: positions are places.
     t_own_position: torch.Tensor | None = None
 

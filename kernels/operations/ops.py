@@ -30,7 +30,6 @@ from tokenpod.kernels.operations.attention_ops import (
     StoreKeyValue,
     StoreLatent,
 )
-from tokenpod.kernels.operations.delta_ops import GatedDelta, PlanDelta
 from tokenpod.kernels.operations.expert_ops import PrepareExperts
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.pointwise_ops import (
@@ -41,6 +40,12 @@ from tokenpod.kernels.operations.pointwise_ops import (
     LayerNorm,
     RmsNorm,
     RowNorm,
+)
+from tokenpod.kernels.operations.recurrent_ops import (
+    GatedDelta,
+    PlanRecurrent,
+    ShortConvolution,
+    StateSpace,
 )
 
 
@@ -154,8 +159,10 @@ class Operations:
     store_latent: StoreLatent
     plan_latent: PlanLatent
     attend_latent: AttendLatent
-    plan_delta: PlanDelta
+    plan_recurrent: PlanRecurrent
     gated_delta: GatedDelta
+    state_space: StateSpace
+    short_convolution: ShortConvolution
     act_mul: ActMul
     activate: Activate
     prepare_linear: PrepareLinear

@@ -195,12 +195,15 @@ def _adapted(weight: Weight) -> bool:
 
 def _places(weights: Iterable[Weight]) -> dict[str, list[Place]]:
     places: dict[str, list[Place]] = {}
+    changed = set()
     for weight in weights:
         if _adapted(weight):
             for part, source in enumerate(weight.sources):
                 module = source.name.removesuffix(".weight")
                 places.setdefault(module, []).append(Place(weight.name, part, source))
-    return places
+                if source.function is not None:
+                    changed.add(module)
+    return {module: each for module, each in places.items() if module not in changed}
 
 
 def _reason(weight: Weight) -> str:
@@ -208,4 +211,6 @@ def _reason(weight: Weight) -> str:
         return _EXPERTS
     if weight.name in (EMBEDDING, HEAD):
         return f"the model's {weight.name} is not adapted while serving"
+    if any(source.function is not None for source in weight.sources):
+        return "its weights are multiplied as config.json says, which an adapter's are not"
     return "no product that can be adapted is made with it"

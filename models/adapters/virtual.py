@@ -147,6 +147,11 @@ def read_tensor(file: TensorFile, name: str) -> torch.Tensor:
 
 def _prefix_width(spec: ModelSpec, source: str) -> int:
     """Numbers of one token, in all layers. Raises ModelError for a cache of another kind."""
+    if spec.state_layouts:
+        raise ModelError(
+            f"{source}: layers of {spec.architecture} keep states, and prefix tuning has keys and"
+            " values alone"
+        )
     layouts = set(spec.kv_layouts)
     if any(layout.shared for layout in layouts):
         raise ModelError(

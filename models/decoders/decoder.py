@@ -73,12 +73,17 @@ class Decoder:
                 StatePool, state_layouts=config.state_layouts, state_dtype=self._dtype
             )
         self.captures = True
-        mixers = [layer.mixer for layer in config.layers]
-        self._plans = StepPlans(mixers, ops, self._dtype, self.device)
+        self._plans = StepPlans(config.mixers, ops, self._dtype, self.device)
         self._layers = [
             make_layer(
                 layer,
-                MixerParts(products, i, config.cache_of(i), self._plans.rotation(layer.mixer)),
+                MixerParts(
+                    products,
+                    i,
+                    config.cache_of(i),
+                    config.state_of(i),
+                    self._plans.rotation(layer.mixers),
+                ),
             )
             for i, layer in enumerate(config.layers)
         ]

@@ -8,7 +8,7 @@ operation; otherwise they are several plain ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,11 +16,20 @@ import torch
 from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Shared
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.layers.linear import AddProduct, Product, Products
-from tokenpod.models.layers.mixer import Mix, MixerParts
+from tokenpod.models.layers.mixer import Mix, Mixer, MixerParts
 from tokenpod.models.layers.normed import ActivatedProduct, normed_product
 from tokenpod.models.layers.norms import Norm, NormRows, make_norm
 from tokenpod.models.layers.step import Step
-from tokenpod.models.specs.layer_spec import SAME, Experts, Join, LayerSpec, Mlp, PerLayer
+from tokenpod.models.specs.layer_spec import (
+    BESIDE,
+    SAME,
+    Experts,
+    Join,
+    LayerSpec,
+    Mlp,
+    PerLayer,
+    Same,
+)
 
 
 class Layer(Protocol):
@@ -47,31 +56,78 @@ def make_layer(spec: LayerSpec, parts: MixerParts) -> Layer:
     """The layer of a spec, with its weights."""
     norms, products = spec.norms, parts.products
     post = spec.join is Join.POST_NORM
-    mixer_in = None if norms.mlp_in is SAME else norms.attention_in
-    mixer_out, mlp_out = (None, None) if post else (norms.attention_out, norms.mlp_out)
-    shared = None
-    if norms.mlp_in is SAME:
-        shared = make_norm(norms.attention_in, products, parts.named("attention_in"))
-    mixer = MixerBranch(
-        spec.mixer.make(parts, mixer_in),
-        _output(parts, "output", mixer_out, "attention_out", spec.branch_scale),
-    )
-    mlp_in = None if norms.mlp_in is SAME else norms.mlp_in
-    mlp: Branch
-    if isinstance(spec.mlp, Experts):
-        mlp = ExpertsBranch(spec.mlp, parts, mlp_in, mlp_out, spec.branch_scale)
-    else:
-        mlp = mlp_branch(spec.mlp, parts, mlp_in, mlp_out, spec.branch_scale)
+    if spec.mixer is None or spec.mlp is None:
+        own = _mixer(spec.mixer, spec, parts) if spec.mixer is not None else None
+        return _followed(SingleLayer(own or _mlp(spec, parts)), spec, parts)
+    if spec.beside is not None:
+        norm = make_norm(norms.attention_in, products, parts.named("attention_in"))
+        other = replace(parts, beside=BESIDE)
+        mixer = mixer_branch(spec.mixer.make(parts, None), parts)
+        beside = mixer_branch(spec.beside.make(other, None), other)
+        return _followed(BesideLayer(norm, mixer, beside, _mlp(spec, parts)), spec, parts)
+    first, mlp = _mixer(spec.mixer, spec, parts), _mlp(spec, parts)
     if spec.join is Join.PARALLEL:
-        return _followed(ParallelLayer(shared, mixer, mlp), spec, parts)
+        shared = None
+        if norms.mlp_in is SAME:
+            shared = make_norm(norms.attention_in, products, parts.named("attention_in"))
+        return _followed(ParallelLayer(shared, first, mlp), spec, parts)
     if not post:
-        return _followed(SequentialLayer(mixer, mlp), spec, parts)
+        return _followed(SequentialLayer(first, mlp), spec, parts)
     return PostNormLayer(
-        mixer,
+        first,
         make_norm(norms.attention_out, products, parts.named("attention_out")),
         mlp,
         make_norm(norms.mlp_out, products, parts.named("mlp_out")),
     )
+
+
+def _mixer(mixer: Mixer, spec: LayerSpec, parts: MixerParts) -> Branch:
+    norms = spec.norms
+    norm_in = None if norms.mlp_in is SAME else norms.attention_in
+    norm_out = None if spec.join is Join.POST_NORM else norms.attention_out
+    output = _output(parts, "output", norm_out, "attention_out", spec.branch_scale)
+    return MixerBranch(mixer.make(parts, norm_in), output)
+
+
+def _mlp(spec: LayerSpec, parts: MixerParts) -> Branch:
+    norms, scale = spec.norms, spec.branch_scale
+    norm_in = None if isinstance(norms.mlp_in, Same) else norms.mlp_in
+    norm_out = None if spec.join is Join.POST_NORM else norms.mlp_out
+    assert spec.mlp is not None, "a layer has one branch at least"
+    if isinstance(spec.mlp, Experts):
+        return ExpertsBranch(spec.mlp, parts, norm_in, norm_out, scale)
+    return mlp_branch(spec.mlp, parts, norm_in, norm_out, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class SingleLayer:
+    """A layer with one branch."""
+
+    branch: Branch
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Layer`."""
+        self.branch.write(self.branch.read(x, step), x, step)
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class BesideLayer:
+    """Two mixers read the same, and the feed-forward block what both have written."""
+
+    norm: NormRows
+    mixer: Branch
+    beside: Branch
+    mlp: Branch
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Layer`."""
+        seen, mlp = self.norm(x), self.mlp
+        found = [each.read(seen, step) for each in (self.mixer, self.beside)]
+        self.mixer.write(found[0], x, step)
+        self.beside.write(found[1], x, step)
+        mlp.write(mlp.read(x, step), x, step)
+        return x
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,11 @@ class StepPlans:
             for each in self._numbers
         ]
 
-    def rotation(self, mixer: Mixer) -> int:
-        """Which of a step's rotations is this mixer's; 0 if none is."""
-        turned = mixer.turned
-        return 0 if turned is None else self._numbers[_of_ropes(turned)]
+    def rotation(self, mixers: Sequence[Mixer]) -> int:
+        """Which of a step's rotations turns a layer's mixers; 0 if none does."""
+        turned = (mixer.turned for mixer in mixers)
+        found = (self._numbers[_of_ropes(each)] for each in turned if each is not None)
+        return next(found, 0)
 
     def step(
         self, batch: ForwardBatch, pool: KVPool, per_layer: torch.Tensor | None = None

@@ -2,6 +2,7 @@
 
 from tokenpod.models.families.arcee import ARCEE
 from tokenpod.models.families.baichuan import BAICHUAN
+from tokenpod.models.families.bamba import BAMBA
 from tokenpod.models.families.bloom import BLOOM
 from tokenpod.models.families.cohere import COHERE, COHERE2
 from tokenpod.models.families.dbrx import DBRX
@@ -10,6 +11,7 @@ from tokenpod.models.families.ernie4_5 import ERNIE4_5
 from tokenpod.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from tokenpod.models.families.exaone import EXAONE3, EXAONE4
 from tokenpod.models.families.falcon import FALCON
+from tokenpod.models.families.falcon_h1 import FALCON_H1
 from tokenpod.models.families.family import Family
 from tokenpod.models.families.gemma import GEMMA
 from tokenpod.models.families.gemma2 import GEMMA2
@@ -24,16 +26,19 @@ from tokenpod.models.families.gpt_neox import GPT_NEOX
 from tokenpod.models.families.gpt_oss import GPT_OSS
 from tokenpod.models.families.gptj import GPTJ
 from tokenpod.models.families.granite import GRANITE
+from tokenpod.models.families.granite_hybrid import GRANITE_HYBRID
 from tokenpod.models.families.granite_moe import GRANITE_MOE
 from tokenpod.models.families.helium import HELIUM
 from tokenpod.models.families.hy_v3 import HY_V3
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
+from tokenpod.models.families.lfm2 import LFM2, LFM2_MOE
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.families.minimax_m2 import MINIMAX_M2
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from tokenpod.models.families.mixtral import MIXTRAL
 from tokenpod.models.families.mpt import MPT
 from tokenpod.models.families.nemotron import NEMOTRON
+from tokenpod.models.families.nemotron_h import NEMOTRON_H
 from tokenpod.models.families.olmo import OLMO
 from tokenpod.models.families.olmo2 import OLMO2, OLMO3
 from tokenpod.models.families.olmoe import OLMOE
@@ -41,7 +46,7 @@ from tokenpod.models.families.opt import OPT
 from tokenpod.models.families.phi import PHI
 from tokenpod.models.families.phi3 import PHI3
 from tokenpod.models.families.phimoe import PHIMOE
-from tokenpod.models.families.qwen2 import QWEN2
+from tokenpod.models.families.qwen2 import MIMO, QWEN2
 from tokenpod.models.families.qwen2_moe import QWEN2_MOE
 from tokenpod.models.families.qwen3 import QWEN3
 from tokenpod.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -55,6 +60,7 @@ from tokenpod.models.families.starcoder2 import STARCODER2
 FAMILIES: tuple[Family, ...] = (
     ARCEE,
     BAICHUAN,
+    BAMBA,
     BLOOM,
     COHERE,
     COHERE2,
@@ -66,6 +72,7 @@ FAMILIES: tuple[Family, ...] = (
     EXAONE3,
     EXAONE4,
     FALCON,
+    FALCON_H1,
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -80,12 +87,16 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX,
     GPT_OSS,
     GRANITE,
+    GRANITE_HYBRID,
     GRANITE_MOE,
     HELIUM,
     HY_V3,
     INTERNLM2,
     INTERNLM3,
+    LFM2,
+    LFM2_MOE,
     LLAMA,
+    MIMO,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
@@ -93,6 +104,7 @@ FAMILIES: tuple[Family, ...] = (
     MIXTRAL,
     MPT,
     NEMOTRON,
+    NEMOTRON_H,
     OLMO,
     OLMO2,
     OLMO3,

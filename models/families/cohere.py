@@ -48,7 +48,7 @@ def _cohere2(fields: Fields, served: int | None) -> ModelSpec:
     """Layers that see everything do not know where."""
     fields.only("use_qk_norm", False)
     spec = _cohere(fields, served, windows=_windows)
-    return without_rope(spec, (i for i, window in enumerate(spec.windows) if window is None))
+    return without_rope(spec, (i for i, window in enumerate(spec.kv_windows) if window is None))
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:

@@ -22,7 +22,7 @@ from tokenpod.models.layers.positions import Rope
 from tokenpod.models.layers.rope import yarn_temperature
 from tokenpod.models.specs.layer_spec import Experts
 from tokenpod.models.specs.spec import ModelSpec
-from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.names import Names, PredictingNames
 
 #: Of the norms of latents, whatever the config says of others.
 _EPSILON = 1e-6
@@ -98,7 +98,6 @@ def latent_decoder(fields: Fields, served: int | None, *, interleaved: bool) -> 
     return each_layer(spec, lambda layer: replace(layer, mixer=attention))
 
 
-# Layers beyond the last one predict further tokens: `models.mtp` reads them.
-NAMES = Names(experts=gate_names(), beyond=("layers.{layers}.",))
+NAMES = Names(experts=gate_names(), predicting=PredictingNames())
 DEEPSEEK_V2 = Family(("DeepseekV2ForCausalLM",), _v2_spec, NAMES, layouts=(stacked(),))
 DEEPSEEK_V3 = Family(("DeepseekV3ForCausalLM",), _v3_spec, NAMES, layouts=(stacked(),))

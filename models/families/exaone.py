@@ -29,7 +29,7 @@ def _exaone4(fields: Fields, served: int | None) -> ModelSpec:
     spec = norms_behind(gated_decoder(fields, served, windows=_windows, qk_norm=True))
     if fields.optional_integer("sliding_window", 4096) is None:
         return spec
-    return without_rope(spec, (i for i, window in enumerate(spec.windows) if window is None))
+    return without_rope(spec, (i for i, window in enumerate(spec.kv_windows) if window is None))
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:

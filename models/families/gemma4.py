@@ -18,7 +18,7 @@ from tokenpod.models.families.family import (
 from tokenpod.models.families.gemma2 import NAMES
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.rope import rope_of
-from tokenpod.models.specs.layer_spec import LayerSpec, Norms, PerLayer
+from tokenpod.models.specs.layer_spec import LayerSpec, Mlp, Norms, PerLayer
 from tokenpod.models.specs.spec import Embedding, ModelSpec, PerLayerRows
 
 #: What a config may leave out.
@@ -64,7 +64,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     width = fields.count("hidden_size_per_layer_input", 256)
     per_layer, rows = None, None
     if width:
-        per_layer = PerLayer(width, layers[0].mlp.activation, norm)
+        per_layer = PerLayer(width, _mlp(layers[0]).activation, norm)
         count = fields.integer("vocab_size_per_layer_input", 262_144, most=1 << 26)
         if count < spec.vocab_size:
             raise ModelError(
@@ -143,7 +143,8 @@ def _sharing(layers: list[LayerSpec], fields: Fields) -> list[LayerSpec]:
                 f"{fields.source}: num_kv_shared_layers is {len(layers) - first}: layer {i} finds"
                 " no layer of its kind to share with"
             )
-        mlp = replace(layers[i].mlp, width=layers[i].mlp.width * wide)
+        mlp = _mlp(layers[i])
+        mlp = replace(mlp, width=mlp.width * wide)
         found.append(replace(changed(layers[i], reads_layer=stored[-1]), mlp=mlp))
     return found
 
@@ -151,6 +152,11 @@ def _sharing(layers: list[LayerSpec], fields: Fields) -> list[LayerSpec]:
 def _is_dense(fields: Fields) -> bool:
     """With experts, which have a router and norms of their own, transformers computes it."""
     return not fields.flag("enable_moe_block", False)
+
+
+def _mlp(layer: LayerSpec) -> Mlp:
+    assert isinstance(layer.mlp, Mlp)
+    return layer.mlp
 
 
 GEMMA4 = Family(("Gemma4ForCausalLM",), _spec, NAMES, takes=_is_dense)

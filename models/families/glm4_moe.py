@@ -7,7 +7,7 @@ from tokenpod.models.families.deepseek import with_v3_experts
 from tokenpod.models.families.experts import gate_names, stacked
 from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.specs.spec import ModelSpec
-from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.names import Names, PredictingNames
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
@@ -24,7 +24,6 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
 GLM4_MOE = Family(
     ("Glm4MoeForCausalLM",),
     _spec,
-    # Layers beyond the last one predict further tokens: `models.mtp` reads them.
-    Names(experts=gate_names(), beyond=("layers.{layers}.",)),
+    Names(experts=gate_names(), predicting=PredictingNames()),
     layouts=(stacked(),),
 )

@@ -18,7 +18,7 @@ from tokenpod.models.families.granite import granite_spec
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.names import ExpertNames, ExpertTensor, Fused, Half, Names
 
-_EXPERTS = ExpertNames(
+EXPERTS = ExpertNames(
     "block_sparse_moe.router.layer",
     ExpertTensor("block_sparse_moe.input_linear.weight", Half.FIRST),
     ExpertTensor("block_sparse_moe.input_linear.weight", Half.SECOND),
@@ -40,6 +40,6 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
 GRANITE_MOE = Family(
     ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     _spec,
-    Names(experts=_EXPERTS),
+    Names(experts=EXPERTS),
     layouts=(stacked("block_sparse_moe", router="block_sparse_moe.router"),),
 )

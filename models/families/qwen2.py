@@ -1,4 +1,7 @@
-"""Qwen 2 and 2.5: Llama with biased queries, keys and values, and windows for upper layers."""
+"""Qwen 2 and 2.5: Llama with biased queries, keys and values, and windows for upper layers.
+
+MiMo, of Xiaomi, is one that may also have a layer that predicts further tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, gated_decoder, windows_by_type
 from tokenpod.models.specs.spec import ModelSpec
+from tokenpod.models.weights.names import Names, PredictingNames
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
@@ -26,4 +30,23 @@ def qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return windows_by_type(fields, layers, window)
 
 
+def _mimo_spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields.only("attention_bias", True)
+    return _spec(fields, served)
+
+
 QWEN2 = Family(("Qwen2ForCausalLM",), _spec)
+MIMO = Family(
+    ("MiMoForCausalLM",),
+    _mimo_spec,
+    Names(
+        predicting=PredictingNames(
+            at="mtp_layers.0.",
+            embedding_norm="token_layernorm",
+            feature_norm="hidden_layernorm",
+            join="input_proj",
+            feature_first=True,
+            norm="final_layernorm",
+        )
+    ),
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from tokenpod.kernels.operations.delta_ops import DeltaShape
+from tokenpod.kernels.operations.recurrent_ops import MemoryShape
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import (
@@ -25,7 +25,7 @@ from tokenpod.models.layers.gated_delta import GatedDeltaNet
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.specs.layer_spec import LayerSpec
 from tokenpod.models.specs.spec import ModelSpec
-from tokenpod.models.weights.names import Names
+from tokenpod.models.weights.names import Names, PredictingNames
 
 _KINDS = {"linear_attention", "full_attention"}
 
@@ -33,6 +33,7 @@ _KINDS = {"linear_attention", "full_attention"}
 def delta_spec(fields: Fields, served: int | None) -> ModelSpec:
     """Of a model with dense blocks."""
     fields.only("hidden_act", "silu")
+    fields.only("attn_output_gate", True)
     bias = fields.flag("attention_bias", False)
     epsilon = fields.real("rms_norm_eps", 1e-6)
     spec = gated_decoder(
@@ -55,8 +56,8 @@ def delta_spec(fields: Fields, served: int | None) -> ModelSpec:
     return each_layer(with_attention(spec, output_gate=True), layer)
 
 
-def _shape(fields: Fields) -> DeltaShape:
-    return DeltaShape(
+def _shape(fields: Fields) -> MemoryShape:
+    return MemoryShape(
         key_heads=fields.integer("linear_num_key_heads", 16, most=1 << 12),
         value_heads=fields.integer("linear_num_value_heads", 32, most=1 << 12),
         key_dim=fields.integer("linear_key_head_dim", 128, most=1 << 12),
@@ -103,13 +104,27 @@ def _sparse_spec(fields: Fields, served: int | None) -> ModelSpec:
     return with_mixtures(fields, delta_spec(fields, served), normalised=True)
 
 
-#: Tensors that are not the text model's.
-BESIDE = ("mtp.", "model.visual.")
+def predicting(count: int = 0) -> PredictingNames:
+    """Of the layer that predicts further tokens; so many where a config does not say."""
+    return PredictingNames(
+        field="mtp_num_hidden_layers",
+        count=count,
+        at="mtp.",
+        beside=True,
+        layer="layers.0.",
+        embedding_norm="pre_fc_norm_embedding",
+        feature_norm="pre_fc_norm_hidden",
+        join="fc",
+        norm="norm",
+    )
 
-QWEN3_5 = Family(("Qwen3_5ForCausalLM",), delta_spec, Names(beside=BESIDE))
+
+_NAMES = Names(predicting=predicting(), beside=("model.visual.",))
+
+QWEN3_5 = Family(("Qwen3_5ForCausalLM",), delta_spec, _NAMES)
 QWEN3_5_MOE = Family(
     ("Qwen3_5MoeForCausalLM",),
     _sparse_spec,
-    Names(experts=gate_names(shared="shared_expert"), beside=BESIDE),
+    replace(_NAMES, experts=gate_names(shared="shared_expert")),
     layouts=(stacked(), stacked(transposed=True)),
 )

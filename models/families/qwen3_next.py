@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.experts import every, gate_names, stacked
 from tokenpod.models.families.family import Family
-from tokenpod.models.families.qwen3_5 import delta_spec, with_mixtures
+from tokenpod.models.families.qwen3_5 import delta_spec, predicting, with_mixtures
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.names import DeltaNames, Names
 
@@ -32,7 +32,8 @@ QWEN3_NEXT = Family(
     Names(
         experts=gate_names(shared="shared_expert"),
         delta=DeltaNames(by_heads=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
-        beside=("mtp.",),
+        # Its configs do not say that there is one.
+        predicting=predicting(count=1),
     ),
     layouts=(stacked(), stacked(transposed=True)),
 )

@@ -69,6 +69,8 @@ class Attention:
     output_gate: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    #: Multiplies what the last product says.
+    output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise ModelError for heads that can't be."""
@@ -135,7 +137,9 @@ class Attention:
             source = Source(tensors.at + names.sinks, (Axis(self.heads, Division.EVEN),))
             yield Weight("sinks", (source,), dtype=torch.float32)
         output = tensors.hidden, queries
-        yield from tensors.product("output", names.output, *output, self.output_bias)
+        yield from tensors.product(
+            "output", names.output, *output, self.output_bias, self.output_scale
+        )
 
     def _with_gate(self, weight: Weight) -> Weight:
         """The same with queries cut out of a tensor that has gates, too, and these as last rows."""

@@ -13,15 +13,15 @@ import torch
 
 from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
 from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
-from tokenpod.kernels.operations.delta_ops import (
-    DeltaInputs,
-    DeltaPlan,
-    DeltaShape,
-    DeltaStates,
-    DeltaWeights,
-)
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.operations.recurrent_ops import (
+    DeltaInputs,
+    DeltaWeights,
+    MemoryShape,
+    RecurrentPlan,
+    RecurrentStates,
+)
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layers.layer_tensors import LayerTensors
 from tokenpod.models.layers.mixer import Cache, MixerParts
@@ -29,14 +29,14 @@ from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.shard import Shard
-from tokenpod.models.weights.weights import Axis, Division, Segment, Source, Weight
+from tokenpod.models.weights.weights import Axis, Division, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
     """A mixer whose memory is as large whatever the text's length."""
 
-    shape: DeltaShape
+    shape: MemoryShape
     #: Of the norm of what each head reads.
     epsilon: float
 
@@ -59,7 +59,9 @@ class GatedDeltaNet:
         """Nothing of a token: the convolution's last inputs, and a memory of each head."""
         shape = self.shape
         memory = (shape.value_heads, shape.key_dim, shape.value_dim)
-        return Cache(None, None, StateLayout((shape.channels, shape.width), memory))
+        # Besides its inputs a token says of each head what is written, and the decay.
+        layout = StateLayout((shape.channels, shape.width), memory, beside=2 * shape.value_heads)
+        return Cache(None, None, layout)
 
     @property
     def reads_layer(self) -> None:
@@ -90,33 +92,22 @@ class GatedDeltaNet:
         if names.by_heads is None:
             others = ((names.gate, values), (names.write, each), (names.decay, each))
             rest = (tensors.source(stored, axis, hidden, None) for stored, axis in others)
-            sources = (*self._cut(tensors, names.qkv, (keys, keys, values), hidden), *rest)
+            sources = (*tensors.cut(f"{names.qkv}.weight", (keys, keys, values), hidden), *rest)
         else:
             most, scalars = names.by_heads
             heads = self.shape.key_heads
             sources = (
-                *self._cut(tensors, most, (keys, keys, values, values), hidden, groups=heads),
-                *self._cut(tensors, scalars, (each, each), hidden, groups=heads),
+                *tensors.cut(f"{most}.weight", (keys, keys, values, values), hidden, groups=heads),
+                *tensors.cut(f"{scalars}.weight", (each, each), hidden, groups=heads),
             )
         yield Weight("delta_in", sources, multiplied=True)
         width = Axis(1), Axis(self.shape.width)
-        yield Weight("conv", self._cut(tensors, names.conv, (keys, keys, values), *width))
+        yield Weight("conv", tensors.cut(f"{names.conv}.weight", (keys, keys, values), *width))
         yield replace(tensors.single("log_rate", names.log_rate, each), dtype=torch.float32)
         yield replace(tensors.single("shift", names.shift, each), dtype=torch.float32)
         norm = Norm("rms", self.epsilon)
         yield from tensors.norm("delta_norm", norm, names.norm, Axis(self.shape.value_dim))
         yield from tensors.product("output", names.output, tensors.hidden, values, False)
-
-    @staticmethod
-    def _cut(
-        tensors: LayerTensors, stored: str, parts: tuple[Axis, ...], *more: Axis, groups: int = 1
-    ) -> tuple[Source, ...]:
-        """The parts of one tensor, which has them group by group."""
-        sizes = tuple(axis.length // groups for axis in parts)
-        return tuple(
-            Source(f"{tensors.at}{stored}.weight", (axis, *more), Segment(sizes, i, groups))
-            for i, axis in enumerate(parts)
-        )
 
     def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
         """There are none."""
@@ -139,12 +130,12 @@ class GatedDeltaNet:
 
     @property
     def plan_key(self) -> Hashable:
-        """One plan for all."""
-        return GatedDeltaNet
+        """One plan for all layers with states."""
+        return CHUNKS
 
-    def plan(self, ops: Operations, batch: ForwardBatch) -> DeltaPlan:
+    def plan(self, ops: Operations, batch: ForwardBatch) -> RecurrentPlan:
         """The step's rows, and what their chunks are."""
-        return ops.plan_delta(batch)
+        return ops.plan_recurrent(batch)
 
     def captured(self, dtype: torch.dtype, device: torch.device) -> TileKind:
         """Rows of several tokens are walked along in chunks."""
@@ -161,7 +152,7 @@ class GatedDeltaLayer:
 
     def __init__(self, spec: GatedDeltaNet, parts: MixerParts, norm: Norm | None) -> None:
         products, shape = parts.products, spec.shape
-        self._ops, self._shape, self._cache = products.ops, shape, parts.cache
+        self._ops, self._shape, self._cache = products.ops, shape, parts.state
         self._plan_key = spec.plan_key
         self._in = normed_product(
             products, parts.named("delta_in"), norm, parts.named("attention_in")
@@ -178,7 +169,7 @@ class GatedDeltaLayer:
         """The states of the step's rows have gone on afterwards."""
         pool = step.pool
         assert isinstance(pool, StatePool)
-        states = DeltaStates(*pool.states[self._cache])
+        states = RecurrentStates(*pool.states[self._cache])
         inputs = DeltaInputs(*torch.split(self._in(x, step.batch), self._parts, dim=1))
         plan = step.plans[self._plan_key]
         return self._ops.gated_delta(inputs, self._weights, self._shape, states, plan)

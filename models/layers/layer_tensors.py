@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -52,16 +53,30 @@ class LayerTensors:
             ours = name if kind == "weight" else f"{name}_bias"
             yield Weight(ours, tuple(sources), multiplied=kind == "weight")
 
+    def cut(
+        self, stored: str, parts: tuple[Axis, ...], *more: Axis, groups: int = 1
+    ) -> tuple[Source, ...]:
+        """The parts of one tensor, which has them group by group.
+
+        `stored` is its whole name, `more` are the axes behind that of the parts.
+        """
+        sizes = tuple(axis.length // groups for axis in parts)
+        return tuple(
+            Source(self.at + stored, (axis, *more), Segment(sizes, i, groups))
+            for i, axis in enumerate(parts)
+        )
+
     def product(
-        self, name: str, stored: str, rows: Axis, columns: Axis, bias: bool
+        self, name: str, stored: str, rows: Axis, columns: Axis, bias: bool, scale: float = 1.0
     ) -> Iterator[Weight]:
-        """A product of one tensor, and its bias."""
+        """A product of one tensor, and its bias, both times `scale`."""
         source = Source(
             f"{self.at}{stored}.weight", (rows, columns), transposed=self.names.transposed
         )
-        yield Weight(name, (source,), multiplied=True)
+        yield Weight(name, (times(source, scale),), multiplied=True)
         if bias:
-            yield Weight(f"{name}_bias", (Source(f"{self.at}{stored}.bias", (rows,)),))
+            added = Source(f"{self.at}{stored}.bias", (rows,))
+            yield Weight(f"{name}_bias", (times(added, scale),))
 
     def single(self, name: str, stored: str, *axes: Axis) -> Weight:
         """A tensor that no ending is added to."""
@@ -70,6 +85,11 @@ class LayerTensors:
     def norm(self, name: str, norm: Norm | None, stored: str, axis: Axis) -> Iterator[Weight]:
         """A norm's weight and bias, as far as it has them."""
         return norm_weights(name, norm, self.at + stored, axis)
+
+
+def times(source: Source, factor: float) -> Source:
+    """The same, multiplied when it is read."""
+    return source if factor == 1.0 else replace(source, function=partial(torch.mul, other=factor))
 
 
 def plain_weight(name: str, stored: str, *axes: Axis) -> Weight:

@@ -52,14 +52,18 @@ class MixerParts:
     products: Products
     #: Its weights begin with it, and a dot.
     layer: int
-    #: Which of the pool's caches it reads: of keys and values, or of states.
+    #: Which of the pool's caches of keys and values it reads, if one.
     cache: int
+    #: Which of the pool's states it has, if one.
+    state: int
     #: Which of the step's rotations turns it, if one does.
     rotation: int
+    #: Of a second mixer of the layer: what its weights' names begin with behind the layer's.
+    beside: str = ""
 
     def named(self, weight: str) -> str:
         """The name of one of the layer's weights."""
-        return f"{self.layer}.{weight}"
+        return f"{self.layer}.{self.beside}{weight}"
 
 
 class Mix(Protocol):

@@ -127,10 +127,11 @@ class PublishedReader:
     def _stays(self, weight: Weight) -> bool:
         """Whether a weight is held in fewer bits: if products are made with it, one by one or all.
 
-        Experts' are one launch, for which they must be of one kind.
+        Experts' are one launch, for which they must be of one kind. What a model multiplies when
+        it is read is held as it comes out.
         """
         if not weight.stacked:
-            return weight.multiplied
+            return weight.multiplied and all(x.function is None for x in weight.sources)
         first, *others = (self._scheme(weight, source) for source in weight.sources)
         ordered = bool(getattr(first, "act_order", False))
         return first is not None and not ordered and all(other == first for other in others)

@@ -12,7 +12,7 @@ import torch
 from tokenpod.kernels.operations.expert_ops import Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.checkpoints.errors import ModelError
-from tokenpod.models.layers.layer_tensors import LayerTensors, Rows, plain_weight
+from tokenpod.models.layers.layer_tensors import LayerTensors, Rows, plain_weight, times
 from tokenpod.models.layers.mixer import Mixer
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.weights.names import ExpertNames, Fused
@@ -39,6 +39,14 @@ class Mlp:
     gated: bool
     up_bias: bool = False
     down_bias: bool = False
+    #: Multiply gates, and what the last product says.
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for gates that can't be multiplied."""
+        if self.gate_scale != 1.0 and (self.up_bias or not self.gated):
+            raise ModelError("mlp.gate_scale needs gates without a bias")
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """Its products, `up` with gates first, and `down`."""
@@ -50,8 +58,11 @@ class Mlp:
         """The same, whose names begin with `name`, of these tensors."""
         width = Axis(self.width, Division.EVEN)
         rows: list[Rows] = [(width, None)] * (2 if self.gated else 1)
-        yield from tensors.stacked(f"{name}up", up, rows, 1, self.up_bias)
-        yield from tensors.product(f"{name}down", down, tensors.hidden, width, self.down_bias)
+        for weight in tensors.stacked(f"{name}up", up, rows, 1, self.up_bias):
+            gates, *others = weight.sources
+            yield replace(weight, sources=(times(gates, self.gate_scale), *others))
+        last = down, tensors.hidden, width
+        yield from tensors.product(f"{name}down", *last, self.down_bias, self.down_scale)
 
     def problem(self, world: int) -> str | None:
         """Why so many ranks can't divide it, as the beginning of a sentence."""
@@ -188,12 +199,16 @@ class PerLayer:
     norm: Norm
 
 
+#: What the names of a second mixer's weights begin with, behind the layer's number.
+BESIDE = "beside."
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer."""
+    """One layer: a mixer and a feed-forward block, or one of them alone."""
 
-    mixer: Mixer
-    mlp: Mlp | Experts
+    mixer: Mixer | None
+    mlp: Mlp | Experts | None
     norms: Norms
     join: Join = Join.SEQUENTIAL
     #: Multiplies what each branch adds to the stream.
@@ -201,15 +216,28 @@ class LayerSpec:
     per_layer: PerLayer | None = None
     #: The stream behind the layer is multiplied by a number that the checkpoint has.
     scaled: bool = False
+    #: A second mixer, which reads what the first reads; both results are added.
+    beside: Mixer | None = None
 
     def __post_init__(self) -> None:
         """Raise ModelError for branches that can't be joined like that."""
+        if (self.mixer is None or self.mlp is None) and self.join is not Join.SEQUENTIAL:
+            raise ModelError(f"join {self.join.value}: the layer has one branch")
+        if self.beside is not None:
+            plain = self.join is Join.SEQUENTIAL and self.branch_scale == 1.0
+            if self.mixer is None or not plain or self.norms.attention_out is not None:
+                raise ModelError("beside: two mixers end in the stream as they are")
         if self.norms.mlp_in is SAME and self.join is not Join.PARALLEL:
             raise ModelError(
                 f"norms.mlp_in is SAME, and join {self.join.value}: it is not parallel"
             )
         if isinstance(self.mlp, Experts) and not isinstance(self.norms.mlp_in, Norm):
             raise ModelError("norms.mlp_in: a mixture of experts has a norm of its own")
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """All that it has."""
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """All of the layer, without its number."""
@@ -219,11 +247,16 @@ class LayerSpec:
             return tensors.norm(name, norm, stored, tensors.hidden)
 
         yield from norm("attention_in", norms.attention_in, names.attention_in)
-        yield from self.mixer.weights(tensors)
+        if self.mixer is not None:
+            yield from self.mixer.weights(tensors)
+        if self.beside is not None:
+            for weight in self.beside.weights(tensors):
+                yield replace(weight, name=f"{BESIDE}{weight.name}")
         yield from norm("attention_out", norms.attention_out, names.attention_out)
         if not isinstance(norms.mlp_in, Same):
             yield from norm("mlp_in", norms.mlp_in, names.mlp_in)
-        yield from self.mlp.weights(tensors)
+        if self.mlp is not None:
+            yield from self.mlp.weights(tensors)
         yield from norm("mlp_out", norms.mlp_out, names.mlp_out)
         if self.per_layer is not None:
             own, width = names.per_layer, Axis(self.per_layer.width)
@@ -235,8 +268,14 @@ class LayerSpec:
 
     def problem(self, world: int) -> str | None:
         """Why so many ranks can't divide it, as the beginning of a sentence."""
-        return self.mixer.problem(world) or self.mlp.problem(world)
+        parts = (*self.mixers, *(() if self.mlp is None else (self.mlp,)))
+        return next(filter(None, (part.problem(world) for part in parts)), None)
 
     def on_rank(self, shard: Shard) -> LayerSpec:
         """With a rank's heads and features."""
-        return replace(self, mixer=self.mixer.on_rank(shard), mlp=self.mlp.on_rank(shard))
+        return replace(
+            self,
+            mixer=self.mixer and self.mixer.on_rank(shard),
+            mlp=self.mlp and self.mlp.on_rank(shard),
+            beside=self.beside and self.beside.on_rank(shard),
+        )

@@ -20,6 +20,9 @@ class Layout:
     weights: list[Weight]
     #: Of scales that the checkpoint may have, of each layer's keys, and values.
     scales: list[list[str]]
+    #: Where its tensors lie.
+    names: Names
+    prefix: str
     #: Of weights that are quantised; None: none are.
     reader: WeightReader | None = None
     #: How many tensors belong to each other part of the checkpoint, which is not served.

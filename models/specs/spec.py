@@ -13,6 +13,7 @@ from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.mixer import Mixer
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.positions import Rope
 from tokenpod.models.specs.layer_spec import Experts, LayerSpec, Mlp
@@ -93,6 +94,8 @@ class ModelSpec:
     dtype: torch.dtype | None = None
     #: Tokens that end a text.
     eos_token_ids: frozenset[int] = frozenset()
+    #: So many drafts of a row may turn out to be wrong: states of rows have room for their inputs.
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         """Raise ModelError if layers have too many experts."""
@@ -103,42 +106,66 @@ class ModelSpec:
                 " are supported"
             )
 
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """All layers'."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+
+    @cached_property
+    def _keeping(self) -> dict[int, Mixer]:
+        """By layer, the mixers that have keys and values of their own: a layer has one at most."""
+        return {
+            i: mixer
+            for i, layer in enumerate(self.layers)
+            for mixer in layer.mixers
+            if mixer.reads_layer is None and mixer.cache.kv is not None
+        }
+
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:
         """What the pool has for a token, cache by cache."""
-        found = (self.layers[i].mixer.cache.kv for i in self.storing)
+        found = (mixer.cache.kv for mixer in self._keeping.values())
         return tuple(layout for layout in found if layout is not None)
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
         """How far back each of these is read; None: all that there is."""
-        return tuple(self.layers[i].mixer.cache.window for i in self.storing)
+        return tuple(mixer.cache.window for mixer in self._keeping.values())
 
     @cached_property
     def state_layouts(self) -> tuple[StateLayout, ...]:
         """What the pool has for a row, state by state."""
-        found = (layer.mixer.cache.state for layer in self.layers)
-        return tuple(layout for layout in found if layout is not None)
+        found = (mixer.cache.state for mixer in self.mixers)
+        return tuple(x.with_drafts(self.drafts) for x in found if x is not None)
+
+    @cached_property
+    def takes_back(self) -> bool:
+        """Whether wrong drafts can be taken back in all layers."""
+        found = (mixer.cache.state for mixer in self.mixers)
+        return all(layout is None or layout.beside is not None for layout in found)
 
     @property
     def head_counts(self) -> tuple[int, ...]:
         """Query heads of each layer that has keys and values."""
-        return tuple(self.layers[i].mixer.heads for i in self.storing)
+        return tuple(mixer.heads for mixer in self._keeping.values())
 
     @cached_property
     def storing(self) -> tuple[int, ...]:
         """The layers that have keys and values of their own."""
-        mixers = [layer.mixer for layer in self.layers]
-        return tuple(
-            i for i, x in enumerate(mixers) if x.reads_layer is None and x.cache.kv is not None
-        )
+        return tuple(self._keeping)
 
     def cache_of(self, i: int) -> int:
-        """Which of the pool's caches layer `i` reads."""
-        reads = self.layers[i].mixer.reads_layer
-        if self.layers[i].mixer.cache.state is not None:
-            return sum(layer.mixer.cache.state is not None for layer in self.layers[:i])
-        return self.storing.index(i if reads is None else reads)
+        """Which of the pool's caches of keys and values layer `i` reads; 0 if none."""
+        for mixer in self.layers[i].mixers:
+            if mixer.cache.kv is not None:
+                reads = mixer.reads_layer
+                return self.storing.index(i if reads is None else reads)
+        return 0
+
+    def state_of(self, i: int) -> int:
+        """Which of the pool's states layer `i` has, if it has one."""
+        before = (mixer for layer in self.layers[:i] for mixer in layer.mixers)
+        return sum(mixer.cache.state is not None for mixer in before)
 
     @property
     def runs_on(self) -> str:
@@ -155,23 +182,18 @@ class ModelSpec:
         if not self.state_layouts:
             return None
         row_bytes = sum(layout.nbytes(item_bytes) for layout in self.state_layouts)
-        return OwnState(row_bytes, 0, pooled=True)
+        return OwnState(row_bytes, 0, pooled=True, takes_back=self.takes_back)
 
     @property
     def expansion(self) -> Expansion | None:
         """The largest of what attention over latent rows makes of them; None: there are none."""
-        made = {layer.mixer.expansion for layer in self.layers}
+        made = {mixer.expansion for mixer in self.mixers}
         return max((x for x in made if x is not None), key=_expanded, default=None)
-
-    @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        """Each layer's."""
-        return tuple(layer.mixer.cache.window for layer in self.layers)
 
     @property
     def sliding_window(self) -> int | None:
         """The furthest that any layer looks back; None if one sees everything."""
-        reach = [self.windows[i] for i in self.storing]
+        reach = self.kv_windows
         known = [window for window in reach if window is not None]
         return max(known) if known and len(known) == len(reach) else None
 
@@ -188,6 +210,7 @@ class ModelSpec:
         return own + max(
             mlp.width if isinstance(mlp, Mlp) else mlp.width * mlp.routing.per_token + _width(mlp)
             for mlp in (layer.mlp for layer in self.layers)
+            if mlp is not None
         )
 
     @property
@@ -202,7 +225,7 @@ class ModelSpec:
 
     @property
     def _ropes(self) -> Iterator[Rope]:
-        turned = (layer.mixer.turned for layer in self.layers)
+        turned = (mixer.turned for mixer in self.mixers)
         found = (each.positions for each in turned if each is not None)
         return (each for each in found if isinstance(each, Rope))
 
@@ -221,7 +244,7 @@ class ModelSpec:
     @property
     def rank_counts(self) -> range:
         """Among how many ranks it may be divided, at most one per query head."""
-        return range(1, max(layer.mixer.heads for layer in self.layers) + 1)
+        return range(1, max(mixer.heads for mixer in self.mixers) + 1)
 
     def on_rank(self, shard: Shard) -> ModelSpec:
         """The same with a rank's heads and features; raises as `check` does.

@@ -28,9 +28,12 @@ def beyond_names(spec: ModelSpec, names: Names, prefix: str) -> tuple[str, ...]:
     """Beginnings of the names of tensors that a checkpoint has beyond its model's."""
     found = [prefix + name.format(layers=len(spec.layers)) for name in names.beyond]
     found += names.beside
+    if names.predicting is not None:
+        found.append(names.predicting.place(prefix, len(spec.layers)))
     for i, layer in enumerate(spec.layers):
         at = prefix + names.layer.format(i=i)
-        found += layer.mixer.idle_names(LayerTensors(spec.hidden_size, names, at))
+        tensors = LayerTensors(spec.hidden_size, names, at)
+        found += [name for mixer in layer.mixers for name in mixer.idle_names(tensors)]
     return tuple(found)
 
 

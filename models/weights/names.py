@@ -139,6 +139,31 @@ class DeltaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class SpaceNames:
+    """Of state spaces, as Granite 4 has them."""
+
+    #: Gates, values, keys, queries, steps.
+    inputs: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    #: Whole names of tensors.
+    log_rate: str = "mamba.A_log"
+    shift: str = "mamba.dt_bias"
+    skip: str = "mamba.D"
+    norm: str = "mamba.norm"
+    output: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortNames:
+    """Of short convolutions, as LFM2 has them."""
+
+    #: What is let in, what is let out, values.
+    inputs: str = "conv.in_proj"
+    conv: str = "conv.conv"
+    output: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class PerLayerNames:
     """Of embeddings that each layer has of its own, as Gemma has them."""
 
@@ -149,6 +174,30 @@ class PerLayerNames:
     gate: str = "per_layer_input_gate"
     output: str = "per_layer_projection"
     output_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class PredictingNames:
+    """Of a layer that predicts further tokens, as DeepSeek V3 has them: `models.mtp`."""
+
+    #: What says in config.json how many there are, and what it is where that does not say.
+    field: str = "num_nextn_predict_layers"
+    count: int = 0
+    #: What names begin with, behind the prefix or `beside` it; `{layers}` is how many there are.
+    at: str = "layers.{layers}."
+    beside: bool = False
+    #: What those of the weights that all layers have begin with, behind that.
+    layer: str = ""
+    embedding_norm: str = "enorm"
+    feature_norm: str = "hnorm"
+    join: str = "eh_proj"
+    #: The columns of `join` begin with the feature's, not with the token's.
+    feature_first: bool = False
+    norm: str = "shared_head.norm"
+
+    def place(self, prefix: str, layers: int) -> str:
+        """What names of its tensors begin with, of a model of so many layers."""
+        return ("" if self.beside else prefix) + self.at.format(layers=layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +235,11 @@ class Names:
     experts: ExpertNames | None = None
     latent: LatentNames = LatentNames()
     delta: DeltaNames = DeltaNames()
+    space: SpaceNames = SpaceNames()
+    short: ShortNames = ShortNames()
     per_layer: PerLayerNames = PerLayerNames()
+    #: None: no checkpoint has such a layer, or it is not known how.
+    predicting: PredictingNames | None = None
     #: A number that the stream behind a layer is multiplied by; the tensor's whole name.
     layer_scale: str = "layer_scalar"
     #: Tensors of one number for all heads or one each, which a checkpoint may have.

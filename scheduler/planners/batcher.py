@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, compress
 
 import numpy as np
@@ -52,6 +53,8 @@ class Batcher(Planner):
         preemption: decides what of a preempted sequence goes to the host's memory.
         forced: which tokens are forced.
         drafting: decides who has drafts; None: nobody.
+        ahead: prompt tokens of those that have left the queue, about: more stay there, whose order
+            may still change; None: all join that fit.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Batcher(Planner):
         preemption: Preemption,
         forced: Forced,
         drafting: Drafting | None,
+        ahead: int | None = None,
     ) -> None:
         #: Times that a sequence was preempted.
         self.preemptions = 0
@@ -76,6 +80,7 @@ class Batcher(Planner):
         self._preemption = preemption
         self._forced = forced
         self._drafting = drafting
+        self._ahead = ahead
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
@@ -104,6 +109,23 @@ class Batcher(Planner):
         return bool(self._ready) or any(not s.fetching for s in self._prefilling)
 
     @property
+    def decoding(self) -> tuple[int, int]:
+        """Sequences that can have a token in the next step; the tokens that they read together."""
+        _, places = self._decoding.next()
+        rows, context = len(places), int(self._kv.table.computed[places].sum())
+        if self._beams.groups:
+            rows += self._beams.wanted
+            context += self._beams.context
+        return rows, context
+
+    @property
+    def prompts(self) -> Iterator[tuple[int, int]]:
+        """Of each prompt, in order: tokens that are computed, and those that are to be."""
+        for sequence in chain(self._ready, self._prefilling):
+            if not sequence.late:
+                yield sequence.computed, sequence.to_compute
+
+    @property
     def prefilling(self) -> list[Sequence]:
         """Sequences whose prompt is being computed, or is next."""
         return list(self._prefilling)
@@ -116,7 +138,21 @@ class Batcher(Planner):
 
     def joining(self, waiting: Iterable[int]) -> Joining:
         """How many requests may join, given the tokens that each which waits needs computed."""
-        return self._batching.joining(self.running, waiting)
+        if self._ahead is None:
+            return self._batching.joining(self.running, waiting)
+        wanted = [*self._wanted_next(waiting, self._ahead)]
+        joining = self._batching.joining(self.running, wanted)
+        most = len(wanted) if joining.most is None else min(joining.most, len(wanted))
+        return replace(joining, most=most)
+
+    def _wanted_next(self, waiting: Iterable[int], ahead: int) -> Iterator[int]:
+        """The first of those that wait: so many tokens with the prompts that are being computed."""
+        ahead -= sum(to_compute for _, to_compute in self.prompts)
+        for tokens in waiting:
+            if ahead <= 0:
+                return
+            ahead -= tokens
+            yield tokens
 
     def add_to(self, ledger: Ledger) -> None:
         """Add what its sequences need to a ledger."""

@@ -34,6 +34,11 @@ class Beams:
         self._ready: dict[int, Group] = {}
 
     @property
+    def context(self) -> int:
+        """The tokens that those read together which are ready."""
+        return sum(s.computed for group in self._ready.values() for s in group.carriers)
+
+    @property
     def running(self) -> int:
         """Sequences with a row."""
         return sum(len(g.sequences) if g.begun else 1 for g in self.groups.values())

@@ -1,8 +1,9 @@
 """Requests that wait for a row and memory: callers' and a router's in one queue.
 
-First come, first served within a priority. The head waits until it fits; no request overtakes
-another of its priority, so none starves, and neither callers nor a router can keep the other out. A
-preempted sequence keeps its arrival, and so stands before all that came later.
+First come, first served within a priority, or short prompts first, with a bound on what passes a
+longer one (order.py). The head waits until it fits; no request overtakes another that stands before
+it, so none starves, and neither callers nor a router can keep the other out. A preempted sequence
+keeps its number, and so stands before all that came later.
 
     waiting --a row is free, and the admission policy's ledger has room--> its planner
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from tokenpod.scheduler.kv.kv import KV
+from tokenpod.scheduler.planners.order import Order
 from tokenpod.scheduler.planners.planner import StepPlanner
 from tokenpod.scheduler.policies.admission_policy import Admission
 from tokenpod.scheduler.policies.batching import Joining
@@ -23,7 +25,7 @@ from tokenpod.scheduler.sequences.constrained import Constrained
 from tokenpod.scheduler.sequences.rows import Rows
 from tokenpod.scheduler.sequences.sequence import Owner, Sequence, State
 
-#: (-priority, arrival, stream of the first sample, samples): sorts in the order of service.
+#: (-priority, number, stream of the first sample, samples): sorts in the order of service.
 _Entry = tuple[int, int, int, list[Sequence]]
 
 #: Less than any -priority: requests that stand before all others.
@@ -43,6 +45,7 @@ class Queue:
         rows: the executor's rows.
         adapters: their slots.
         admission: says whether requests fit.
+        order: of requests of one priority.
         swapped_first: what is swapped to the host's memory joins before all that waits.
     """
 
@@ -52,6 +55,7 @@ class Queue:
         rows: Rows,
         adapters: AdapterSlots,
         admission: Admission,
+        order: Order,
         *,
         swapped_first: bool = False,
     ) -> None:
@@ -63,8 +67,8 @@ class Queue:
         self._rows = rows
         self._adapters = adapters
         self._admission = admission
+        self._order = order
         self._swapped_first = swapped_first
-        self._arrivals = 0
         self._swapped = 0
         self._waiting: list[_Entry] = []
         #: How many of the batcher's at the head fitted when the next entry did not, and nothing has
@@ -96,9 +100,9 @@ class Queue:
 
     def add(self, samples: list[Sequence]) -> None:
         """Add a new request behind those of its priority; under a constraint once it has masks."""
-        self._arrivals += 1
+        number = self._order.number(samples[0].needed)
         for sequence in samples:
-            sequence.arrival = self._arrivals
+            sequence.arrival = number
         self._wait(samples)
 
     def requeue(self, samples: list[Sequence]) -> None:

@@ -92,6 +92,13 @@ class RouterSteps(Planner):
         self.admitted[sequence.id] = self._waiting.pop(sequence.id)
         self.reserved += sequence.bound - sequence.computed
 
+    @property
+    def decoding(self) -> tuple[int, int]:
+        """Sequences that routers want a token of; the tokens that these read together."""
+        members = (sequence for op in self.ops for sequence in op.members.values())
+        wanted = [sequence.computed for sequence in members if not sequence.prefilling]
+        return len(wanted), sum(wanted)
+
     def add_to(self, ledger: Ledger) -> None:
         """Add what its sequences need to a ledger."""
         for sequence in self.admitted.values():

@@ -65,8 +65,7 @@ class Mixed:
     """
 
     def __init__(self, limits: Limits) -> None:
-        #: While routers have prompts too, each side has half of the step's budget.
-        self.quantum = max(limits.prefill_tokens // 2, 1)
+        self.quantum = limits.least_prompt_tokens
 
     def joining(self, running: int, waiting: Iterable[int]) -> Joining:
         """At any time, as many as fit."""

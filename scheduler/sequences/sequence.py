@@ -154,6 +154,7 @@ class Sequence:
         table.masked[self.place] = self.constrained
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
+        table.id[self.place] = self.id
         table.needed[self.place] = self.needed
         table.bound[self.place] = self.bound
         # Beams follow one another's tokens.
@@ -229,6 +230,7 @@ class Sequence:
         assert self.node is None
         self.inputs = self.all_tokens(self.length)
         self.proven = self.behind = False
+        self.table.plain[self.place] = 0
         self.table.needed[self.place] = self.needed
         self.computed = self.shared = 0
 
@@ -340,6 +342,13 @@ class Sequence:
         self.outputs.append(token)
         self.finish = self._finish(token, now)
         return self.finish
+
+    def prove(self) -> None:
+        """An output has come behind all that it needs: most that follow are plain ones."""
+        self.proven = True
+        stopping = self.request.stopping
+        if not (self.constrained or self.group or stopping.time_limit_at is not None):
+            self.table.plain[self.place] = stopping.max_new_tokens
 
     def _finish(self, token: int, now: int) -> FinishCode:
         stopping = self.request.stopping

@@ -57,6 +57,10 @@ class Table:
     masked: Ints
     #: 1: its next mask is late; it has no part in steps until that is there.
     paused: Ints
+    #: The sequence's id.
+    id: Ints
+    #: Outputs before this one only lengthen it, unless they are ends of text; 0: any may do more.
+    plain: Ints
     #: The end of a piece of its prompt, behind which others may go on otherwise; 0: there is none.
     branch: Ints
 

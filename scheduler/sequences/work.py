@@ -26,6 +26,11 @@ class SnapshotLimits:
     per_path: int = 16
 
 
+#: A step is cut to this part of its prompt tokens, but to no fewer than that, to keep gaps short.
+_GAP_PARTS = 16
+_LEAST_PIECE = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The engine's resources."""
@@ -36,8 +41,13 @@ class Limits:
     max_rows: int
     #: Longest sequence, prompt and output.
     max_positions: int
-    #: Prompt tokens that one step takes.
+    #: Prompt tokens that one step takes, at most.
     prefill_tokens: int
+    #: Serve short prompts before longer ones that have come a little earlier.
+    shortest_first: bool = False
+    #: Nanoseconds that a step with prompts takes at most while others stream, as far as
+    #: `least_prompt_tokens` allow it; None: it has no bound.
+    max_gap: int | None = None
     #: Keep keys and values for later prompts with the same prefix.
     prefix_caching: bool = True
     #: What is forgotten first: "lru" what was used longest ago, "lfu" what few requests have used.
@@ -71,6 +81,14 @@ class Limits:
     forced: int = 0
     #: Drafts of a step, forced tokens among them, at most.
     drafts: int = MOST_DRAFTS
+
+    @property
+    def least_prompt_tokens(self) -> int:
+        """Prompt tokens that each step has room for, if it has prompts."""
+        half = self.prefill_tokens // 2
+        if self.max_gap is None:
+            return max(half, 1)  # of the rest routers' prompts have half
+        return max(self.prefill_tokens // _GAP_PARTS, min(half, _LEAST_PIECE), 1)
 
     @property
     def caching(self) -> bool:

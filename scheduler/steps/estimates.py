@@ -3,12 +3,14 @@
     settled --> the time of the step --> prompts: the least that one takes      (deadlines)
                                          drafting: steps with and without drafts (drafts)
                                          forced: with and without forced tokens  (constraints)
+                                         gaps: the model of what steps take      (streams' gaps)
 
 All times are nanoseconds.
 """
 
 from __future__ import annotations
 
+from tokenpod.scheduler.steps.gaps import GapBound
 from tokenpod.scheduler.steps.step import Step
 from tokenpod.scheduler.steps.step_times import Costs
 
@@ -24,12 +26,18 @@ class Estimates:
         prefill_tokens: prompt tokens that one step takes.
         drafting: learns what steps cost with drafts and without; None: nobody asks.
         forced: learns the same of forced tokens, from steps under constraints.
+        gaps: learns what steps take, to bound them; None: they have no bound.
     """
 
     def __init__(
-        self, prefill_tokens: int, drafting: Costs | None = None, forced: Costs | None = None
+        self,
+        prefill_tokens: int,
+        drafting: Costs | None = None,
+        forced: Costs | None = None,
+        gaps: GapBound | None = None,
     ) -> None:
         self.prompts = PromptTimes(prefill_tokens)
+        self.gaps = gaps
         self._drafting, self._forced = drafting, forced
         self._settled_at = 0
         #: Steps that have not settled; and nothing could run since the last one.
@@ -54,6 +62,8 @@ class Estimates:
         self._under_way -= 1
         self.prompts.note(step.prompt_tokens, took)
         if step.prompt_tokens:
+            if self.gaps is not None and took > 0:
+                self.gaps.note(step.size, took)
             return
         plan = step.plan
         if self._drafting is not None:

@@ -21,6 +21,7 @@ from tokenpod.scheduler.pool.given import VIRTUAL
 from tokenpod.scheduler.pool.radix import Slots
 from tokenpod.scheduler.sequences.sequence import Sequence
 from tokenpod.scheduler.sequences.table import Ints, Table
+from tokenpod.scheduler.steps.machine_times import StepSize
 from tokenpod.scheduler.steps.prompt_pieces import ChosenToken, Piece
 
 #: By the names of `StepPlan`; all arrays but where few numbers are.
@@ -49,6 +50,23 @@ class Step:
     gap: int | None = None
     #: Rows of the plan whose drafts are forced, and so right.
     forced: frozenset[int] = frozenset()
+
+    @cached_property
+    def size(self) -> StepSize:
+        """What it holds, by which its time is estimated."""
+        plan = self.plan
+        if not self.prompt_tokens:
+            return StepSize(plan.rows, int(plan.r_start.sum()))
+        tokens, starts = plan.r_tokens.astype(np.int64), plan.r_start.astype(np.int64)
+        decoding = tokens == 1
+        long = ~decoding
+        pairs = tokens[long] * starts[long] + tokens[long] * (tokens[long] + 1) // 2
+        return StepSize(
+            rows=int(decoding.sum()),
+            context=int(starts[decoding].sum()),
+            prompt_tokens=int(tokens[long].sum()),
+            pairs=int(pairs.sum()),
+        )
 
     @cached_property
     def sampled(self) -> list[Sequence]:

@@ -38,8 +38,8 @@ class Admission:
 
     Args:
         max_requests: `Generate` and `Tokens` calls at once, running and waiting together.
-        max_queue_tokens: prompt tokens that may wait for their computation; to be set before
-            anything is taken in, if it depends on the engine.
+        max_queue_tokens: prompt tokens that may wait for their computation. Both are to be set
+            before anything is taken in, if they depend on the engine.
         max_bytes: what calls may hold of the front ends' memory.
         max_message_bytes: of one message.
         counters: where the counts are; None: this process is alone.
@@ -67,7 +67,7 @@ class Admission:
 
     @classmethod
     def of(cls, settings: ServerSettings, counters: PodCounters) -> Admission:
-        """By the operator's limits, but for that on prompt tokens, which the engine decides."""
+        """By the operator's limits; for unset ones, what they are at most."""
         return cls(
             max_requests=settings.resolved_concurrent_requests,
             max_bytes=settings.resolved_front_end_bytes,

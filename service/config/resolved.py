@@ -24,8 +24,9 @@ _BATCHES_TAKEN = 4
 _MOST_USUAL_ADAPTERS = 32
 #: Prompt tokens that may wait however small the KV cache is.
 _LEAST_QUEUE_TOKENS = 131_072
-#: Memory that calls may hold however few are taken.
+#: Memory that calls may hold however few are taken, and however many, unless somebody says so.
 _LEAST_FRONT_END_BYTES = 1024**3
+_MOST_FRONT_END_BYTES = 8 * 1024**3
 
 
 class ResolvedSettings(Settings):
@@ -52,8 +53,22 @@ class ResolvedSettings(Settings):
 
     @property
     def resolved_batch_size(self) -> int:
-        """Sequences that run at once."""
-        return self.max_batch_size or (64 if self.resolved_device == "cpu" else 512)
+        """Sequences that run at once; fewer if the engine finds that memory lacks for so many."""
+        return self.max_batch_size or (64 if self.resolved_device == "cpu" else 1024)
+
+    @property
+    def fewer_rows(self) -> bool:
+        """Whether the engine may let fewer run at once."""
+        return self.resolved_device == "cuda" and self.max_batch_size is None
+
+    @property
+    def max_gap_seconds(self) -> float | None:
+        """Seconds that a step may take for which streams wait; None: it has no bound."""
+        milliseconds = self.max_gap_ms
+        if milliseconds is None:
+            milliseconds = 100.0 if self.resolved_device == "cpu" else 120.0
+        # `alternate` computes prompts whole.
+        return milliseconds / 1000 if milliseconds and self.batching != "alternate" else None
 
     @property
     def resolved_adapters(self) -> int:
@@ -66,14 +81,19 @@ class ResolvedSettings(Settings):
 
     @property
     def resolved_concurrent_requests(self) -> int:
-        """Requests running and waiting: while one batch runs, three more may wait."""
-        return self.max_concurrent_requests or _BATCHES_TAKEN * self.resolved_batch_size
+        """Requests running and waiting, at most: see `requests_taken`."""
+        return self.requests_taken(self.resolved_batch_size)
+
+    def requests_taken(self, rows: int) -> int:
+        """The same where so many run at once: while one batch runs, three more may wait."""
+        return self.max_concurrent_requests or _BATCHES_TAKEN * rows
 
     @property
     def resolved_front_end_bytes(self) -> int:
         """Bytes of the front ends' memory that calls may hold together."""
         messages = self.resolved_concurrent_requests * self.max_message_bytes
-        return self.max_front_end_bytes or max(messages, _LEAST_FRONT_END_BYTES)
+        usual = min(max(messages, _LEAST_FRONT_END_BYTES), _MOST_FRONT_END_BYTES)
+        return self.max_front_end_bytes or usual
 
     def resolved_queue_tokens(self, slots: int) -> int:
         """Prompt tokens waiting, with a KV cache of so many: what waits fits into it once."""
@@ -141,6 +161,11 @@ class ResolvedSettings(Settings):
     def tgis_address(self) -> str | None:
         """Where every service listens as well; None: nowhere."""
         return f"{host_of(self.hostname)}:{self.tgis_port}" if self.tgis_port else None
+
+    @property
+    def loopback_address(self) -> str | None:
+        """Where every service listens for this machine alone, in plaintext; None: nowhere."""
+        return f"127.0.0.1:{self.loopback_port}" if self.loopback_port else None
 
     @property
     def health_address(self) -> str | None:

@@ -157,7 +157,8 @@ def _draft_faults(s: ResolvedSettings) -> Iterator[str]:
 
 
 def _network_faults(s: ResolvedSettings) -> Iterator[str]:
-    for one, other in combinations(("port", "health_port", "tgis_port", "metrics_port"), 2):
+    ports = ("port", "health_port", "tgis_port", "loopback_port", "metrics_port")
+    for one, other in combinations(ports, 2):
         if getattr(s, one) == getattr(s, other) != 0:
             yield f"{flag(one)} and {flag(other)} are both {getattr(s, one)}: they must differ"
     if s.uds_path is not None:
@@ -206,6 +207,9 @@ def _security_faults(s: ResolvedSettings) -> Iterator[str]:
     if (s.tls_cert is None) != (s.tls_key is None):
         given, lacking = ("tls_cert", "tls_key") if s.tls_cert else ("tls_key", "tls_cert")
         yield f"{flag(given)} is {getattr(s, given)}: {flag(lacking)} is needed with it"
+    if s.loopback_port and s.tls_cert is None:
+        # What tells its calls from others is that they come without TLS.
+        yield f"--loopback-port is {s.loopback_port}: --tls-cert is needed with it"
     if s.tls_client_ca is not None and s.tls_cert is None:
         yield f"--tls-client-ca is {s.tls_client_ca}: --tls-cert is needed with it"
     for name in _FILES:

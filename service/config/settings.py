@@ -158,6 +158,10 @@ class Settings(BaseSettings):
     """Port of every gRPC service. 0: any free one."""
     tgis_port: int = _network(0, ge=0, le=65535)
     """A second port of every gRPC service, for clients of TGIS, who look for 8033. 0: none."""
+    loopback_port: int = _network(0, ge=0, le=65535)
+    """A port of every gRPC service on 127.0.0.1 alone, in plaintext and without tokens of
+    auth-token-file, for a gateway beside the server that can show none; tls-cert is needed with it.
+    Whoever has a process on this machine, or in this Kubernetes pod, may call. 0: none."""
     health_port: int = _network(50052, ge=0, le=65535)
     """Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none."""
     front_ends: int = _network(0, ge=0, le=64)
@@ -198,7 +202,8 @@ class Settings(BaseSettings):
     )
     """Prompt tokens waiting; a request beyond is refused."""
     max_front_end_bytes: int | None = _limit(
-        derived="max-concurrent-requests times max-message-bytes, 1073741824 at least", ge=1024**2
+        derived="max-concurrent-requests times max-message-bytes, 1073741824 to 8589934592",
+        ge=1024**2,
     )
     """Memory that calls may hold in all front ends together: messages, prompts, answers not yet
     sent; a call beyond is refused. A message that has not arrived after half a second counts at
@@ -260,7 +265,11 @@ class Settings(BaseSettings):
     constraint_cache_bytes: int = _memory(256 * 1024**2, ge=0)
     """Memory for compiled constraints that are kept for later requests, about."""
 
-    max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
+    max_batch_size: int | None = _memory(
+        derived="64 on a CPU; on a GPU as many as its memory holds well, 1024 at most",
+        ge=1,
+        le=65_536,
+    )
     """Sequences that run at once."""
     max_batch_prefill_tokens: int | None = _memory(
         derived="4096 on a GPU; on a CPU what takes 50 ms, 64 to 512 (512 with batching alternate);"
@@ -268,6 +277,10 @@ class Settings(BaseSettings):
         ge=1,
     )
     """Prompt tokens of one step; a longer prompt takes several."""
+    max_gap_ms: float | None = _memory(derived="120 on a GPU, 100 on a CPU", ge=0, le=60_000)
+    """Milliseconds that a step with prompts may take while others stream, by estimate: it has fewer
+    prompt tokens then, a sixteenth of max-batch-prefill-tokens or 32 at least. If it takes so long
+    without prompts, they may add half of that. 0: no bound. Not with batching alternate."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
     """Size of the KV cache in tokens: all running requests and the prefixes kept."""
     admission: Literal["exact", "reserve", "optimistic", "past_future"] = _memory("exact")
@@ -278,6 +291,10 @@ class Settings(BaseSettings):
     batching: Literal["mixed", "alternate"] = _memory("mixed")
     """What a step holds. mixed: a token of every running request and pieces of prompts; alternate:
     as TGI, whole prompts by themselves while running requests pause, or tokens."""
+    queue_order: Literal["arrival", "shortest"] = _memory("arrival")
+    """Who is next among waiting requests of one priority. arrival: who came first; shortest: who
+    has the shorter prompt, but no prompt lets more than 256 times its own tokens pass, nor more
+    than 64 steps'."""
     waiting_served_ratio: float | None = _memory(derived="0.3", ge=0, le=1_000_000)
     """With batching alternate: waiting requests interrupt running ones if they are at least so many
     times as many."""

@@ -1,5 +1,5 @@
-"""Where a model lies. Nothing is downloaded, unless --download says so: a pod that starts had
-better not depend on a hub.
+"""Where a model and its adapters lie. Nothing is downloaded, unless --download says so: a pod that
+starts had better not depend on a hub.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from tokenpod.core.adapter_files import CONFIG
 from tokenpod.core.messages import MTP
+from tokenpod.service.config.resolved import named_adapters
 from tokenpod.service.config.sources import ServerSettings, hub_cache
 
 EMBEDDED = "demo"
@@ -58,6 +60,11 @@ def draft_folder(settings: ServerSettings) -> Path | None:
     if not folder.is_dir():
         folder = snapshot_of(name, "main", f"--draft-model is {name}")
     return _checked(folder)
+
+
+def adapter_folders(named: str | None) -> list[tuple[str, str]]:
+    """Names and folders of what `--lora-adapters` says. Raises ModelNotFound."""
+    return [(name, str(_adapter_folder(name, place))) for name, place in named_adapters(named)]
 
 
 def resolve_model(model_id: str, revision: str | None = None) -> Path:
@@ -161,4 +168,14 @@ def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         empty = "" if any(folder.iterdir()) else f": it is empty{_NO_VOLUME}"
         raise ModelNotFound(f"the model folder {folder} has no config.json{empty}")
+    return folder
+
+
+def _adapter_folder(name: str, place: str) -> Path:
+    folder, asked = Path(place).expanduser(), f"--lora-adapters names {name}"
+    if not folder.is_dir():
+        path, _, revision = place.rpartition("@")
+        folder = snapshot_of(path or place, revision if path else "main", asked)
+    if not (folder / CONFIG).is_file():
+        raise ModelNotFound(f"{asked}: the folder {folder} has no {CONFIG}")
     return folder

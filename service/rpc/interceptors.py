@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,15 @@ log = logging.getLogger("tokenpod.rpc")
 Handler = Any
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Context = Any
+#: Keys and values that a call carries; None: none.
+Metadata = Iterable[tuple[str, str | bytes]] | None
 #: (request or stream of requests, context) -> response, or None where it writes a stream.
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 #: Metadata in which a caller shows its token.
 TOKEN_KEY = "authorization"  # noqa: S105 (a name, not a token)
+#: Of a call's authentication context: what encrypts it.
+_SECURITY = "transport_security_type"
 _NO_TOKEN = "the call has no token"  # noqa: S105 (a text, not a token)
 
 
@@ -93,6 +97,7 @@ class AuthInterceptor(Interceptor):
         token_file: the tokens that are known, one on each line; read again when it changes.
         exempt: full names of the methods that need none of these tokens.
         only: those of all that need one; None: all others.
+        plaintext: calls without TLS need none: they come by the loopback port.
     """
 
     def __init__(
@@ -100,9 +105,12 @@ class AuthInterceptor(Interceptor):
         token_file: Path,
         exempt: Collection[str] = (),
         only: Collection[str] | None = None,
+        *,
+        plaintext: bool = False,
     ) -> None:
         self._tokens = TokenFile(token_file)
         self._exempt, self._only = exempt, only
+        self._over_tls = Wrapped(self._asking_over_tls) if plaintext else None
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Refuse calls without a known token."""
@@ -110,14 +118,34 @@ class AuthInterceptor(Interceptor):
             return handler
         if self._only is not None and details.method not in self._only:
             return handler
-        given = metadata_of(details, TOKEN_KEY)
+        if self._over_tls is not None:
+            return self._over_tls(handler, details.method)
+        fault = self._fault(details.invocation_metadata)
+        return handler if fault is None else refusing(handler, fault)
+
+    def _asking_over_tls(self, handler: Handler, method: str) -> Handler:
+        """A handler that asks callers over TLS for a token. Only the call itself tells them."""
+        inner = behaviour_of(handler)
+
+        async def ask(requests: Any, context: Context) -> Any:
+            if context.auth_context().get(_SECURITY) != [b"insecure"]:
+                fault = self._fault(context.invocation_metadata())
+                if fault is not None:
+                    raise fault
+            return await inner(requests, context)
+
+        return with_behaviour(handler, ask)
+
+    def _fault(self, metadata: Metadata) -> Unauthenticated | None:
+        """What is wrong with the token of a call; None: nothing."""
+        given = metadata_of(metadata, TOKEN_KEY)
         # With two tokens, a proxy before this server may have checked the other one.
         if len(given) == 1 and self._knows(given[0]):
-            return handler
+            return None
         problem = "the call carries a token that is not known" if any(given) else _NO_TOKEN
         if len(given) > 1:
             problem = f"the call carries {len(given)} tokens; it must carry one"
-        return refusing(handler, Unauthenticated(f"{problem} (authorization: Bearer TOKEN)"))
+        return Unauthenticated(f"{problem} (authorization: Bearer TOKEN)")
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
@@ -198,9 +226,9 @@ def unparsed(handler: Handler, behaviour: Behaviour) -> Handler:
     return make(behaviour, None, handler.response_serializer)
 
 
-def metadata_of(details: grpc.HandlerCallDetails, key: str) -> list[str]:
-    """The values that a call carries under this key."""
-    return [str(value) for name, value in details.invocation_metadata or () if name == key]
+def metadata_of(metadata: Metadata, key: str) -> list[str]:
+    """The values that a call's metadata have under this key."""
+    return [str(value) for name, value in metadata or () if name == key]
 
 
 async def _at_once() -> None:

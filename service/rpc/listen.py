@@ -99,7 +99,10 @@ def public_server(
     closing = Closing(settings.resolved_concurrent_requests, table.open)
     token = settings.auth_token_file
     exempt = table.open | table.named(Access.ADAPTERS) | table.named(Access.ADMIN)
-    authorising = [AuthInterceptor(token, exempt)] if token is not None else []
+    plaintext = settings.loopback_address is not None
+    authorising = []
+    if token is not None:
+        authorising = [AuthInterceptor(token, exempt, plaintext=plaintext)]
     authorising += authorising_operators(settings, table)
     inner = [closing, intake_of(settings, services)]
     layers = Layers([*recording, ErrorInterceptor(), *authorising, *inner])
@@ -149,13 +152,18 @@ def reason(address: str, error: Exception) -> str:
 def bind_all(
     server: grpc.aio.Server,
     address: str,
-    second: str | None,
+    settings: ServerSettings,
     with_tls: grpc.ServerCredentials | None,
 ) -> int:
-    """Listen on `address`, whose port is returned, and on `second`, if any. Raises StartError."""
+    """Listen on `address`, whose port is returned, and on the settings' further ports.
+
+    Raises StartError.
+    """
     port = bind(server, address, with_tls)
-    if second is not None:
-        bind(server, second, with_tls)
+    if settings.tgis_address is not None:
+        bind(server, settings.tgis_address, with_tls)
+    if settings.loopback_address is not None:
+        bind(server, settings.loopback_address, None)
     return port
 
 
@@ -165,9 +173,11 @@ def check_ports(settings: ServerSettings) -> None:
     Sharing asks for nothing but the same user: without this look, two servers would split the
     clients of one port between them.
     """
-    for address in filter(None, (settings.address, settings.tgis_address)):
+    shared = (settings.address, settings.tgis_address, settings.loopback_address)
+    for address in filter(None, shared):
+        host, _, port = address.rpartition(":")
         try:
-            _try_port(settings.hostname, int(address.rpartition(":")[2]))
+            _try_port(host.strip("[]"), int(port))
         except OSError as error:
             why = reason(address, error)
             raise StartError(f"cannot listen on {address}: {why}") from error

@@ -98,7 +98,7 @@ class RelayGuard(Interceptor):
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Refuse calls without the secret."""
-        given = metadata_of(details, SECRET_KEY)
+        given = metadata_of(details.invocation_metadata, SECRET_KEY)
         if len(given) == 1 and hmac.compare_digest(given[0].encode(), self._secret):
             return handler
         return refusing(handler, Unauthenticated("only this pod's own front ends may call here"))

@@ -86,6 +86,7 @@ class GenerateService:
         if self._serving is not None:
             self._serving.archive.release()
         limits = request_limits(settings, ready)
+        self._admission.max_requests = settings.requests_taken(limits.rows)
         self._admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
         self._admission.turnover.watch(client, limits.rows)
         formats = formats_of(

@@ -164,9 +164,6 @@ class Serving:
                 raise InvalidArgument("sampling.beam", problem)
         elif call.output.raw_text or call.beam is not None or not self.tokenizer.tells_bytes:
             return None
-        elif calls.framed:
-            # Text between special tokens is none that a constraint with free text allows.
-            return None
         return calls
 
     def _check_bytes(self, field: str) -> None:
@@ -180,9 +177,13 @@ class Serving:
         if not isinstance(chat, ChatPrompt) or not chat.tools or self.formats.calls is not None:
             return
         if chat.must_call or not call.output.raw_text:
+            set_to = self.settings.tool_parser
+            why = (
+                ", and the model's chat template shows no form of calls" if set_to == "auto" else ""
+            )
             raise FailedPrecondition(
-                "chat.tools: this server does not tell calls of tools from text (--tool-parser"
-                f" {self.settings.tool_parser}); with output.raw_text they are text"
+                f"chat.tools: this server does not tell calls of tools from text (--tool-parser is"
+                f" {set_to}{why}): name a parser there, or set output.raw_text, and they are text"
             )
 
     @property

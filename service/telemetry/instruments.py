@@ -12,7 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from tokenpod.core.outputs import Load, MaskCounts, StepCounts
 from tokenpod.service.calls.generation import Generation
-from tokenpod.service.telemetry.readings import PodReadings
+from tokenpod.service.telemetry.recorder import PodReadings
 from tokenpod.service.telemetry.server_calls import generation_phases
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokenpod.core.outputs import Load
@@ -25,7 +26,23 @@ from tokenpod.service.telemetry.server_calls import (
 if TYPE_CHECKING:
     # Not imported while telemetry is off.
     from tokenpod.service.rpc.interceptors import Interceptor
-    from tokenpod.service.telemetry.readings import PodReadings
+
+
+@dataclass(frozen=True, slots=True)
+class PodReadings:
+    """What the first front end knows of the pod, besides the engine's load.
+
+    `started_at` and `certificate_expires` are Unix times; the latter is None without TLS, or where
+    the file can't be read.
+    """
+
+    started_at: float
+    ready: bool
+    stalled: bool
+    admitted: int
+    call_bytes: int
+    most_call_bytes: int
+    certificate_expires: float | None
 
 
 class Telemetry:

@@ -22,8 +22,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from tokenpod.core.outputs import Load
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
-from tokenpod.service.telemetry.readings import PodReadings
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.recorder import PodReadings, Telemetry
 from tokenpod.service.telemetry.server_calls import CallObserver
 from tokenpod.service.telemetry.tracing import CallTracing
 

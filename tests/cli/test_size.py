@@ -241,11 +241,9 @@ def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(latents))
     portions = told_here(tmp_path).portions
     assert portions[1].kv_numbers == portions[2].kv_numbers == 27 * 576
-    long, short = (
-        answer("--model-id", tmp_path, "--gpu", "h200", "--max-total-tokens", n)["reserve_bytes"]
-        for n in (100_000, 2048)
-    )
-    tokens = 513 + 4096 + PROBE_TOKENS
+    few = ("--model-id", tmp_path, "--gpu", "h200", "--max-batch-size", 64)
+    long, short = (answer(*few, "--max-total-tokens", n)["reserve_bytes"] for n in (100_000, 2048))
+    tokens = 65 + 4096 + PROBE_TOKENS
     made = 16 * 16_384 * 640 + 16_384 * 576 + 2048 * tokens
     widest = 3 * tokens * (6 + 2) * 1408
     assert made > widest
@@ -313,7 +311,7 @@ def test_a_pod_of_several_shards_is_asked_about_its_group(
 def test_what_does_not_fit_is_exit_status_1_and_says_what_would(big: Path):
     done = size("--model-id", big, "--memory-gib", 14.56, "--num-shard", 1)
     assert done.returncode == 1
-    assert "It does not fit: weights and reserve need 18." in done.stdout
+    assert "It does not fit: weights and reserve need 17." in done.stdout
     assert "GiB of 14.56." in done.stdout
     assert done.stdout.endswith("The least that does is --num-shard 2.\n")
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tokenpod.core.capacity import GIB, Capacity, capacity, choose_slots, fewest_ranks
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import Footprint, Portion
+from tokenpod.core.own_state import OwnState
+from tokenpod.core.windows import WholeTokens, WindowRoom
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 
 #: Llama 3.1's 8B shape.
@@ -92,7 +94,7 @@ def test_layers_with_a_window_have_slots_for_all_rows_and_leave_others_the_rest(
     asked = {"memory": int(139.8 * GIB), "ranks": 1}
     before, after = capacity(whole, options(), **asked), capacity(WINDOWED, options(), **asked)
     assert before.windows is None
-    assert after.windows is not None
+    assert isinstance(after.windows, WindowRoom)
     assert after.windows.slots == (513 * (8 + 3 + 12) + 257) * 16
     assert (before.slot_bytes, after.slot_bytes) == (24 * 2048, 12 * 2048)
     assert after.window_bytes == 12 * 2048
@@ -105,18 +107,19 @@ def test_layers_with_a_window_have_slots_for_all_rows_and_leave_others_the_rest(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"host_kv_bytes": GIB},  # holds whole tokens
-        {"max_batch_total_tokens": 100_000},  # fewer than the rows' windows
-        {"max_batch_size": 8192},
+        ({"host_kv_bytes": GIB}, "which the host's memory holds (--host-kv-bytes)"),
+        ({"max_batch_total_tokens": 100_000}, "and there are 100000 in all (--max-batch-size)"),
+        ({"max_batch_size": 8192}, "since windows of 8193 rows would take "),
     ],
 )
-def test_layers_with_a_window_have_all_slots_where_that_takes_less_memory(changes):
+def test_layers_with_a_window_have_all_slots_where_that_takes_less_memory(changes, why):
     asked = {"memory": int(139.8 * GIB), "ranks": 1}
     found = capacity(WINDOWED, options(**changes), **asked)
-    assert found.windows is None
-    assert found.slot_bytes == 24 * 2048
+    assert str(found.windows).startswith("whole tokens, ")
+    assert why in str(found.windows)
+    assert (found.window_slots, found.slot_bytes) == (0, 24 * 2048)
 
 
 def test_where_all_layers_have_a_window_rows_alone_bound_what_runs():
@@ -202,3 +205,60 @@ def test_twice_the_ranks_never_hold_less(ranks: int, memory: int):
     )
     assert two.free >= one.free
     assert two.fits or not one.fits
+
+
+def chosen(model: Footprint, memory: float, **changes: object) -> Capacity:
+    """What a GPU of so many GiB holds if nobody says how many sequences run at once."""
+    asked = options(**{"max_batch_size": 1024, "fewer_rows": True, **changes})
+    return capacity(model, asked, memory=int(memory * GIB), ranks=1)
+
+
+def test_rows_are_as_many_as_have_memory_for_a_text_each():
+    rows = [chosen(MODEL, memory).rows for memory in (22, 44, 79, 139.8)]
+    assert rows == sorted(rows)
+    assert rows[0] < 256
+    assert rows[-2:] == [1024, 1024]
+    for memory in (22, 44):
+        found = chosen(MODEL, memory)
+        assert found.slots is not None
+        # Steps take some memory besides, which is counted later.
+        assert found.slots > 128 * found.rows
+        assert found.fits
+    # What was asked for is not changed, and a small pool has few rows.
+    assert h200(max_batch_size=1024).rows == 1024
+    assert chosen(MODEL, 139.8, max_batch_total_tokens=40_000).rows == 128
+    assert chosen(MODEL, 139.8, max_batch_total_tokens=40_000, max_total_tokens=64).rows == 576
+
+
+#: Of the shape of Gemma 3 4B: a window of 1,024 tokens in 29 of 34 layers.
+LONG_WINDOWS = msgspec.structs.replace(
+    WINDOWED,
+    vocab_size=262_208,
+    portions={1: Portion(4_300_000_000, 34 * 2048, window_numbers=29 * 2048)},
+    window=1024,
+)
+
+
+def test_rows_are_so_few_that_their_windows_take_half_of_the_memory():
+    at_512 = capacity(LONG_WINDOWS, options(), memory=79 * GIB, ranks=1)
+    found = chosen(LONG_WINDOWS, 79)
+    assert isinstance(at_512.windows, WholeTokens)
+    assert isinstance(found.windows, WindowRoom)
+    assert 128 <= found.rows < 512
+    windows = found.windows.slots * found.window_bytes
+    assert windows <= 0.5 * 0.9 * found.memory
+    assert found.slots is not None
+    assert at_512.slots is not None
+    assert found.slots > 2 * at_512.slots
+    # Short windows cost little, and where few rows could have theirs all layers hold whole texts.
+    assert chosen(WINDOWED, 139.8).rows == 1024
+    assert isinstance(chosen(LONG_WINDOWS, 30).windows, WholeTokens)
+
+
+def test_rows_leave_room_beside_their_states_for_snapshots_and_texts():
+    states = {2: OwnState(row_bytes=52_000_000, token_bytes=0, pooled=True)}
+    model = msgspec.structs.replace(MODEL, states=states)
+    found = chosen(model, 139.8)
+    assert 256 < found.rows < 1024
+    assert found.rows * 52_000_000 <= 0.9 * found.memory / 4
+    assert found.reserve["states"] > 1.3 * found.rows * 52_000_000

@@ -11,6 +11,8 @@ from tokenpod.service.config.sources import ServerSettings, load_settings
 #: Settings whose files are there only in a pod.
 _FILES = {"tls_cert", "tls_key", "tls_client_ca", "auth_token_file"}
 _FILES |= {"adapter_token_file", "adapter_folder"}
+#: What is refused without them.
+_WITH_FILES = {"loopback_port"}
 
 
 def pod_of(controller: Object) -> Object:
@@ -63,4 +65,4 @@ def settings_of(pod: Object) -> ServerSettings:
     """The settings that the server makes of the pod's arguments."""
     context = serve.make_context("serve", list(container_of(pod)["args"]))
     given = {name: value for name, value in context.params.items() if value is not None}
-    return load_settings(**{n: v for n, v in given.items() if n not in _FILES})
+    return load_settings(**{n: v for n, v in given.items() if n not in _FILES | _WITH_FILES})

@@ -13,24 +13,30 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import grpc
 import pytest
+import yaml
 
 from deploy.certificates import Authority
-from deploy.helm import NAMESPACE, Helm, Object
+from deploy.helm import CHART, NAMESPACE, Helm, Object
 from deploy.manifests import container_of, pod_of, settings_of
+from support.clients.public_api import generate, text_request
 from support.pods.harness import free_port
 from support.waiting import wait_for
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 VENV = os.environ.get("SMG_VENV")
 NAME = "demo-tokenpod-gateway"
@@ -123,12 +129,12 @@ def test_its_clients_show_a_key_and_come_over_tls(helm: Helm) -> None:
     assert "--tenant-api-key=clients:$(CLIENT_KEY)" in container["args"]
     (key,) = (each for each in container["env"] if each["name"] == "CLIENT_KEY")
     assert key["valueFrom"] == {"secretKeyRef": {"name": "keys", "key": "key"}}
-    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "tls")
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "gateway-tls")
     for name in ("crt", "key"):
         path = f"{mount['mountPath']}/tls.{name}"
         assert any(a.startswith("--tls-") and a.endswith(f"={path}") for a in container["args"])
     volumes = pod_of(rendered.one("Deployment", NAME))["spec"]["volumes"]
-    assert {"name": "tls", "secret": {"secretName": "certificate"}} in volumes
+    assert {"name": "gateway-tls", "secret": {"secretName": "certificate"}} in volumes
 
 
 def test_its_service_leads_to_it_alone(helm: Helm) -> None:
@@ -156,6 +162,190 @@ def test_policies_let_it_reach_pods_and_its_clients_reach_it(helm: Helm) -> None
     selector = rendered.one("Service", "demo-tokenpod")["spec"]["selector"]
     assert to_pods["to"] == [{"podSelector": {"matchLabels": selector}}]
     assert [port["port"] for port in (*to_pods["ports"], *to_api["ports"])] == [50051, 443, 6443]
+
+
+def test_nodes_are_drained_and_copies_added_without_its_callers_noticing(helm: Helm) -> None:
+    labels = pod_of(helm.install(ON).one("Deployment", NAME))["metadata"]["labels"]
+    budget = helm.install(ON).one("PodDisruptionBudget", NAME)["spec"]
+    assert (budget["maxUnavailable"], budget["selector"]) == (1, {"matchLabels": labels})
+    assert helm.install(ON).one("Deployment", NAME)["spec"]["replicas"] == 1
+    scaled = {"gateway": {"enabled": True, "autoscaling": {"enabled": True, "maxReplicas": 5}}}
+    rendered = helm.install(scaled)
+    assert "replicas" not in rendered.one("Deployment", NAME)["spec"]
+    scaler = rendered.one("HorizontalPodAutoscaler", NAME)["spec"]
+    assert scaler["scaleTargetRef"]["name"] == NAME
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
+    (metric,) = scaler["metrics"]
+    assert metric["resource"] == {
+        "name": "cpu",
+        "target": {"type": "Utilization", "averageUtilization": 70},
+    }
+
+
+# -- as a container of the server's pods ---------------------------------------------------------
+
+BESIDE: Object = {"gateway": {"enabled": True, "mode": "sidecar"}}
+GUARDED = {"tls": {"existingSecret": "tls"}, "auth": {"existingSecret": "tokens"}}
+
+
+def beside(rendered: Any) -> Object:
+    """The gateway's container, in the server's pod."""
+    containers = pod_of(rendered.one("Deployment"))["spec"]["containers"]
+    (found,) = (each for each in containers if each["name"] == "gateway")
+    return found
+
+
+def test_beside_the_server_it_calls_that_server_alone(helm: Helm) -> None:
+    for values, port in (({}, 50051), (GUARDED, 50055)):
+        rendered = helm.install({**BESIDE, **values})
+        args = beside(rendered)["args"]
+        assert args[-1] == f"--worker-urls=grpc://127.0.0.1:{port}"
+        assert not any("discovery" in arg or "selector" in arg for arg in args)
+        server = container_of(pod_of(rendered.one("Deployment")))["args"]
+        assert ("--loopback-port=50055" in server) is (port == 50055)
+        assert "--kv-cache-events" not in server
+        assert not rendered.all("Role"), "it needs nothing of the API server"
+
+
+def test_its_service_leads_to_the_pods_and_policies_let_its_clients_in(helm: Helm) -> None:
+    teams = [{"podSelector": {"matchLabels": {"app": "web"}}}]
+    policy = {"networkPolicy": {"enabled": True, "clients": []}}
+    gateway = {**BESIDE["gateway"], "clients": teams}
+    rendered = helm.install({"gateway": gateway, **policy, **GUARDED})
+    pod = pod_of(rendered.one("Deployment"))
+    service = rendered.one("Service", NAME)["spec"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    names = [port["name"] for each in pod["spec"]["containers"] for port in each["ports"]]
+    assert len(names) == len(set(names))
+    assert service["ports"][0]["targetPort"] in names
+    (policy_of_pods,) = rendered.all("NetworkPolicy")
+    (http,) = (
+        rule
+        for rule in policy_of_pods["spec"]["ingress"]
+        if {"protocol": "TCP", "port": "http"} in rule["ports"]
+    )
+    assert http["from"] == teams
+    opened = [str(p["port"]) for r in policy_of_pods["spec"]["ingress"] for p in r["ports"]]
+    assert "50055" not in opened
+
+
+def test_the_pods_time_to_end_is_enough_for_both(helm: Helm) -> None:
+    for seconds, grace in ((120, 135), (20, 120)):
+        gateway = {**BESIDE["gateway"], "shutdownSeconds": seconds}
+        rendered = helm.install({"gateway": gateway})
+        pod = pod_of(rendered.one("Deployment"))["spec"]
+        assert pod["terminationGracePeriodSeconds"] == grace
+        assert f"--shutdown-grace-period-secs={seconds}" in beside(rendered)["args"]
+        assert beside(rendered)["lifecycle"] == container_of({"spec": pod})["lifecycle"]
+
+
+@pytest.mark.skipif(VENV is None, reason="SMG_VENV names no environment with smg")
+def test_beside_a_server_with_certificate_and_tokens_it_serves_also_when_that_starts_again(
+    helm: Helm, tmp_path: Path
+) -> None:
+    ports = {"grpc": free_port(), "health": free_port(), "loopback": free_port()}
+    own = {"http": free_port(), "health": free_port(), "metrics": free_port()}
+    values = {"gateway": {**BESIDE["gateway"], "ports": own}, "ports": ports, **GUARDED}
+    rendered = helm.install({**values, "server": {"threads": 1}})
+    secret = Authority(tmp_path / "secrets").issue("tls", "DNS:localhost")
+    (tmp_path / "tokens").write_text("a-token\n")
+    places = {"/etc/tokenpod/tls": str(secret), "/etc/tokenpod/auth": str(tmp_path)}
+
+    def placed(text: str) -> str:
+        for inside, here in places.items():
+            text = text.replace(inside, here)
+        return text
+
+    server = container_of(pod_of(rendered.one("Deployment")))
+    serve = [sys.executable, "-P", "-m", "tokenpod", *server["command"][1:]]
+    serve += [placed(arg) for arg in server["args"]]
+    gateway = beside(rendered)
+    launch = [str(Path(VENV or "") / "bin" / gateway["command"][0]), *gateway["command"][1:]]
+    launch += [arg.replace("$(POD_UID)", "the-pods-uid") for arg in gateway["args"]]
+
+    def ready() -> bool:
+        return answered(own["health"], "/readiness")[0] == 200
+
+    def ask() -> int:
+        body = {"model": "demo", "prompt": "def f():", "max_tokens": 3}
+        return answered(own["http"], "/v1/completions", body)[0]
+
+    with running(launch, tmp_path / "gateway.log", HOME=str(tmp_path)):
+        # Containers of a pod start together.
+        with running(serve, tmp_path / "server.log"):
+            wait_for(ready, 120)
+            assert ask() == 200
+            trusted = grpc.ssl_channel_credentials((secret / "ca.crt").read_bytes())
+            with grpc.secure_channel(f"localhost:{ports['grpc']}", trusted) as channel:
+                with pytest.raises(grpc.RpcError) as refused:
+                    generate(GenerationServiceStub(channel), text_request("x"))
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with running(serve, tmp_path / "again.log"):
+            wait_for(lambda: ask() == 200, 120)
+
+
+# -- without Kubernetes: the compose file --------------------------------------------------------
+
+COMPOSE = CHART.parents[1] / "gateway" / "compose.yaml"
+
+
+def composed(**variables: str) -> dict[str, Object]:
+    """The compose file's services, as Compose fills in its variables."""
+
+    def filled(found: re.Match[str]) -> str:
+        name, default = found["name"], found["default"]
+        assert name in variables or default is not None, f"{name} must be set"
+        return variables.get(name, default or "")
+
+    text = re.sub(
+        r"\$\{(?P<name>[A-Z_]+)(:-(?P<default>[^}]*)|:\?[^}]*)\}", filled, COMPOSE.read_text()
+    )
+    services: dict[str, Object] = yaml.safe_load(text)["services"]
+    return services
+
+
+def test_the_compose_file_pins_the_gateway_and_opens_nothing_to_other_machines() -> None:
+    with pytest.raises(AssertionError, match="CONTROL_PLANE_KEY must be set"):
+        composed()
+    services = composed(CONTROL_PLANE_KEY="k")
+    assert set(services) == {"pod", "gateway"}
+    project = tomllib.loads((COMPOSE.parents[2] / "pyproject.toml").read_text())["project"]
+    (pinned,) = (each for each in project["optional-dependencies"]["gateway"] if "smg==" in each)
+    assert services["gateway"]["image"].rpartition(":")[2] == pinned.partition("==")[2]
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+@pytest.mark.skipif(VENV is None, reason="SMG_VENV names no environment with smg")
+def test_the_compose_files_commands_answer_those_who_have_the_key(tmp_path: Path) -> None:
+    services = composed(CONTROL_PLANE_KEY="operators", API_KEY="secret")
+    places = {
+        "50051": str(free_port()),
+        "8000": (http := str(free_port())),
+        "//pod:": "//localhost:",
+    }
+
+    def placed(service: str) -> list[str]:
+        found = []
+        for arg in services[service]["command"]:
+            for there, here in places.items():
+                arg = arg.replace(there, here)
+            found.append(arg)
+        return found
+
+    pod = [sys.executable, "-P", "-m", "tokenpod", *placed("pod"), "--port", places["50051"]]
+    pod += ["--health-port", "0", "--threads", "1"]
+    gateway = [str(Path(VENV or "") / "bin" / services["gateway"]["entrypoint"][0])]
+    gateway += [*placed("gateway"), "--prometheus-port", str(free_port())]
+    body = {"model": "demo", "prompt": "def f():", "max_tokens": 3}
+
+    def ask(path: str = "/v1/completions", key: str = "secret") -> int:
+        return answered(int(http), path, body, authorization=f"Bearer {key}")[0]
+
+    with running(pod, tmp_path / "pod.log"), running(gateway, tmp_path / "gateway.log"):
+        wait_for(lambda: ask() == 200, 120)
+        assert ask(key="other") == 401
+        assert ask("/flush_cache") in (401, 403)
 
 
 # -- the gateway itself --------------------------------------------------------------------------
@@ -286,12 +476,12 @@ def running(command: list[str], log: Path, **variables: str) -> Iterator[None]:
         process.wait()
 
 
-def answered(port: int, path: str, body: Object | None = None) -> tuple[int, Any, str]:
+def answered(port: int, path: str, body: Object | None = None, **more: str) -> tuple[int, Any, str]:
     """Status, answer and the worker that served; status 0: nobody is there."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
         try:
             data = None if body is None else json.dumps(body)
-            headers = {"content-type": "application/json"} if body else {}
+            headers = {"content-type": "application/json", **more} if body else more
             client.request("POST" if body else "GET", path, data, headers)
             answer = client.getresponse()
             text = answer.read()

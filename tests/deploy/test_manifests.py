@@ -110,11 +110,27 @@ FRONTED = {
         "nodeSelector": {"disk": "ssd"},
         "tolerations": [{"key": "a", "operator": "Exists"}],
         "clients": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
-        "extraIngress": [{"ports": [{"port": "metrics"}]}],
+        "extraIngress": [{"ports": [{"port": "gateway-metrics"}]}],
         "extraEgress": [{"ports": [{"port": 4317}]}],
+        "podDisruptionBudget": {"minAvailable": 1},
+        "autoscaling": {
+            "enabled": True,
+            "behavior": {"scaleDown": {"stabilizationWindowSeconds": 600}},
+        },
     },
     "networkPolicy": {"enabled": True},
     "imagePullSecrets": [{"name": "pull"}],
+}
+BESIDE = {
+    **SECURED,
+    "gateway": {
+        "enabled": True,
+        "mode": "sidecar",
+        "auth": {"existingSecret": "keys"},
+        "tls": {"existingSecret": "https"},
+        "extraIngress": [{"ports": [{"port": "gateway-metrics"}]}],
+        "extraEgress": [{"ports": [{"port": 4317}]}],
+    },
 }
 WATCHED = {
     "telemetry": {
@@ -155,6 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     "scaled": SCALED,
     "downloaded": DOWNLOADED,
     "fronted": FRONTED,
+    "beside": BESIDE,
     "watched": WATCHED,
     "routed": ROUTED,
     "adapted": ADAPTED,

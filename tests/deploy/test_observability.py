@@ -42,6 +42,8 @@ OCCASIONAL = {
     "tokenpod_draft_accepted_tokens_total",
     "tokenpod_adapter_requests",
 }
+#: What Prometheus adds to a pod's metrics.
+POD = {"namespace": "models", "pod": "demo-tokenpod-0"}
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 
 
@@ -112,24 +114,40 @@ def test_every_metric_of_dashboard_and_rules_is_on_a_loaded_pods_page(pod: Pod) 
     assert named - shown == set()
 
 
-def scaled_by() -> list[str]:
-    """Queries and metrics by which the examples of autoscaling scale."""
+def example(name: str) -> tuple[Any, str]:
+    """The autoscaling of an example of the chart, and what its comment has behind `#`."""
+    text = (CHART / "examples" / f"autoscaled-{name}.yaml").read_text()
+    comment = [line[1:] for line in text.splitlines() if line.startswith("#")]
+    return yaml.safe_load(text)["autoscaling"][name], "\n".join(comment)
+
+
+def asked_by_keda() -> list[str]:
+    """The queries that KEDA asks by the example."""
+    return [trigger["metadata"]["query"] for trigger in example("keda")[0]["triggers"]]
+
+
+def asked_by_the_adapter() -> list[str]:
+    """The queries that prometheus-adapter asks for the example's HorizontalPodAutoscaler."""
+    scaler, comment = example("hpa")
+    (rule,) = yaml.safe_load(comment[comment.index("   rules:") :])["rules"]["custom"]
+    series = re.fullmatch(r"\{__name__=~\"(.+)\",pod!=\"\"\}", rule["seriesQuery"])
+    assert series is not None
     found = []
-    for name in ("autoscaled-hpa", "autoscaled-keda"):
-        values = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
-        scaling = values["autoscaling"]
-        found += [m["pods"]["metric"]["name"] for m in scaling.get("hpa", {}).get("metrics", ())]
-        triggers = scaling.get("keda", {}).get("triggers", ())
-        found += [trigger["metadata"]["query"] for trigger in triggers]
+    for metric in scaler["metrics"]:
+        name = metric["pods"]["metric"]["name"]
+        assert re.fullmatch(series[1], name)
+        query: str = rule["metricsQuery"].replace("<<.Series>>", name)
+        query = query.replace("<<.LabelMatchers>>", ",".join(f'{k}="{v}"' for k, v in POD.items()))
+        found.append(query.replace("<<.GroupBy>>", "pod"))
     return found
 
 
 def test_the_examples_scale_by_queue_and_memory_that_a_loaded_pod_shows(pod: Pod) -> None:
-    assert len(scaled_by()) == 4
-    for query in scaled_by():
-        assert metrics_in(query) <= pod.names(), query
     both = {"tokenpod_queue_requests", "tokenpod_kv_utilization_ratio"}
-    assert set.union(*map(metrics_in, scaled_by())) == both
+    assert both <= pod.names()
+    for queries in (asked_by_keda(), asked_by_the_adapter()):
+        assert len(queries) == 2
+        assert set.union(*map(metrics_in, queries)) == both
 
 
 def test_every_alert_has_a_severity_a_summary_and_a_place_in_the_runbooks() -> None:
@@ -185,8 +203,13 @@ def test_prometheus_evaluates_every_query_over_a_loaded_pod(pod: Pod, tmp_path: 
                 assert found or metrics_in(expr) & OCCASIONAL, f"{title}: {expr}"
         for expr in queries():
             ask(expr)
-        for expr in scaled_by():
-            assert ask(expr.replace('job="demo"', 'job="tokenpod"')), expr
+        # KEDA takes a single value, the adapter one for each pod.
+        for expr in asked_by_keda():
+            (value,) = ask(expr)
+            assert float(value["value"][1]) >= 0
+        for expr in asked_by_the_adapter():
+            (value,) = ask(expr)
+            assert value["metric"] == {"pod": POD["pod"]}
 
 
 @contextlib.contextmanager
@@ -197,7 +220,10 @@ def scraping(pod: Pod, folder: Path) -> Iterator[Any]:
     config = {
         "global": {"scrape_interval": "500ms", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "tokenpod", "static_configs": [{"targets": [target]}]}],
+        # As the chart's PodMonitor has it, of a release called demo.
+        "scrape_configs": [
+            {"job_name": "demo", "static_configs": [{"targets": [target], "labels": POD}]}
+        ],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yaml"]

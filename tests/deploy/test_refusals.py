@@ -15,6 +15,8 @@ from tokenpod.service.config.sources import ServerSettings
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 STATEFUL = {"mode": "statefulset", "tensor": 4, "pods": 2}
 METRIC = {"type": "Resource"}
+BESIDE = {"mode": "sidecar"}
+SCALED = {"autoscaling": {"enabled": True}}
 
 
 def refused(helm: Helm, values: Object, kubernetes: str = "1.34", *, as_set: bool = False) -> str:
@@ -68,6 +70,7 @@ both_ways = pytest.mark.parametrize("as_set", [False, True], ids=["file", "set"]
         ({"podLabels": {"a": 1}}, "podLabels"),
         ({"gateway": {"enable": True}}, "enable"),
         ({"gateway": {"policy": "cache aware"}}, "policy"),
+        ({"gateway": {"mode": "beside"}}, "mode"),
         ({"fullnameOverride": "1abc"}, "fullnameOverride"),
         ({"parallelism": {"lws": {"rolloutStrategy": {"type": "OnDelete"}}}}, "type"),
         (rollout(maxSurg=1), "maxSurg"),
@@ -124,8 +127,20 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_s
             "only KEDA scales to none",
         ),
         ({"extraArgs": ["--health-port=1"]}, "--health-port"),
-        (fronted(tls={"existingSecret": "t"}), "in plaintext alone"),
-        (fronted(auth={"existingSecret": "t"}), "has no token"),
+        (fronted(tls={"existingSecret": "t"}), "Set gateway.mode=sidecar"),
+        (fronted(auth={"existingSecret": "t"}), "Set gateway.mode=sidecar"),
+        (fronted(BESIDE, auth={"existingSecret": "t"}), "Set tls.existingSecret too"),
+        (fronted(BESIDE, parallelism=STATEFUL), "sidecar with parallelism.pods 2"),
+        (fronted(BESIDE | SCALED), "there are as many gateways as pods"),
+        (fronted(BESIDE | {"ports": {"http": 50052}}), 'ports are {"grpc":50051'),
+        (
+            fronted({"autoscaling": {"enabled": True, "minReplicas": 9}}),
+            "at most gateway.autoscaling.maxReplicas, which is 8",
+        ),
+        (
+            fronted(SCALED | {"resources": {"requests": {"cpu": None}}}),
+            "without gateway.resources.requests.cpu",
+        ),
         (fronted(server={"kvCacheEvents": False}), "such as round_robin"),
         (fronted({"ports": {"health": 8000}}), "gateway.ports are"),
         (

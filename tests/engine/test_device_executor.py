@@ -19,9 +19,10 @@ from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.core.windows import WindowRoom
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
+from tokenpod.engine.gpu import graphs
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
-from tokenpod.engine.gpu.graphs import ladder
+from tokenpod.engine.gpu.graphs import Graphs, decode_counts, ladder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.steps.integers import Counts, fill, pad, views
@@ -135,6 +136,7 @@ def on_device(
     guesses=None,
     offload_slots=0,
     windows=None,
+    some=False,
 ):
     offload = (
         OffloadPool(offload_slots, 512, pinned=DEVICE.type == "cuda") if offload_slots else None
@@ -159,7 +161,7 @@ def on_device(
         windowed=windows is not None,
     )
     if captured:
-        executor.capture()
+        executor.capture(some=some)
     return engine(executor, overlap, guesses, offload_slots, windows)
 
 
@@ -233,6 +235,63 @@ def test_the_device_samples_what_the_host_samples(overlap, captured, windows, ex
     assert got.scored.keys() == expected.scored.keys() != set()
     for sequence, logprobs in expected.scored.items():
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_sizes_are_captured_while_nothing_runs_and_others_stand_in_for_them(monkeypatch, expected):
+    """Of each kind the largest alone at first; then some, and then all."""
+    monkeypatch.setattr(graphs, "_coarse", lambda size, most: size == most)
+    for captured in (0, 2, 99):
+        loop, link = on_device(True, some=True)
+        loop.captures = loop.executor
+        for _ in range(captured):
+            if loop.captures is not None:
+                loop.turn()
+        assert (loop.captures is None) == (captured == 99)
+        late, loop.captures = loop.captures, None
+        got = run(loop, link)
+        assert dict(got.tokens) == dict(expected.tokens)
+        assert dict(got.tops) == dict(expected.tops)
+        assert late is None or late.capture_next()
+
+
+def test_nothing_is_captured_while_a_request_is_served():
+    class Counts:
+        asked = 0
+
+        def capture_next(self):
+            assert not loop.scheduler.busy
+            self.asked += 1
+            return self.asked < 3
+
+    loop, link = on_device(True, captured=False)
+    loop.captures = counts = Counts()
+    link.inbox += [*requests()][:1]
+    while not link.finished:
+        loop.turn()
+        assert not counts.asked or link.finished
+    while loop.captures is not None:
+        loop.turn()
+    assert counts.asked == 3
+
+
+def test_a_few_sizes_stand_in_for_all_others_until_these_are_captured():
+    """Each pads to half as much again, at most."""
+
+    def run(counts, integers):
+        return torch.zeros(counts.rows)
+
+    def padding(counts):
+        return torch.zeros(counts.words, dtype=torch.int64)
+
+    ladder = decode_counts(1025)
+    few, all_of_them = (Graphs(run, ladder, padding, some=some) for some in (True, False))
+    found = [few.fitting(size).counts.rows for size in range(17, 1026)]
+    assert all(size <= got <= 1.51 * size for size, got in zip(range(17, 1026), found, strict=True))
+    assert len({*found}) < len(ladder) // 2
+    while few.capture_next():
+        assert few.fitting(1025).counts.rows == 1025
+    sizes = [[g.fitting(n).counts.rows for n in range(1, 1026)] for g in (few, all_of_them)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.gpu

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
 from support.engines import constrained
 from support.engines.engine_link import Client
+from support.engines.guessing import drafting
 from support.kernels.interpreted import DEVICE
 from tokenpod.core.constraints import Regex
 from tokenpod.core.messages import PROBE_TOKENS
@@ -21,40 +24,65 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.backends import cpu, reference, triton
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.decoders.decoder import Decoder
-from tokenpod.models.families.qwen3_5 import QWEN3_5
+from tokenpod.models.families import FAMILIES
 from tokenpod.models.specs.weight_table import weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = pytest.mark.compute
 
 CPU = torch.device("cpu")
-ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY = 4, 200, 64, 12, 97
+ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY, DRAFTS = 4, 200, 64, 12, 97, 3
 
 
-def spec(vocab_size=VOCABULARY, positions=POSITIONS):
-    """Of two layers, one with states and one with keys and values."""
-    fields = {
+#: By the kind of the layer with states; the other has keys and values, too.
+KINDS = {
+    "delta net": {
         "architectures": ["Qwen3_5ForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
+    },
+    "state space": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "head_dim": 16,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
+    "convolution": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+
+
+def spec(kind="delta net", vocab_size=VOCABULARY, positions=POSITIONS):
+    """Of two layers, one of which has keys and values at least."""
+    fields = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "max_position_embeddings": positions,
         "rms_norm_eps": 1e-6,
         "torch_dtype": "float32",
+        **KINDS[kind],
     }
-    return QWEN3_5.spec(Fields(fields, "a test's"), None)
+    return family_of(fields["architectures"][0]).spec(Fields(fields, "a test's"), None)
 
 
-CONFIG = spec()
+def family_of(architecture):
+    return next(x for x in FAMILIES if architecture in x.architectures)
+
 
 #: Interpreted, products take minutes; they have their own tests.
 OPERATIONS = triton.OPERATIONS
@@ -69,10 +97,11 @@ if DEVICE.type == "cpu":
     )
 
 
-def model(ops, device, config=CONFIG):
+def model(ops, device, config):
     generator = torch.Generator().manual_seed(4)
     weights = {}
-    for weight in weights_of(config, QWEN3_5.names_of(config)[0], "model."):
+    names = family_of(config.architecture).names_of(config)[0]
+    for weight in weights_of(config, names, "model."):
         made = torch.randn(weight.shape, generator=generator) * 0.3
         weights[weight.name] = made.to(device)
     return Decoder(config, weights, ops)
@@ -85,7 +114,7 @@ def pool(made, device, slots=SLOTS, rows=ROWS):
     return held
 
 
-def said(executor, requests, overlap):
+def said(executor, requests, overlap, drafting=None):
     """Each sequence's tokens."""
     limits = Limits(
         slots=SLOTS - PROBE_TOKENS,
@@ -95,10 +124,11 @@ def said(executor, requests, overlap):
         sharing=False,
     )
     client = Client(requests)
-    loop = EngineLoop(client, Scheduler(limits), executor, overlap=overlap)
+    loop = EngineLoop(client, Scheduler(limits, drafting=drafting), executor, overlap=overlap)
     while client.left:
         loop.turn()
     assert not client.failures
+    assert (client.accepted > 10) == (drafting is not None)
     return client.tokens
 
 
@@ -113,31 +143,53 @@ def requests():
 
 @pytest.fixture(scope="module")
 def expected():
-    made = model(cpu.OPERATIONS, CPU)
-    executor = CpuExecutor(made, pool(made, CPU), rows=ROWS + 1, vocab_size=VOCABULARY)
-    return said(executor, requests(), overlap=False)
+    """By kind."""
+
+    @functools.cache
+    def tokens(kind):
+        made = model(cpu.OPERATIONS, CPU, spec(kind))
+        executor = CpuExecutor(made, pool(made, CPU), rows=ROWS + 1, vocab_size=VOCABULARY)
+        return said(executor, requests(), overlap=False)
+
+    return tokens
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
-def test_tokens_are_those_of_a_cpu(expected, captured):
-    made = model(OPERATIONS, DEVICE)
+@pytest.mark.parametrize(
+    ("kind", "drafts"),
+    [
+        *((kind, 0) for kind in KINDS),
+        pytest.param("delta net", DRAFTS, id="delta net, with drafts"),
+        pytest.param("convolution", DRAFTS, id="convolution, with drafts"),
+    ],
+)
+def test_tokens_are_those_of_a_cpu(expected, kind, drafts, captured):
+    """With drafts that are right, and with some that are wrong."""
+    made = model(OPERATIONS, DEVICE, replace(spec(kind), drafts=drafts))
     executor = DeviceExecutor(
         made,
         pool(made, DEVICE),
         DeviceSampler(rows=ROWS + 1, vocab_size=VOCABULARY, device=DEVICE, most_edits=4),
         rows=ROWS + 1,
         max_positions=POSITIONS,
-        max_tokens=PREFILL + PROBE_TOKENS,
+        max_tokens=PREFILL + PROBE_TOKENS + ROWS * drafts,
         device=DEVICE,
+        drafts=ROWS * drafts,
+        flat=False,
     )
     if captured:
         executor.capture()
-    assert said(executor, requests(), overlap=True) == expected
+    asked, guesses = requests(), None
+    if drafts:
+        asked = [msgspec.structs.replace(x, drafts=drafts) for x in asked]
+        guesses = drafting(expected(kind), "random", drafts, VOCABULARY)
+    assert said(executor, asked, overlap=True, drafting=guesses) == expected(kind)
 
 
-def test_late_masks_change_no_token():
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_masks_change_no_token(kind):
     """A row whose mask is late computes its last token again: its states are one ahead."""
-    made = model(cpu.OPERATIONS, CPU, spec(constrained.VOCABULARY, constrained.POSITIONS))
+    made = model(cpu.OPERATIONS, CPU, spec(kind, constrained.VOCABULARY, constrained.POSITIONS))
     wanted = Regex("[a-z ]{20,60}")
     said = []
     for late in (0.0, 0.4):

@@ -10,8 +10,9 @@ from support.checkpoints.demo import DEMO
 from support.engines.demo_engine import CPU, demo_model
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
+from tokenpod.engine.run import load
 from tokenpod.engine.startup.assemble import assemble
-from tokenpod.engine.steps.first_steps import prompt_seconds, short_prompt
+from tokenpod.engine.steps.first_steps import prompt_seconds, short_prompt, timed_steps
 
 OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_tokens=64)
 
@@ -59,5 +60,58 @@ def test_steps_are_timed_without_a_trace(cached):
     assert prompt_seconds(made.executor, 32, cached) > 0
 
 
+@pytest.mark.parametrize("stateless", [True, False])
+@pytest.mark.parametrize(("prompt", "slots"), [(64, 64), (40, 30), (3, 7)])
+def test_plain_steps_of_prompts_and_rows_are_timed(stateless, prompt, slots):
+    executor = assemble(demo_model(), OPTIONS, positions=64, device=CPU).executor
+    asked = {"rows": 2, "prompt": prompt, "positions": 32, "slots": slots}
+    for _ in range(2):  # rows were given back
+        found = timed_steps(executor, stateless=stateless, **asked)
+        assert all(seconds > 0 for _, seconds in found)
+        sizes = [size for size, _ in found]
+        assert max(size.prompt_tokens for size in sizes) == min(prompt, slots, 2 * 31)
+        assert {size.rows for size in sizes} == ({0, 1, 2} if stateless else {0})
+        assert max(size.context for size in sizes) <= 2 * slots
+        if stateless and prompt > 8:
+            # One of them is behind a text.
+            assert any(size.pairs > size.prompt_tokens**2 for size in sizes if size.prompt_tokens)
+
+
 def test_what_an_operator_has_chosen_is_kept():
     assert assemble(demo_model(), OPTIONS, positions=64, device=CPU).prefill_tokens == 64
+
+
+@pytest.mark.gpu
+def test_a_gpus_start_chooses_rows_times_steps_and_leaves_captures_for_later(golden):
+    options = EngineOptions(
+        str(golden("llama", max_position_embeddings=2048).folder),
+        "bfloat16",
+        "cuda",
+        1,
+        1024,
+        4096,
+        fewer_rows=True,
+        max_gap_seconds=0.1,
+        max_batch_total_tokens=100_000,
+    )
+
+    class Nobody:
+        def send(self, message):
+            del message
+
+    assembled, ready, limits = load(options, Nobody(), None)
+    assert ready.rows == limits.max_rows == assembled.room.rows == 384
+    sizes = [size for size, _ in assembled.measured]
+    assert all(seconds > 0 for _, seconds in assembled.measured)
+    assert {size.rows for size in sizes} == {0, 1, 96, 384}
+    assert max(size.prompt_tokens for size in sizes) == 4096
+    before, captured = torch.cuda.memory_reserved(), 0
+    while assembled.captures.capture_next():
+        captured += 1
+    assert captured > 20
+    # Logits of all sizes lie in one place.
+    assert torch.cuda.memory_reserved() - before < 64 << 20
+    again = timed_steps(
+        assembled.executor, rows=384, prompt=4096, positions=2048, slots=100_000, stateless=True
+    )
+    assert [size for size, _ in again] == sizes

@@ -20,9 +20,9 @@ from tokenpod.models.load import load_model
 PROMPT = [5, 9, 3, 17, 11, 2, 8, 14, 6, 21, 4]
 
 
-@pytest.fixture(scope="module")
-def predicting(tmp_path_factory):
-    return make_predicting("deepseek-v3", tmp_path_factory.mktemp("mtp") / "model")
+@pytest.fixture(scope="module", params=["deepseek-v3", "qwen3-5"])
+def predicting(request, tmp_path_factory):
+    return make_predicting(request.param, tmp_path_factory.mktemp("mtp") / "model")
 
 
 def options_of(folder):
@@ -40,7 +40,7 @@ def options_of(folder):
 
 def loaded(folder, device=CPU):
     served = load_model(
-        folder, dtype=torch.float32, device=device, progress=lambda done, total: None
+        folder, dtype=torch.float32, device=device, progress=lambda done, total: None, drafts=MOST
     )
     return served, load_draft(options_of(folder), served, 64, device)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from support.kernels.attention_steps import Spec
 from support.kernels.delta_steps import (
     SMALL,
+    WALKS,
     copied,
     drawn_inputs,
     drawn_states,
@@ -16,6 +19,8 @@ from support.kernels.delta_steps import (
     run,
     some,
     step_of,
+    walk,
+    with_ring,
 )
 from tokenpod.kernels.mixers import chunked_delta, reference_delta
 
@@ -84,3 +89,39 @@ def test_a_position_that_is_computed_again_changes_nothing(form):
     close(again, first)
     for old, new in zip(kept, states, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
+@pytest.mark.parametrize("form", FORMS, ids=["reference", "chunked"])
+def test_wrong_drafts_leave_nothing(form, steps):
+    """What counts is what is found without drafts, and so is what the memory comes to."""
+    (found, states), (expected, plain) = walk(form, SMALL, steps)
+    close(found, expected)
+    close(states.memory, plain.memory)
+    assert torch.equal(states.seen, plain.seen)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["reference", "chunked"])
+def test_a_memory_goes_through_no_draft_and_no_token_before_it_is_known(form):
+    """A copy of the states between two steps holds whatever is said of the drafts."""
+    batch = replace(one_row(step_of([Spec(4, 9)]), 2), b_drafts=[3])
+    states = with_ring(drawn_states(SMALL, batch), SMALL, 3)
+    before = copied(states)
+    run(form, drawn_inputs(SMALL, 4), drawn_weights(SMALL), SMALL, states, batch)
+    torch.testing.assert_close(states.memory, before.memory, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(states.seen, before.seen)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["reference", "chunked"])
+def test_a_token_whose_mask_was_late_may_have_drafts_the_next_time(form):
+    """Its memory has been through it already, by itself."""
+    weights, given = drawn_weights(SMALL), drawn_inputs(SMALL, 4)
+    alone = one_row(step_of([Spec(1, 6)]), 2)
+    drafted = replace(one_row(step_of([Spec(4, 9)]), 2), b_drafts=[3])
+    again = with_ring(drawn_states(SMALL, alone), SMALL, 3)
+    once = copied(again)
+    run(form, some(given, 0, 1), weights, SMALL, again, alone)
+    close(
+        run(form, given, weights, SMALL, again, drafted),
+        run(form, given, weights, SMALL, once, drafted),
+    )

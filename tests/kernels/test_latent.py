@@ -85,7 +85,7 @@ def test_long_rows_take_no_more_memory_than_is_said(name, longest, row, step_ove
 def test_parts_of_long_rows_are_one_softmax(tokens, row, step_over, monkeypatch):
     """Parts end within the row's own tokens, or these are several parts, or all that there is."""
     monkeypatch.setattr(latent, "LONGEST_EXPANDED", 30)
-    shape = SHAPES["large-latents"]._replace(rank=8)
+    shape = SHAPES["small-heads"]
     batch = step_over([row(1, (4,)), row(tokens, (40, 60))], SLOTS)
     latents = draw_latents(batch, SLOTS, 4, shape, torch.float32)
     plan = cpu.OPERATIONS.plan_latent(batch, shape)

@@ -414,6 +414,13 @@ def test_experts_are_refused_by_name(golden, tmp_path):
         load(base, Space(1, 8)).adapters.read(lora.folder)
 
 
+def test_products_that_a_config_multiplies_are_refused_by_name(golden, tmp_path):
+    base, name = golden("falcon-h1-varied").folder, "model.layers.0.self_attn.o_proj"
+    lora = write_lora(tmp_path / "a", base, {name: 4})
+    with pytest.raises(ModelError, match=rf"{name}.*multiplied as config.json says"):
+        load(base, Space(1, 8)).adapters.read(lora.folder)
+
+
 def test_a_rank_above_the_slots_is_refused_by_the_flag(golden, tmp_path):
     base = golden("llama").folder
     lora = write_lora(tmp_path / "a", base, {UP: 4})

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from support.checkpoints.golden import golden_config
 from support.checkpoints.golden_kinds import KINDS
@@ -14,6 +17,7 @@ from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import read_fields
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.folder import read_layout, tier_of
+from tokenpod.models.load import load_model
 from tokenpod.models.tier.bounds import check_bounds
 from tokenpod.models.tier.errors import NotServed
 
@@ -90,3 +94,34 @@ def test_a_field_of_an_adapter(tmp_path):
     }
     path = tmp_path / "adapter_config.json"
     assert attack(config, path, lambda x: read_lora(read_fields(x / path.name)), ModelError)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tensor", "message"),
+    [
+        ("deepseek-v3", {"index_topk": 64}, None, "index_topk is 64, which is not supported"),
+        ("qwen3-5", {"attn_output_gate": False}, None, "attn_output_gate False is not supp"),
+        ("llama", {"embedding_multiplier": 12.0}, None, "embedding_multiplier is 12.0, which"),
+        ("qwen3", {}, "attn_gate.weight", r"no tensor model.layers.0.attn_gate.weight"),
+    ],
+)
+def test_a_newer_kind_is_named_before_weights_are_read(
+    golden, tmp_path, name, config, tensor, message
+):
+    """By the field or tensor that its family does not know."""
+    shutil.copytree(golden(name).folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if tensor is not None:
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors[f"model.layers.0.{tensor}"] = torch.zeros(3, 3)
+        save_file(tensors, tmp_path / "model.safetensors")
+    read = []
+    with pytest.raises(ModelError, match=message):
+        load_model(
+            tmp_path,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            progress=lambda done, total: read.append(done),
+        )
+    assert not any(read)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.checkpoints.mtp_layers import make_predicting
+from support.checkpoints.mtp_layers import PREDICTING, make_predicting
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.checkpoints.errors import ModelError
@@ -43,7 +43,7 @@ def batch_of(tokens, first):
     )
 
 
-@pytest.fixture(scope="module", params=["glm4-moe", "deepseek-v3", "kimi-k2-stacked"])
+@pytest.fixture(scope="module", params=PREDICTING)
 def made(request, tmp_path_factory):
     predicting = make_predicting(request.param, tmp_path_factory.mktemp("mtp") / "model")
     served = served_by(predicting.folder)
@@ -75,7 +75,8 @@ def test_guesses_are_those_of_transformers_layer(made):
 def test_its_feature_is_what_the_served_model_says(made):
     predicting, served, head = made
     n = len(TOKENS)
-    pool = KVPool(slots=16, layouts=served.config.kv_layouts, dtype=torch.float32, device=CPU)
+    layouts = served.config.kv_layouts
+    pool = served.pool_class(slots=16, layouts=layouts, dtype=torch.float32, device=CPU)
     whole = {"t_place": torch.arange(n), "b_context": [n], "b_runs": [[(0, n)]]}
     batch = replace(batch_of(TOKENS, 0), **whole)
     hidden, streams = served.forward_tapped(batch, pool, head.taps)
@@ -97,6 +98,7 @@ def test_a_checkpoint_without_such_a_layer_is_refused(made, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(predicting.folder, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    none = dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), 0)
+    (folder / "config.json").write_text(json.dumps(config | none))
     with pytest.raises(ModelError, match="has no layers that predict further tokens"):
         load_mtp(folder, served, positions=32, device=CPU)

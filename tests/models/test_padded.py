@@ -46,7 +46,7 @@ ABILITIES = {
     "jamba": (Together.PADDED, False),
     "mamba2": (Together.ANY, True),
     "rwkv": (Together.ALONE, True),
-    "lfm2": (Together.PADDED, True),
+    "olmo-hybrid": (Together.PADDED, True),
     "t5": (Together.PADDED, True),
     "bart": (Together.ALIKE, True),
 }
@@ -113,7 +113,7 @@ def test_samples_compute_the_prompt_by_themselves(engine_of, text):
 
 
 def test_who_is_cancelled_frees_its_state_and_leaves_the_others(golden, engine_of, text):
-    checkpoint, engine = golden("lfm2"), engine_of("lfm2")
+    checkpoint, engine = golden("olmo-hybrid"), engine_of("olmo-hybrid")
     prompts = [text(9 + i, seed=i) for i in range(3)]
     client = engine.answer(requests_of(prompts, scored=False), abort=[1])
     assert len(client.tokens[1]) < 5
@@ -153,7 +153,7 @@ def test_rows_that_are_mixed_up_in_a_batch_are_left_alone(golden, monkeypatch):
     assert Engine(golden("mamba2").folder).model.can == Abilities(Together.ALONE, continues=True)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "jamba"], indirect=True)
+@pytest.mark.parametrize("name", ["olmo-hybrid", "jamba"], indirect=True)
 def test_lengths_are_mixed_only_if_a_long_and_a_short_text_are_right(name, golden, monkeypatch):
     """A mask that is right for the first tokens of texts alone is found out."""
     right = padded._mask
@@ -206,7 +206,7 @@ def test_it_is_sized_as_it_is_loaded(name, golden, engine_of):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("lfm2", marks=pytest.mark.slow), "mamba2"], indirect=True
+    "name", [pytest.param("olmo-hybrid", marks=pytest.mark.slow), "mamba2"], indirect=True
 )
 def test_a_state_in_half_precision_is_sized_as_it_is_loaded(name, golden):
     folder = golden(name, dtype=torch.bfloat16).folder

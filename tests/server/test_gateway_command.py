@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from support.outside import gateway_client
@@ -25,6 +26,7 @@ from support.pods.harness import TOKENPOD, children_of, free_port
 from support.texts import fixed_text
 from support.texts.chat_templates import QWEN
 from support.waiting import wait_for
+from tokenpod_client import Client, ServerError
 
 VENV = Path(os.environ.get("SMG_VENV", "/nowhere"))
 with_gateway = pytest.mark.skipif(
@@ -36,6 +38,7 @@ with_gateway = pytest.mark.skipif(
 class Door:
     process: subprocess.Popen[bytes]
     port: int
+    pod: str
     log: Path
     scheme: str = "http"
 
@@ -51,14 +54,14 @@ class Door:
 
 @contextlib.contextmanager
 def opened(folder: Path, *flags: str) -> Iterator[Door]:
-    port, log = free_port(), folder / "log"
+    port, pod, log = free_port(), free_port(), folder / "log"
     command = [*TOKENPOD, "gateway", "--gateway-python", str(VENV / "bin" / "python")]
-    command += ["--http-port", str(port), "--port", str(free_port()), "--threads", "1"]
+    command += ["--http-port", str(port), "--port", str(pod), "--threads", "1"]
     command += ["--health-port", "0", "--lame-duck-seconds", "0", *flags]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     scheme = "https" if "--http-tls-cert" in flags else "http"
-    door = Door(process, port, log, scheme)
+    door = Door(process, port, f"localhost:{pod}", log, scheme)
     try:
         wait_for(lambda: "OpenAI's API: " in log.read_text() or process.poll() is not None, 240)
         assert process.poll() is None, (process.wait(), log.read_text())
@@ -138,8 +141,18 @@ def test_clients_show_a_key_over_tls(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first-key\nsecond-key\n")
     flags = ["--http-tls-cert", str(tmp_path / "server.pem"), "--http-tls-key"]
     flags += [str(tmp_path / "server.key"), "--api-key-file", str(tmp_path / "keys")]
+    # gRPC's clients come over TLS and show a token; the gateway does neither.
+    (tmp_path / "tokens").write_text("grpc-token\n")
+    flags += ["--tls-cert", str(tmp_path / "server.pem"), "--tls-key", str(tmp_path / "server.key")]
+    flags += ["--auth-token-file", str(tmp_path / "tokens")]
     with opened(tmp_path, *flags) as door:
         trusted = str(tmp_path / "ca.pem")
+        tls = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+        with Client(door.pod, credentials=tls) as client, pytest.raises(ServerError) as refused:
+            client.generate("x", max_new_tokens=1).text()
+        assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
+        with Client(door.pod, credentials=tls, token="grpc-token") as client:
+            assert client.generate("x", max_new_tokens=2, ignore_eos=True).text()
         for key in ("first-key", "second-key"):
             assert door.ask("left", TRUSTED=trusted, KEY=key)["first"] is not None
         with pytest.raises(subprocess.CalledProcessError):
@@ -160,7 +173,7 @@ def refused(*flags: str) -> str:
 def test_what_cannot_be_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("x\n")
     text = refused("--auth-token-file", str(tmp_path / "tokens"))
-    assert "without a token" in text
+    assert "shows the pod no token" in text
     assert "--api-key-file" in text
     assert "--port is 0" in refused("--port", "0")
     assert "--max-best-of" in refused("--max-best-of", "0")

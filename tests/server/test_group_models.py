@@ -12,6 +12,7 @@ import torch
 
 from support.checkpoints.demo import DEMO
 from support.checkpoints.golden import SharedGoldens
+from support.checkpoints.mtp_layers import make_predicting
 from support.clients.public_api import generate
 from support.pods.harness import ServerProcess, serve
 from tokenpod.core.windows import WindowRoom
@@ -77,5 +78,22 @@ def test_rows_with_states_are_used_again_on_both_ranks(
         with ThreadPoolExecutor(2 * len(PROMPTS)) as callers:
             assert list(callers.map(said, PROMPTS * 2)) == truth * 2
         # Alone, in rows that have been used, from snapshots of the states.
+        assert [said(prompt) for prompt in PROMPTS] == truth
+        assert server.stop() == 0
+
+
+def test_rows_with_states_have_drafts_of_the_checkpoints_own_layer(tmp_path: Path) -> None:
+    """Together, and behind snapshots of rows that had drafts."""
+    predicting = make_predicting(
+        "qwen3-5", tmp_path / "model", vocab_size=4096, max_position_embeddings=512
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, predicting.folder)
+    truth = [predicting.says(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    drafts = ("--max-batch-size", "2", "--speculate", "2", "--draft-model", "mtp")
+    with serve("--model-id", str(predicting.folder), *FLAGS, *drafts) as server:
+        said = _asking(server)
+        with ThreadPoolExecutor(2 * len(PROMPTS)) as callers:
+            assert list(callers.map(said, PROMPTS * 2)) == truth * 2
         assert [said(prompt) for prompt in PROMPTS] == truth
         assert server.stop() == 0

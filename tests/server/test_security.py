@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.clients.public_api import generate, text_request
 from support.outside.certificates import make_authority, make_certificate
-from support.pods.harness import SERVING, ServerProcess, serve
+from support.pods.harness import SERVING, ServerProcess, free_port, serve
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 REQUEST = text_request("import os\n", stopping={"max_new_tokens": 3, "ignore_eos": True})
+
+LOOPBACK = free_port()
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +40,12 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def guarded(pems: Path, tokens: Path) -> Iterator[ServerProcess]:
-    """A server that wants a client certificate and a token."""
+    """A server that wants a client certificate and a token, except on LOOPBACK."""
     tokens.write_text("first-token\nsecond-token\n")
     with serve(
         *("--tls-cert", str(pems / "server.pem"), "--tls-key", str(pems / "server.key")),
         *("--tls-client-ca", str(pems / "ca.pem"), "--auth-token-file", str(tokens)),
+        *("--loopback-port", str(LOOPBACK), "--hostname", "0.0.0.0"),
     ) as running:
         yield running
         assert running.stop() == 0
@@ -91,6 +95,19 @@ def test_a_call_without_a_known_token_is_refused(
     guarded: ServerProcess, pems: Path, token: str | None
 ) -> None:
     assert code(channel(guarded, pems, "client"), token) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_loopback_port_asks_for_neither_and_is_open_to_this_machine_alone(
+    guarded: ServerProcess, pems: Path
+) -> None:
+    opened = grpc.insecure_channel(f"127.0.0.1:{LOOPBACK}")
+    assert len(ask(opened, None).samples[0].token_ids) == 3
+    # A token of somebody else, which a proxy may pass on, is not looked at either.
+    assert ask(grpc.insecure_channel(f"127.0.0.1:{LOOPBACK}"), "wrong")
+    # 127.0.0.2 stands for the machine's other addresses: the other port listens there too.
+    for port, listens in ((guarded.port, True), (LOOPBACK, False)):
+        with socket.socket() as probe:
+            assert (probe.connect_ex(("127.0.0.2", port)) == 0) is listens
 
 
 def test_health_needs_no_token_and_on_its_own_port_no_certificate(

@@ -35,7 +35,11 @@ _SETTINGS = {
     "eos_token_id": 1,
 }
 #: Over our pool, with a cache of its own, and ours with states: the kind, and whether it pads.
-MODELS = {"pool": ("apertus", False), "padded": ("lfm2", True), "ours": ("qwen3-next", False)}
+MODELS = {
+    "pool": ("apertus", False),
+    "padded": ("olmo-hybrid", True),
+    "ours": ("qwen3-next", False),
+}
 
 
 @pytest.mark.parametrize(("kind", "pads"), MODELS.values(), ids=MODELS)

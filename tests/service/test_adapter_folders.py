@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenpod.service.pod.adapter_folders import adapter_folders
-from tokenpod.service.pod.model_store import ModelNotFound
+from tokenpod.service.pod.model_store import ModelNotFound, adapter_folders
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}
 

@@ -28,7 +28,7 @@ from tokenpod.service.rpc.certificates import expiry
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.metrics_port import MetricsPort
 from tokenpod.service.telemetry.page import Page
-from tokenpod.service.telemetry.readings import PodReadings
+from tokenpod.service.telemetry.recorder import PodReadings
 from tokenpod.service.telemetry.snapshots import (
     FrontEndSnapshots,
     answer_scrapes,

@@ -50,8 +50,7 @@ from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.telemetry.choice import telemetry_of
-from tokenpod.service.telemetry.readings import PodReadings
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.recorder import PodReadings, Telemetry
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 GENERATE = "generate.v3.TextGenerationService/Generate"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import count
 from typing import Any
 
@@ -238,6 +239,80 @@ def test_in_auto_there_is_text_and_marks_begin_valid_calls(
             if not allowed:
                 return
             matcher.take(at)
+
+
+#: Harmony's special tokens, beyond the demo model's vocabulary.
+MARKS = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "constrain")]
+HEAD = "<|start|>assistant"
+CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+VALID = '{"city": "Rome", "unit": "C"}'
+
+
+def harmony_tokens(text: str) -> list[int]:
+    """Its marks as tokens of their own, all else as bytes."""
+    pieces = re.split("(" + "|".join(map(re.escape, MARKS)) + ")", text)
+    known = constrained.TOKENS.tokens
+    found: list[int] = []
+    for piece in pieces:
+        if piece in MARKS:
+            found.append(len(known) + MARKS.index(piece))
+        else:
+            found += [TOKENS.index(bytes([byte])) for byte in piece.encode()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "refused_at"),
+    [
+        ("<|channel|>final<|message|>Any {text} to=functions.weather.", ""),
+        (f"{CALL}{VALID}", ""),
+        (f"<|channel|>analysis<|message|>Hm.<|end|>{HEAD}{CALL}{VALID}", ""),
+        (f"<|channel|>commentary<|message|>Let me.<|end|>{HEAD}{CALL}{VALID}", ""),
+        (f"<|channel|>analysis<|message|>Hm.<|end|>{HEAD}<|channel|>final<|message|>So.", ""),
+        (CALL.replace("weather", "other"), "other"),
+        (f'{CALL}{{"city": 1', "1"),
+        (f'{CALL}{{"unit": "C"', "u"),
+        (f"{CALL}no JSON", "n"),
+        (f"{CALL}{VALID} more", " "),
+        ("text outside of messages", "t"),
+    ],
+)
+@pytest.mark.parametrize("reasoned", [False, True])
+def test_in_auto_harmonys_texts_are_free_and_calls_are_valid(
+    text: str, refused_at: str, reasoned: bool
+) -> None:
+    tokens = [*constrained.TOKENS.tokens, *(mark.encode() for mark in MARKS)]
+    special = {mark: at for at, mark in enumerate(MARKS, len(constrained.TOKENS.tokens))}
+    harmony = Guidance(tokens, [*constrained.TOKENS.special, *special.values()])
+    asked = ChatPrompt([ChatMessage("user", "x")], tools=TOOLS[:2])
+    constraint: Constraint = calls_constraint(asked, FORMATS["harmony"], "")
+    if reasoned:
+        assert isinstance(constraint, Tagged)
+        # As a service asks it: the first message may be the reasoning.
+        constraint = Reasoned("<|channel|>analysis<|message|>", "<|end|>", False, constraint)
+    matcher = harmony.compile(constraint)
+    words, taken = np.zeros(-(-len(tokens) // 32), np.int32), 0
+    wanted = harmony_tokens(text)
+    for token in wanted:
+        matcher.fill(words)
+        if not words[token // 32] >> (token % 32) & 1:
+            break
+        matcher.take(token)
+        taken += 1
+    if not refused_at:
+        assert taken == len(wanted)
+        assert matcher.whole
+        read = calls_in(parts_of("harmony", text))
+        assert read == ([("weather", json.loads(VALID))] if CALL in text else [])
+    else:
+        assert b"".join(tokens[t] for t in wanted[taken:]).decode().startswith(refused_at)
+
+
+def test_in_auto_one_call_a_turn_of_harmony_may_still_have_other_messages() -> None:
+    asked = ChatPrompt([], tools=TOOLS[:1], several_calls=False)
+    assert calls_constraint(asked, FORMATS["harmony"], "").most is None
+    must = structs.replace(asked, must_call=True)
+    assert calls_constraint(must, FORMATS["harmony"], "").most == 1
 
 
 def test_a_schema_that_is_not_supported_means_any_object(library: Guidance) -> None:

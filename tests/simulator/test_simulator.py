@@ -8,7 +8,7 @@ import pytest
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.sequences.work import Limits
-from tokenpod.simulator.machine_times import MachineTimes
+from tokenpod.scheduler.steps.machine_times import MachineTimes
 from tokenpod.simulator.machines import MACHINES
 from tokenpod.simulator.simulator import Simulator
 from tokenpod.simulator.skipping import SkippingScheduler
@@ -132,6 +132,16 @@ def test_so_do_a_hundred_thousand(admission, turns):
     [*((*pair, 0) for pair in PAIRS), ("optimistic", "mixed", 900), ("exact", "mixed", 900)],
 )
 def test_jumps_change_nothing(admission, turns, offload_slots, overlap):
+    compare_jumps(admission, turns, offload_slots, overlap=overlap)
+
+
+@pytest.mark.parametrize("more", [{"max_gap": 1_100_000}, {"shortest_first": True}], ids=str)
+def test_jumps_change_nothing_where_steps_are_bounded_or_ordered(more):
+    compare_jumps("exact", "mixed", 0, overlap=True, **more)
+
+
+def compare_jumps(admission, turns, offload_slots, *, overlap, **more):
+    """A trace with jumps and without."""
     chance, at, arrivals = random.Random(7), 0.0, []
     # Few at a time, with outputs long enough that many steps are alike.
     for _ in range(25):
@@ -148,6 +158,7 @@ def test_jumps_change_nothing(admission, turns, offload_slots, overlap):
             slots=700,
             offload_slots=offload_slots,
             copy_seconds=1e-5,
+            **more,
         )
         for jumps in (True, False)
     ]

@@ -131,7 +131,7 @@ def _limits(serving: Serving) -> model_pb2.Limits:
         max_chat_messages=MOST_CHAT_MESSAGES,
         max_tokenize_tokens=MOST_RETURNED_IDS,
         max_message_bytes=settings.max_message_bytes,
-        max_concurrent_requests=settings.resolved_concurrent_requests,
+        max_concurrent_requests=settings.requests_taken(limits.rows),
         max_queue_tokens=settings.resolved_queue_tokens(limits.slots),
         max_batch_size=limits.rows,
         max_draft_tokens=limits.drafts,

@@ -53,7 +53,7 @@ def server_info(serving: Serving, requests: int) -> pb.GetServerInfoResponse:
         block_size=BLOCK_TOKENS,
         attention_backend=ready.attention,
         model_dtype=ready.dtype,
-        max_num_seqs=settings.resolved_batch_size,
+        max_num_seqs=ready.rows or settings.resolved_batch_size,
     )
 
 

@@ -28,6 +28,8 @@ from tokenpod.service.text.parsers.grammar import (
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 _ANALYSIS = "analysis"
+#: Channels of messages to the user, and how these end; nothing: the turn does.
+_TEXTS = ((_ANALYSIS, _END), ("commentary", _END), ("final", ""))
 _TO = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
 #: Characters of a message's header, at most.
 _MOST_HEADER = 600
@@ -49,19 +51,20 @@ class Harmony(CallFormat):
         return f"{_CHANNEL}{_ANALYSIS}" in template
 
     def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
-        """One message, with the rest of its header where it follows reasoning."""
-        heads = (f"{_START}assistant{_CHANNEL}", _CHANNEL)
-        tags = tuple(
-            Tag(
-                f"{head}commentary to=functions.{c.name} <|constrain|>json{_MESSAGE}",
-                c.arguments,
-                "",
-            )
-            for c in calls
-            for head in heads
-        )
-        # A model ends its turn with a call: `<|call|>` ends a text as an end-of-text token does.
-        return Tagged(tags, most=1)
+        """Messages, the first of which has the beginning of its header in the prompt.
+
+        Calls alone if one must be made; else those of other channels too, whose texts are free.
+        """
+        tags = []
+        for head in (f"{_START}assistant{_CHANNEL}", _CHANNEL):
+            for call in calls:
+                begin = f"{head}commentary to=functions.{call.name} <|constrain|>json{_MESSAGE}"
+                tags.append(Tag(begin, call.arguments, ""))
+            for channel, end in () if must else _TEXTS:
+                tags.append(Tag(f"{head}{channel}{_MESSAGE}", None, end))
+        # A model ends its turn with a call, and with its answer: `<|call|>` and `<|return|>` end a
+        # text as an end-of-text token does.
+        return Tagged(tuple(tags))
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
         """What follows a mark: a header and what it is sent to; nothing behind the end of one."""

@@ -47,12 +47,11 @@ def calls_constraint(chat: ChatPrompt, calls: CallFormat, template: str) -> Tagg
             left -= count
             shapes.append(ToolCallShape(tool.name, schema))
     tagged = calls.tagged(shapes, template, must=chat.must_call)
-    return structs.replace(
-        tagged,
-        least=1 if chat.must_call or tagged.before else 0,
-        most=1 if chat.only or not chat.several_calls else None,
-        lenient=True,
-    )
+    # Where all is between marks, a turn without a call has tags too.
+    one = chat.only or not chat.several_calls
+    most = 1 if one and (chat.must_call or not calls.framed) else None
+    least = 1 if chat.must_call or tagged.before else 0
+    return structs.replace(tagged, least=least, most=most, lenient=True)
 
 
 def _arguments_of(tool: Tool, most: int) -> tuple[Mapping[str, Any], int]:

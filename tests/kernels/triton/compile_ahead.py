@@ -21,7 +21,15 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from support.kernels.attention_steps import Spec, lay_out
-from support.kernels.delta_steps import drawn_inputs, drawn_states, drawn_weights
+from support.kernels.delta_steps import drawn_inputs, drawn_states, drawn_weights, with_ring
+from support.kernels.space_steps import (
+    NORMS,
+    convolution_inputs,
+    convolution_states,
+    drawn_convolution,
+    drawn_space,
+    space_inputs,
+)
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches
 from tokenpod.kernels.adapters import triton_adapters as adapters
 from tokenpod.kernels.attention import attention_extend
@@ -32,9 +40,9 @@ from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales, LatentShape
-from tokenpod.kernels.operations.delta_ops import DeltaShape
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
+from tokenpod.kernels.operations.recurrent_ops import MemoryShape
 from tokenpod.kernels.operations.weight import StackedWeight
 from tokenpod.kernels.pointwise import triton_pointwise as pointwise
 from tokenpod.kernels.products import triton_product as product
@@ -323,8 +331,11 @@ def latents() -> None:
 
 
 def delta_nets() -> None:
-    """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests."""
-    shape = DeltaShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, width=4)
+    """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests.
+
+    And what is launched where there may be drafts.
+    """
+    shape = MemoryShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, width=4)
     for dtype, specs in itertools.product(
         (BF16, torch.float32),
         ([Spec(1, 40), Spec(9, 50), Spec(100, 100)], [Spec(1, 40)] * 40),
@@ -332,7 +343,38 @@ def delta_nets() -> None:
         batch = lay_out(specs, CPU).batch
         inputs = drawn_inputs(shape, batch.tokens, dtype)
         states, weights = drawn_states(shape, batch, dtype), drawn_weights(shape, dtype)
-        OPERATIONS.gated_delta(inputs, weights, shape, states, OPERATIONS.plan_delta(batch))
+        plan = OPERATIONS.plan_recurrent(batch)
+        OPERATIONS.gated_delta(inputs, weights, shape, states, plan)
+        OPERATIONS.gated_delta(inputs, weights, shape, with_ring(states, shape, 4), plan)
+
+
+def state_spaces() -> None:
+    """Heads of Granite 4, Nemotron-H and Falcon-H1: one token each, prompts, and both."""
+    shapes = (
+        MemoryShape(1, 128, 128, 64, 4),
+        MemoryShape(8, 128, 128, 64, 4),
+        MemoryShape(2, 32, 256, 128, 4),
+    )
+    for shape, norm in zip(shapes, NORMS, strict=True):
+        weights = drawn_space(shape, BF16, norm=norm)
+        for specs in ([Spec(1, 40)] * 8, [Spec(1, 40), Spec(70, 90)], [Spec(1, 40)]):
+            batch = lay_out(specs, CPU).batch
+            states, inputs = (
+                drawn_states(shape, batch, BF16),
+                space_inputs(shape, batch.tokens, BF16),
+            )
+            plan = OPERATIONS.plan_recurrent(batch)
+            OPERATIONS.state_space(inputs, weights, shape, states, plan)
+
+
+def short_convolutions() -> None:
+    """LFM2's: one token each, and prompts."""
+    for specs in ([Spec(1, 40)] * 8, [Spec(1, 40), Spec(70, 90)]):
+        batch = lay_out(specs, CPU).batch
+        plan, weights = OPERATIONS.plan_recurrent(batch), drawn_convolution(2048, 3, BF16)
+        states = convolution_states(2048, 3, batch, BF16)
+        said = convolution_inputs(2048, batch.tokens, BF16)
+        OPERATIONS.short_convolution(said, *weights, states, plan)
 
 
 def adapted() -> None:
@@ -438,6 +480,8 @@ FAMILIES: dict[str, Callable[[], None]] = {
         stored_experts_of_every_format,
         latents,
         delta_nets,
+        state_spaces,
+        short_convolutions,
         adapted,
         others,
         sample,

@@ -10,6 +10,7 @@ import torch
 from support.kernels.attention_steps import Spec
 from support.kernels.delta_steps import (
     SMALL,
+    WALKS,
     copied,
     drawn_inputs,
     drawn_states,
@@ -18,18 +19,21 @@ from support.kernels.delta_steps import (
     run,
     some,
     step_of,
+    walk,
+    with_ring,
 )
 from tokenpod.kernels.attention.triton_attention import prepare_capture
 from tokenpod.kernels.mixers import reference_delta, triton_delta
+from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.operations.batch import CHUNKS, RaggedRows
-from tokenpod.kernels.operations.delta_ops import DeltaShape
+from tokenpod.kernels.operations.recurrent_ops import MemoryShape
 
 pytestmark = pytest.mark.compute
 
 #: ‖error‖ / ‖result‖ of what heads find and of memories; weights and inputs are the same.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-REAL = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
-ODD = DeltaShape(key_heads=1, value_heads=3, key_dim=20, value_dim=40, width=3)
+REAL = MemoryShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
+ODD = MemoryShape(key_heads=1, value_heads=3, key_dim=20, value_dim=40, width=3)
 
 SPECS = {
     "decode": [(1, 7), (1, 1), (1, 64), (0, 0)],
@@ -68,7 +72,7 @@ def check(shape, specs, dtype, device):
         )
     wide = type(given)(*(x.float() for x in given))
     expected = run(reference_delta, wide, exact, shape, wanted, kept)
-    out = run(triton_delta, given, weights, shape, states, batch, triton_delta.plan_delta)
+    out = run(triton_delta, given, weights, shape, states, batch, plan_recurrent)
     n = kept.b_start[len(live)]
     assert error(out[:n], expected[:n]) < TOLERANCE[dtype]
     assert (out[n:] == 0).all()
@@ -110,7 +114,7 @@ def test_however_a_text_is_cut_its_state_is_the_same(cut, device):
     given, whole = drawn_inputs(SMALL, n, device=device), one_row(step_of([Spec(n, n)], device), 2)
     first = drawn_states(SMALL, whole)
     parts = copied(first)
-    plan = triton_delta.plan_delta
+    plan = plan_recurrent
     expected = run(triton_delta, given, weights, SMALL, first, whole, plan)
     found, at = [], 0
     for count in cut:
@@ -127,12 +131,46 @@ def test_however_a_text_is_cut_its_state_is_the_same(cut, device):
 def test_a_position_that_is_computed_again_changes_nothing(device):
     batch, weights = step_of([Spec(1, 5), Spec(1, 9)], device), drawn_weights(SMALL, device=device)
     states, given = drawn_states(SMALL, batch), drawn_inputs(SMALL, 2, device=device)
-    first = run(triton_delta, given, weights, SMALL, states, batch, triton_delta.plan_delta)
+    first = run(triton_delta, given, weights, SMALL, states, batch, plan_recurrent)
     kept = copied(states)
-    again = run(triton_delta, given, weights, SMALL, states, batch, triton_delta.plan_delta)
+    again = run(triton_delta, given, weights, SMALL, states, batch, plan_recurrent)
     assert error(again, first) < TOLERANCE[torch.float32]
     for old, new in zip(kept, states, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
+def test_wrong_drafts_leave_nothing(shape, steps, device):
+    (found, states), (expected, plain) = walk(triton_delta, shape, steps, plan_recurrent, device)
+    assert error(found, expected) < TOLERANCE[torch.float32]
+    assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
+    assert torch.equal(states.seen, plain.seen)
+
+
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_with_drafts_beside_others(shape, dtype, device, poisoned_memory):
+    """In one step: rows that decode, are behind, have drafts, and have a prompt's piece."""
+    specs = [Spec(1, 9), Spec(1, 4), Spec(4, 12), Spec(3, 20), Spec(40, 44)]
+    batch = step_of(specs, device)
+    batch = replace(batch, b_drafts=[0, 0, 3, 2, 0])
+    weights = drawn_weights(shape, dtype, device)
+    states = with_ring(drawn_states(shape, batch, dtype), shape, 4)
+    states.inputs[:, shape.channels :] = drawn_inputs(shape, 99, dtype, device).write[:1, :1]
+    behind = torch.tensor([2, 0, 3, 0, 4], device=device, dtype=torch.int32)
+    states.seen[torch.tensor(batch.b_row, device=device)] -= behind[:, None]
+    given, wanted = drawn_inputs(shape, batch.tokens, dtype, device), copied(states)
+    exact = weights._replace(conv=weights.conv.float())
+    exact = exact._replace(norm=exact.norm._replace(weight=exact.norm.weight.float()))
+    wanted = wanted._replace(inputs=wanted.inputs.float())
+    wide = type(given)(*(x.float() for x in given))
+    expected = run(reference_delta, wide, exact, shape, wanted, batch)
+    out = run(triton_delta, given, weights, shape, states, batch, plan_recurrent)
+    assert error(out, expected) < TOLERANCE[dtype]
+    assert error(states.memory, wanted.memory) < TOLERANCE[dtype]
+    assert torch.equal(states.seen, wanted.seen)
+    torch.testing.assert_close(states.inputs.float(), wanted.inputs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_equal_keys_are_solved_exactly(device):
@@ -146,7 +184,7 @@ def test_equal_keys_are_solved_exactly(device):
     wanted = drawn_states(SMALL, batch)
     states = copied(wanted)
     expected = run(reference_delta, given, weights, SMALL, wanted, batch)
-    out = run(triton_delta, given, weights, SMALL, states, batch, triton_delta.plan_delta)
+    out = run(triton_delta, given, weights, SMALL, states, batch, plan_recurrent)
     assert error(out, expected) < TOLERANCE[torch.float32]
     assert error(states.memory, wanted.memory) < TOLERANCE[torch.float32]
 
@@ -162,8 +200,8 @@ def test_captured_steps_have_room_for_chunks(device):
     paged = replace(batch.paged, tiles=tiles.by_kind(room.to(device)))
     states = drawn_states(SMALL, batch)
     wanted, given = copied(states), drawn_inputs(SMALL, batch.tokens, device=device)
-    expected = run(triton_delta, given, weights, SMALL, wanted, batch, triton_delta.plan_delta)
-    plan = triton_delta.plan_delta(replace(batch, paged=paged))
+    expected = run(triton_delta, given, weights, SMALL, wanted, batch, plan_recurrent)
+    plan = plan_recurrent(replace(batch, paged=paged))
     out = triton_delta.gated_delta(given, weights, SMALL, states, plan)
     assert torch.equal(out, expected)
     for got, own in zip(states, wanted, strict=True):

@@ -44,6 +44,7 @@ DELTA = {
     "linear_num_value_heads": 8,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+SPACE = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128}
 #: name -> (kind, more settings).
 MODELS = {
     "llama": ("llama", {"head_dim": 128}),
@@ -64,6 +65,25 @@ MODELS = {
     "qwen3-5": ("qwen3-5", DELTA),
     "qwen3-5-moe": ("qwen3-5-moe", {**DELTA, "moe_intermediate_size": 512}),
     "qwen3-next": ("qwen3-next", {**DELTA, "moe_intermediate_size": 512}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "granite4": (
+        "granite4-moe",
+        {**SPACE, "layer_types": ["mamba", "attention"] * 2, "intermediate_size": 512},
+    ),
+    "nemotron-h": (
+        "nemotron-h",
+        {
+            "hybrid_override_pattern": "M-*-",
+            "head_dim": 64,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+        },
+    ),
+    "falcon-h1": (
+        "falcon-h1-varied",
+        {**SPACE, "mamba_d_ssm": 2048, "head_dim": 64, "mamba_d_state": 256},
+    ),
     "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
     "glm4-moe-lite": (
         "glm4-moe-lite",

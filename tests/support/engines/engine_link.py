@@ -27,6 +27,8 @@ class Client:
         self.tops: dict[int, list[list[int]]] = defaultdict(list)
         self.scored: dict[int, list[float]] = defaultdict(list)
         self.cached: dict[int, int] = {}
+        #: Tokens drafted for all, and those of them that were accepted.
+        self.tried = self.accepted = 0
         self.finishes: dict[int, FinishCode] = {}
         self.failures: dict[int, str] = {}
         self.codes: dict[int, FailureCode] = {}
@@ -63,6 +65,9 @@ class Client:
             self.cached[started.sequence_id] = started.cached_tokens
             if started.prompt_logprobs:
                 self.scored[started.sequence_id] = started.prompt_logprobs
+        for draft in message.drafted:
+            self.tried += draft.drafted
+            self.accepted += draft.accepted
         for failure in message.failures:
             self.failures[failure.sequence_id] = failure.message
             self.codes[failure.sequence_id] = failure.code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -15,9 +16,9 @@ from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import draft_of
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.open_drafts import Unknown
-from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.scheduler.drafts.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 SLOTS, MOST = 160, 2
 
@@ -59,7 +60,7 @@ class Watched:
 
 def pool_of(model):
     layouts = model.config.kv_layouts
-    return KVPool(slots=SLOTS, layouts=layouts, dtype=torch.float32, device=CPU)
+    return model.pool_class(slots=SLOTS, layouts=layouts, dtype=torch.float32, device=CPU)
 
 
 def drafts_behind(one, two, n):
@@ -74,7 +75,11 @@ def drafts_behind(one, two, n):
 def answer(served, asked, head=None, prefill=8, most=MOST):
     """What was said, and the drafts; the second request comes when the first has ended."""
     draft = None
-    kept = pool_of(served)
+    kept, limits = pool_of(served), Limits(SLOTS - 16, 2, POSITIONS, prefill)
+    if served.config.own_state is not None:
+        snapshots = SnapshotLimits(8, 3, least=2, stride=5)
+        limits = replace(limits, sharing=False, snapshots=snapshots)
+        kept.reserve(snapshots.first + snapshots.total)
     if head is not None:
         own = pool_of(head)
         draft = draft_of(head, served, own, most, rows=3)
@@ -82,7 +87,7 @@ def answer(served, asked, head=None, prefill=8, most=MOST):
         CpuExecutor(served, kept, rows=3, vocab_size=served.config.vocab_size, draft=draft)
     )
     guesses = None if head is None else partial(Drafting, ModelDrafts(), most)
-    scheduler = Scheduler(Limits(SLOTS - 16, 2, POSITIONS, prefill), drafting=guesses)
+    scheduler = Scheduler(limits, drafting=guesses)
     link = Recorder(asked)
     link.inbox = []
     loop = EngineLoop(link, scheduler, executor)

@@ -20,13 +20,14 @@ CPU = torch.device("cpu")
 ROWS, POSITIONS, PREFILL, NEW_TOKENS = 5, 200, 16, 24
 
 
-def load(folder, device=CPU):
+def load(folder, device=CPU, drafts=0):
     return load_model(
         folder,
         dtype=None,
         device=device,
         progress=lambda done, total: None,
         max_total_tokens=POSITIONS,
+        drafts=drafts,
     )
 
 
@@ -34,7 +35,7 @@ class Engine:
     """A loaded model, and a loop over it."""
 
     def __init__(self, folder, **more):
-        self.model = load(folder)
+        self.model = load(folder, drafts=more.get("speculate", 0))
         self.options = options = EngineOptions(
             model_folder="",
             dtype=None,
@@ -60,14 +61,16 @@ class Engine:
             own_positions=self.model.config.own_positions,
         )
 
-    def answer(self, requests, *, preempt=0.0, abort=(), one_by_one=False, limits=None):
+    def answer(
+        self, requests, *, preempt=0.0, abort=(), one_by_one=False, limits=None, drafting=None
+    ):
         """Serve all, at once or one behind the other; before each turn every sequence is preempted
-        by chance.
+        by chance. `drafting`: see `guessing.drafting`.
         """
         self.executor.release(range(ROWS + 1))
         waiting = list(requests) if one_by_one else []
         client = Client([waiting.pop(0)] if waiting else requests)
-        scheduler = Scheduler(limits or self.limits)
+        scheduler = Scheduler(limits or self.limits, drafting=drafting)
         loop = EngineLoop(client, scheduler, self.executor)
         chance, self.preempted, turns = random.Random(3), 0, 0
         while client.left or waiting:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from support.kernels.attention_steps import Spec, lay_out
-from tokenpod.kernels.mixers import reference_delta
+from tokenpod.kernels.mixers.convolution import plan_recurrent
 from tokenpod.kernels.operations.batch import ForwardBatch
-from tokenpod.kernels.operations.delta_ops import (
-    DeltaInputs,
-    DeltaShape,
-    DeltaStates,
-    DeltaWeights,
-)
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.operations.recurrent_ops import (
+    DeltaInputs,
+    DeltaWeights,
+    MemoryShape,
+    RecurrentStates,
+)
+from tokenpod.models.layers.gated_delta import GatedDeltaNet
 
-SMALL = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
+SMALL = MemoryShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
 EPSILON = 1e-5
 
 
-def drawn_states(shape: DeltaShape, batch: ForwardBatch, dtype=torch.float32) -> DeltaStates:
+def drawn_states(shape: MemoryShape, batch: ForwardBatch, dtype=torch.float32) -> RecurrentStates:
     """Of every row of the batch what its positions before the step have left; NaN of others."""
     device, rows = batch.t_slot.device, len(batch.row_table)
     generator = torch.Generator(device).manual_seed(2)
@@ -41,10 +44,10 @@ def drawn_states(shape: DeltaShape, batch: ForwardBatch, dtype=torch.float32) ->
         else:
             seen[row] = used[row]
             inputs[row, :, used[row] :] = 0
-    return DeltaStates(inputs, memory, seen)
+    return RecurrentStates(inputs, memory, seen)
 
 
-def drawn_weights(shape: DeltaShape, dtype=torch.float32, device="cpu") -> DeltaWeights:
+def drawn_weights(shape: MemoryShape, dtype=torch.float32, device="cpu") -> DeltaWeights:
     generator = torch.Generator(device).manual_seed(1)
 
     def draw(*sizes):
@@ -56,7 +59,7 @@ def drawn_weights(shape: DeltaShape, dtype=torch.float32, device="cpu") -> Delta
     return DeltaWeights(conv, rates, shifts, RowNorm(norm, EPSILON))
 
 
-def drawn_inputs(shape: DeltaShape, tokens: int, dtype=torch.float32, device="cpu") -> DeltaInputs:
+def drawn_inputs(shape: MemoryShape, tokens: int, dtype=torch.float32, device="cpu") -> DeltaInputs:
     """Parts of one tensor, as products leave them."""
     generator = torch.Generator(device).manual_seed(tokens)
     sizes = [shape.channels, shape.value_heads * shape.value_dim, *[shape.value_heads] * 2]
@@ -74,8 +77,6 @@ def step_of(specs: list[Spec], device="cpu") -> ForwardBatch:
 
 def one_row(batch: ForwardBatch, state: int) -> ForwardBatch:
     """A step of one row, which has this state."""
-    from dataclasses import replace
-
     paged = batch.paged
     return replace(
         batch,
@@ -88,9 +89,79 @@ def one_row(batch: ForwardBatch, state: int) -> ForwardBatch:
     )
 
 
-def copied(states: DeltaStates) -> DeltaStates:
-    return DeltaStates(*(x.clone() for x in states))
+#: How rows go on: tokens of each step, and how many of the last ones are drafts that are wrong.
+WALKS = {
+    "all right": [(9, 0), (4, 0), (4, 0), (4, 0)],
+    "all wrong": [(9, 0), (4, 3), (4, 3), (4, 3)],
+    "some right": [(2, 0), (4, 1), (3, 2), (4, 0), (2, 1), (4, 3)],
+    "none for a while": [(1, 0), (4, 0), (1, 0), (1, 0), (4, 1), (1, 0)],
+    "a piece of a prompt behind": [(6, 0), (4, 2), (70, 0), (4, 1), (2, 0)],
+}
+#: Steps of a walk have drafts from the second on, in rows of two to four tokens.
+MOST_DRAFTS = 3
 
 
-def run(form, inputs, weights, shape, states, batch, plan_delta=reference_delta.plan_delta):
-    return form.gated_delta(inputs, weights, shape, states, plan_delta(batch))
+def with_ring(states: RecurrentStates, shape: MemoryShape, drafts: int) -> RecurrentStates:
+    """The same of a pool in which drafts may be wrong: of positions before its width none."""
+    rows, channels, width = states.inputs.shape
+    ring = width + drafts
+    inputs = states.inputs.new_zeros(rows, channels + 2 * shape.value_heads, ring)
+    for row in range(rows):
+        seen = int(states.seen[row, 0])
+        for position in range(max(seen - width, 0), seen):
+            inputs[row, :channels, position % ring] = states.inputs[row, :, position % width]
+    return states._replace(inputs=inputs)
+
+
+def walk(form, shape, steps, plan_delta=plan_recurrent, device="cpu"):
+    """Serve one text with drafts, and without.
+
+    Returns for both what was found of tokens that count, and the states [as `RecurrentStates`] once
+    their memories have been through all.
+    """
+    weights, n = drawn_weights(shape, device=device), sum(count - wrong for count, wrong in steps)
+    given, noise = (drawn_inputs(shape, n + more, device=device) for more in (1, 7))
+
+    def at(first, count, wrong):
+        """Inputs from `first` on, the last ones those of tokens that never come."""
+        right = some(given, first, first + count - wrong)
+        other = some(noise, first, first + wrong)
+        return DeltaInputs(
+            *torch.split(
+                torch.cat([torch.cat(right, 1), torch.cat(other, 1)]),
+                [x.shape[1] for x in right],
+                1,
+            )
+        )
+
+    def fresh(drafts):
+        layout = GatedDeltaNet(shape, EPSILON).cache.state.with_drafts(drafts)
+        sizes = (4, *layout.inputs), (4, *layout.memory)
+        inputs, memory = (torch.zeros(size, device=device) for size in sizes)
+        return RecurrentStates(inputs, memory, memory[:, :, 0, 0].int())
+
+    def served(states, steps):
+        first, found = 0, []
+        for i, (count, wrong) in enumerate(steps):
+            drafted = states.takes_back(shape.width) and 0 < i < len(steps) and 1 < count <= 4
+            batch = one_row(step_of([Spec(count, first + count)], device), 2)
+            batch = replace(batch, b_drafts=[count - 1] if drafted else None)
+            own = at(first, count, wrong)
+            out = run(form, own, weights, shape, states, batch, plan_delta)
+            found.append(out[: count - wrong])
+            first += count - wrong
+        # One token more, so that nothing is left to go through.
+        batch = one_row(step_of([Spec(1, first + 1)], device), 2)
+        found.append(run(form, some(given, n, n + 1), weights, shape, states, batch, plan_delta))
+        return torch.cat(found), states
+
+    plain = [(count - wrong, 0) for count, wrong in steps]
+    return served(fresh(MOST_DRAFTS), steps), served(fresh(0), plain)
+
+
+def copied(states: RecurrentStates) -> RecurrentStates:
+    return RecurrentStates(*(x.clone() for x in states))
+
+
+def run(form, inputs, weights, shape, states, batch, plan=plan_recurrent):
+    return form.gated_delta(inputs, weights, shape, states, plan(batch))

@@ -110,7 +110,10 @@
 - --metrics-names={{ join "," . }}
 {{- end }}
 {{- end }}
-{{- if and .gateway.enabled (not (hasKey .server "kvCacheEvents")) }}
+{{- if and .tls.existingSecret (include "tokenpod.gatewayBeside" $root) }}
+- --loopback-port={{ .ports.loopback }}
+{{- end }}
+{{- if and (include "tokenpod.gatewayApart" $root) (not (hasKey .server "kvCacheEvents")) }}
 # The gateway sends prompts where their beginning is cached.
 - --kv-cache-events
 {{- end }}

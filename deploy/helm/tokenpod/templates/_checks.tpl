@@ -39,20 +39,45 @@
 {{- define "tokenpod.checkGateway" -}}
 {{- with .Values.gateway -}}
 {{- if .enabled -}}
+{{- if eq .mode "deployment" -}}
 {{- if $.Values.tls.existingSecret -}}
-{{- fail "gateway.enabled with tls.existingSecret: the gateway calls pods that it has found by their addresses, in plaintext alone. Leave one of them out, and encrypt with a mesh" -}}
+{{- fail "gateway.enabled with tls.existingSecret: the gateway calls pods that it has found by their addresses, in plaintext alone. Set gateway.mode=sidecar, or leave the certificate out and encrypt with a mesh" -}}
 {{- end -}}
 {{- if $.Values.auth.existingSecret -}}
-{{- fail "gateway.enabled with auth.existingSecret: the gateway has no token for pods that it has found. Leave one of them out; networkPolicy says who may call" -}}
+{{- fail "gateway.enabled with auth.existingSecret: the gateway has no token for pods that it has found. Set gateway.mode=sidecar, and tls.existingSecret; or leave the tokens out, where networkPolicy says who may call" -}}
 {{- end -}}
-{{- if has .policy (list "cache_aware") -}}
+{{- else -}}
+{{- if and $.Values.auth.existingSecret (not $.Values.tls.existingSecret) -}}
+{{- fail "gateway.mode is sidecar with auth.existingSecret: it has no token, and needs none where the others' calls come over TLS. Set tls.existingSecret too" -}}
+{{- end -}}
+{{- if gt (int $.Values.parallelism.pods) 1 -}}
+{{- fail (printf "gateway.mode is sidecar with parallelism.pods %v: it is for models in one pod" $.Values.parallelism.pods) -}}
+{{- end -}}
+{{- if .autoscaling.enabled -}}
+{{- fail "gateway.autoscaling is enabled with gateway.mode sidecar: there are as many gateways as pods" -}}
+{{- end -}}
+{{- end -}}
+{{- with .autoscaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "gateway.autoscaling.minReplicas is %v: it must be at most gateway.autoscaling.maxReplicas, which is %v" .minReplicas .maxReplicas) -}}
+{{- end -}}
+{{- if and .enabled (not (dig "requests" "cpu" "" $.Values.gateway.resources)) -}}
+{{- fail "gateway.autoscaling is enabled without gateway.resources.requests.cpu: its target is a share of that" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (has .policy (list "cache_aware")) (eq .mode "deployment") -}}
 {{- if eq (toString (dig "kvCacheEvents" "" $.Values.server)) "false" -}}
 {{- fail "gateway.policy is cache_aware with server.kvCacheEvents false: without them the gateway does not know what pods have cached. Choose another gateway.policy, such as round_robin" -}}
 {{- end -}}
 {{- end -}}
 {{- $ports := list (int .ports.http) (int .ports.health) (int .ports.metrics) -}}
+{{- if eq .mode "sidecar" -}}
+{{- range $.Values.ports -}}
+{{- $ports = append $ports (int .) -}}
+{{- end -}}
+{{- end -}}
 {{- if ne (len $ports) (len ($ports | uniq)) -}}
-{{- fail (printf "gateway.ports are %s: they must differ" (toJson .ports)) -}}
+{{- fail (printf "gateway.ports are %s%s: they must differ" (toJson .ports) (ternary (printf " and ports are %s" (toJson $.Values.ports)) "" (eq .mode "sidecar"))) -}}
 {{- end -}}
 {{- if and .service.nodePort (eq .service.type "ClusterIP") -}}
 {{- fail (printf "gateway.service.nodePort is %v with gateway.service.type ClusterIP: it needs type NodePort or LoadBalancer" .service.nodePort) -}}
@@ -62,7 +87,7 @@
 {{- end -}}
 {{- range .extraArgs -}}
 {{- $name := splitList "=" . | first -}}
-{{- if has $name (list "--host" "--port" "--health-check-port" "--prometheus-port" "--policy" "--shutdown-grace-period-secs" "--service-discovery" "--discovery-provider" "--service-discovery-namespace" "--service-discovery-port" "--selector" "--worker-urls" "--tls-cert-path" "--tls-key-path") -}}
+{{- if has $name (list "--host" "--port" "--health-check-port" "--prometheus-port" "--policy" "--shutdown-grace-period-secs" "--service-discovery" "--discovery-provider" "--service-discovery-namespace" "--service-discovery-port" "--selector" "--worker-urls" "--worker-startup-timeout-secs" "--worker-startup-check-interval" "--health-check-interval-secs" "--tls-cert-path" "--tls-key-path") -}}
 {{- fail (printf "gateway.extraArgs has %s: the chart sets it itself, from its own values" $name) -}}
 {{- end -}}
 {{- end -}}
@@ -218,7 +243,7 @@
 {{- fail (printf "server.%s is %v: it was removed: %s" $name (get $.Values.server $name) $instead) -}}
 {{- end -}}
 {{- end -}}
-{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--adapter-token-file" "--adapter-folder" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" "--metrics-port" "--metrics-names" -}}
+{{- $ours := list "--port" "--health-port" "--loopback-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--adapter-token-file" "--adapter-folder" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" "--metrics-port" "--metrics-names" -}}
 {{- range .Values.extraArgs -}}
 {{- $name := splitList "=" . | first -}}
 {{- if has $name $ours -}}

@@ -115,11 +115,17 @@ spec:
         {{- toYaml .securityContext | nindent 8 }}
       volumeMounts:
         {{- include "tokenpod.volumeMounts" $root | nindent 8 }}
+    {{- if include "tokenpod.gatewayBeside" $root }}
+    {{- include "tokenpod.gatewayContainer" $root | nindent 4 }}
+    {{- end }}
     {{- with .extraContainers }}
     {{- tpl (toYaml .) $root | nindent 4 }}
     {{- end }}
   volumes:
     {{- include "tokenpod.volumes" $root | nindent 4 }}
+    {{- if include "tokenpod.gatewayBeside" $root }}
+    {{- include "tokenpod.gatewayVolumes" $root | nindent 4 }}
+    {{- end }}
 {{- end }}
 {{- end }}
 

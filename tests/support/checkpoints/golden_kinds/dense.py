@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.checkpoints.golden_kinds import disguises
 from support.checkpoints.golden_kinds.base import (
     FACTORS,
     MAX_POSITIONS,
@@ -67,6 +68,18 @@ KINDS: dict[str, Kind] = {
             "max_window_layers": 1,
             **rope("linear", factor=3.0),
         },
+    ),
+    "mimo": Kind("Qwen2", {"tie_word_embeddings": False}, disguise=disguises.mimo),
+    "mimo-varied": Kind(
+        "Qwen2",
+        {
+            **VARIED,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            **rope("linear", factor=3.0),
+        },
+        disguise=disguises.mimo,
     ),
     "qwen3": Kind("Qwen3", {"head_dim": 32}),
     "qwen3-window": Kind(

@@ -47,6 +47,11 @@ def internlm2(config: Config, tensors: Tensors) -> None:
     _renamed(tensors, names)
 
 
+def mimo(config: Config, tensors: Tensors) -> None:
+    del tensors
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
+
+
 def internlm3(config: Config, tensors: Tensors) -> None:
     config["architectures"] = ["InternLM3ForCausalLM"]
     config["qkv_bias"] = config.pop("attention_bias")

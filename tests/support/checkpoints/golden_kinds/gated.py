@@ -12,6 +12,32 @@ WINDOWS = {
 _NEAR_FAR_FAR = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
+_SPACE = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    # Else what is normed is small beside an epsilon of its size.
+    "rms_norm_eps": 1e-2,
+}
+_GRANITE4 = {
+    **_SPACE,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 72,
+}
+_NEMOTRON = {
+    "hybrid_override_pattern": "M-*M",
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-2,
+    # Prompts of transformers have it, tokens behind them have not.
+    "time_step_min": 1e-9,
+}
+_FALCON = {**_SPACE, "mamba_d_ssm": 96, "head_dim": 16}
+
 KINDS: dict[str, Kind] = {
     "gemma": Kind("Gemma", {"head_dim": 16}),
     "gemma-varied": Kind(
@@ -81,6 +107,86 @@ KINDS: dict[str, Kind] = {
             "logits_scaling": 0.5,
         },
     ),
+    "granite4": Kind("GraniteMoeHybrid", _GRANITE4),
+    "granite4-varied": Kind(
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE4,
+            **rope("linear", factor=3.0),
+            "layer_types": ["mamba", "mamba", "attention"],
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.5,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "rms_norm_eps": 3e-2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "bamba": Kind("Bamba", {**_SPACE, "attn_layer_indices": [1]}),
+    "bamba-varied": Kind(
+        "Bamba",
+        {
+            **_SPACE,
+            **rope("linear", factor=3.0, partial_rotary_factor=0.5),
+            "attn_layer_indices": [0],
+            "attention_bias": True,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "rms_norm_eps": 3e-2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h": Kind("NemotronH", _NEMOTRON),
+    "nemotron-h-varied": Kind(
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "hybrid_override_pattern": "-M-*",
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_hidden_act": "silu",
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 3e-2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1": Kind("FalconH1", _FALCON),
+    "falcon-h1-varied": Kind(
+        "FalconH1",
+        {
+            **_FALCON,
+            **rope("linear", factor=3.0),
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.5,
+            "mlp_multipliers": [0.7, 1.6],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.4,
+            "ssm_out_multiplier": 0.9,
+            "ssm_multipliers": [0.8, 1.2, 0.9, 1.1, 1.3],
+            "rms_norm_eps": 3e-2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1-normed": Kind(
+        "FalconH1", {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True}
+    ),
     # What heads of so few numbers read is small beside what it is a sum of: without an epsilon of
     # its size the norm behind would show rounding alone, also transformers' own.
     "qwen3-5": Kind("Qwen3_5", {**LINEAR, "rms_norm_eps": 1e-2}),
@@ -99,6 +205,27 @@ KINDS: dict[str, Kind] = {
             "linear_value_head_dim": 12,
             "rms_norm_eps": 3e-2,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "lfm2": Kind("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-varied": Kind(
+        "Lfm2",
+        {
+            **rope("linear", factor=3.0),
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "norm_eps": 1e-2,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-adjusted": Kind(
+        "Lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "conv"],
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 24,
         },
     ),
     "smollm3": Kind("SmolLM3", {}),

@@ -180,6 +180,24 @@ DELTA_VARIED = {
     "layer_types": ["full_attention", "linear_attention", "linear_attention"],
 }
 
+_LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+_GRANITE4 = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_d_head": 16,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "shared_intermediate_size": 72,
+    "rms_norm_eps": 1e-2,
+}
+
 KINDS: dict[str, Kind] = {
     "qwen3-next": Kind("Qwen3Next", DELTA),
     "qwen3-next-varied": Kind(
@@ -192,6 +210,26 @@ KINDS: dict[str, Kind] = {
         },
         QWEN_STACKED,
     ),
+    "lfm2-moe": Kind("Lfm2Moe", _LFM2),
+    "lfm2-moe-stacked": Kind(
+        "Lfm2Moe",
+        {
+            **_LFM2,
+            **rope("linear", factor=3.0),
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_dense_layers": 0,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "use_expert_bias": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "norm_eps": 1e-2,
+            "tie_word_embeddings": False,
+        },
+        stacked("w1", "w3", "w2"),
+    ),
+    "granite4-moe": Kind("GraniteMoeHybrid", _GRANITE4),
     "qwen3-5-moe": Kind("Qwen3_5Moe", DELTA),
     "qwen3-5-moe-varied": Kind("Qwen3_5Moe", DELTA_VARIED, QWEN_STACKED),
     "mixtral-stacked": Kind(

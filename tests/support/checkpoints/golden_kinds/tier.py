@@ -79,7 +79,17 @@ PADDED_KINDS: dict[str, Kind] = {
     ),
     "mamba2": Kind("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2}),
     "rwkv": Kind("Rwkv", {"attention_hidden_size": 64}),
-    "lfm2": Kind("Lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], **_ENDS}),
+    "olmo-hybrid": Kind(
+        "OlmoHybrid",
+        {
+            **_ENDS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
     "t5": Kind("T5ForConditionalGeneration", {**_ENDS, "d_ff": 96, "d_kv": 16}),
     "bart": Kind(
         "BartForConditionalGeneration",

@@ -1,0 +1,101 @@
+"""How many prompt tokens a step may hold, so that running streams don't wait too long for it.
+
+settled steps --their sizes and times--> the model of steps' times --> tokens within the bound
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from itertools import chain, repeat
+from math import sqrt
+
+from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize, fitted
+
+#: Steps that the model is fitted to, of each size: of 2**k to 2**(k + 1) - 1 prompt tokens.
+_KEPT = 16
+#: The model is fitted again after so many of them; before the first time nothing is known.
+_REFITTED = 4
+#: Times the least number of prompt tokens, while nothing is known.
+_UNKNOWN = 4
+#: What follows the prompts that are known: prompts of this length.
+_OTHERS = 512
+#: What prompts may add to a step that takes longer than it may without: else they would hardly go
+#: on, and gaps would be no shorter to speak of.
+_MORE = 0.5
+#: A step counts as no longer than so many times what the model says, once that is fitted to as many
+#: steps as these, or to those that were timed before: it may have been held up.
+_OUTLIER, _ENOUGH = 2.0, 24
+
+
+class GapBound:
+    """Bounds the time of steps that streams wait for, by their prompt tokens.
+
+    Args:
+        most: nanoseconds that such a step may take; half as long again as one without prompts, if
+            that is more.
+        least_tokens: prompt tokens that it may have however long it takes.
+        most_tokens: of any step.
+        measured: steps that were timed before, and their seconds. Without these the first steps,
+            which may be slow for reasons of their own, are all that is known for a while.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        least_tokens: int,
+        most_tokens: int,
+        measured: Iterable[tuple[StepSize, float]] = (),
+    ) -> None:
+        self._most = most / 1e9
+        self._least_tokens, self._most_tokens = least_tokens, most_tokens
+        self._seen: defaultdict[int, deque[tuple[StepSize, float]]] = defaultdict(
+            lambda: deque(maxlen=_KEPT)
+        )
+        self._times: MachineTimes | None = None
+        #: Steps that it was fitted to, and those that have settled since then.
+        self._fitted_to = self._new = 0
+        for size, seconds in measured:
+            self._add(size, seconds)
+        #: Steps that the model must have been fitted to before it says what is out of the ordinary.
+        self._enough = self._new or _ENOUGH
+
+    def note(self, size: StepSize, took: int) -> None:
+        """A step with prompts has settled; it took so many nanoseconds, more than 0."""
+        if self._times is not None and self._fitted_to >= self._enough:
+            took = min(took, int(_OUTLIER * self._times.nanoseconds(size)) or took)
+        self._add(size, took / 1e9)
+
+    def _add(self, size: StepSize, seconds: float) -> None:
+        self._seen[size.prompt_tokens.bit_length()].append((size, seconds))
+        self._new += 1
+
+    def prompt_tokens(self, rows: int, context: int, prompts: Iterable[tuple[int, int]]) -> int:
+        """How many prompt tokens a step may have beside rows that decode.
+
+        Args:
+            rows: that decode.
+            context: tokens that they read together.
+            prompts: of each that comes next, the tokens that are computed and those that are not.
+        """
+        if self._new >= _REFITTED:
+            steps = [*chain(*self._seen.values())]
+            self._times, self._fitted_to, self._new = fitted(steps), len(steps), 0
+        times = self._times
+        if times is None:
+            return min(_UNKNOWN * self._least_tokens, self._most_tokens)
+        without = times.nanoseconds(StepSize(rows, context)) / 1e9
+        left = max(self._most - without, _MORE * without)
+        tokens = 0
+        for start, n in chain(prompts, repeat((0, _OTHERS))):
+            if tokens >= self._most_tokens:
+                break
+            each = times.prompt_token + times.pair * (start + 0.5)
+            took = each * n + times.pair * n * n / 2
+            if took > left:
+                # The larger the piece, the more pairs each of its tokens makes.
+                tokens += int(2 * left / (each + sqrt(each * each + 2 * times.pair * left)))
+                break
+            left -= took
+            tokens += n
+        return max(min(tokens, self._most_tokens), self._least_tokens)

@@ -1,0 +1,193 @@
+"""Steps with prompts are kept short while others stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from itertools import repeat
+
+import numpy as np
+import pytest
+
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
+from tokenpod.scheduler.policies.batching import Mixed
+from tokenpod.scheduler.policies.exact import Exact
+from tokenpod.scheduler.scheduler import Scheduler
+from tokenpod.scheduler.sequences.work import Limits
+from tokenpod.scheduler.steps.gaps import GapBound
+from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize
+from tokenpod.scheduler.steps.step import Step
+from tokenpod.simulator.simulator import Outcome, Simulator
+from tokenpod.simulator.skipping import SkippingScheduler
+from tokenpod.simulator.trace import Arrival
+
+#: Of an 8B model on a large GPU, about.
+TIMES = MachineTimes(4e-3, 1.4e-5, 3e-8, 2e-5, 1e-9)
+MS = 1_000_000
+BOUND = 60 * MS
+
+
+def learned(noise: float = 0.0, steps: int = 80) -> GapBound:
+    """A bound that has seen steps of all sizes on that machine."""
+    chance, bound = np.random.default_rng(3), GapBound(BOUND, 256, 8192)
+    for _ in range(steps):
+        rows, tokens = int(chance.integers(0, 600)), int(2 ** chance.uniform(6, 13))
+        start = int(chance.integers(0, 20_000))
+        size = StepSize(rows, rows * 300, tokens, tokens * start + tokens * tokens // 2)
+        took = TIMES.nanoseconds(size) * (1 + noise * chance.normal())
+        bound.note(size, int(took))
+        bound.prompt_tokens(1, 1, [])
+    return bound
+
+
+def taken(rows: int, context: int, prompts: list[tuple[int, int]], tokens: int) -> float:
+    """Milliseconds of a step with so many of these prompts' tokens."""
+    pairs = 0
+    for start, n in [*prompts, *repeat((0, 512), 40)]:
+        piece, tokens = min(n, tokens), max(tokens - n, 0)
+        pairs += piece * start + piece * (piece + 1) // 2
+        if not tokens:
+            break
+    total = sum(n for _, n in prompts)
+    return TIMES.nanoseconds(StepSize(rows, context, total, pairs)) / MS
+
+
+@pytest.mark.parametrize("rows", [1, 200, 800])
+@pytest.mark.parametrize("start", [0, 30_000])
+def test_what_has_been_learned_of_steps_fills_the_bound(rows: int, start: int):
+    for noise, slack in ((0.0, 0.02), (0.05, 0.12)):
+        tokens = learned(noise).prompt_tokens(rows, 300 * rows, [(start, 100_000)])
+        took = taken(rows, 300 * rows, [(start, tokens)], tokens)
+        assert took == pytest.approx(BOUND / MS, rel=slack), (noise, tokens)
+
+
+def test_a_prompt_behind_a_long_text_has_fewer_tokens_in_a_step():
+    bound = learned()
+    counts = [bound.prompt_tokens(8, 8000, [(start, 100_000)]) for start in (0, 20_000, 100_000)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 2 * counts[2]
+
+
+def test_prompts_go_on_beside_rows_that_take_longer_than_the_bound():
+    """By half of what the rows take; where that is nothing to speak of, by the least."""
+    rows, context = 4000, 300 * 4000
+    alone = TIMES.nanoseconds(StepSize(rows, context)) / MS
+    tokens = learned().prompt_tokens(rows, context, [(0, 100_000)])
+    assert alone > BOUND / MS
+    assert taken(rows, context, [(0, tokens)], tokens) == pytest.approx(1.5 * alone, rel=0.02)
+    slow = GapBound(1, 256, 8192)
+    for tokens in (512, 700, 900, 2000):
+        slow.note(StepSize(1, 10, tokens, tokens**2 // 2), MS * (1 + 100 * tokens))
+    assert slow.prompt_tokens(1, 10, [(0, 100_000)]) == 256
+
+
+def test_a_step_is_never_larger_than_it_can_be():
+    fast = GapBound(10**12, 256, 8192)
+    for tokens in (100, 200, 300, 400):
+        fast.note(StepSize(1, 10, tokens, tokens**2 // 2), 1000 + tokens)
+    assert fast.prompt_tokens(1, 10, [(0, 100_000)]) == 8192
+
+
+def test_while_nothing_is_known_steps_are_small():
+    assert GapBound(BOUND, 256, 8192).prompt_tokens(1, 10, []) == 1024
+    assert GapBound(BOUND, 256, 700).prompt_tokens(1, 10, []) == 700
+
+
+def test_one_step_that_was_held_up_changes_little():
+    bound = learned()
+    before = bound.prompt_tokens(100, 30_000, [(0, 100_000)])
+    bound.note(StepSize(100, 30_000, 2000, 2_000_000), 60_000 * MS)
+    for _ in range(4):
+        size = StepSize(100, 30_000, 2000, 2_000_000)
+        bound.note(size, TIMES.nanoseconds(size))
+    assert bound.prompt_tokens(100, 30_000, [(0, 100_000)]) > 0.7 * before
+
+
+def simulated(max_gap: int | None, arrivals: list[Arrival]) -> tuple[Outcome, list[Step]]:
+    """What a machine does with these; steps with prompts."""
+    limits = Limits(400_000, 256, 65_536, prefill_tokens=8192, max_gap=max_gap)
+    scheduler = SkippingScheduler(limits, admission=Exact, batching=Mixed)
+    steps: list[Step] = []
+
+    def note(step: Step, now: int) -> None:
+        del now
+        if step.prompt_tokens:
+            steps.append(step)
+
+    simulator = Simulator(
+        scheduler, TIMES, arrivals, max_new_tokens=200, overlap=True, on_step=note
+    )
+    return simulator.run(), steps
+
+
+def longest_gap(outcome: Outcome) -> float:
+    """Milliseconds, of all streams."""
+    return max(float(np.diff(came).max()) for came in outcome.tokens if len(came) > 1) / MS
+
+
+def burst() -> Iterator[Arrival]:
+    """Two hundred at once, and then a long prompt."""
+    chance = np.random.default_rng(5)
+    for _ in range(200):
+        yield Arrival(0.0, int(chance.integers(20, 900)), int(chance.integers(30, 200)), 200)
+    yield Arrival(0.3, 30_000, 8, 8)
+
+
+def test_a_burst_streams_within_the_bound_and_takes_no_longer():
+    (free, _), (bound, steps) = (simulated(gap, [*burst()]) for gap in (None, BOUND))
+    assert longest_gap(free) > 150
+    # Two are under way when the first time is known, and the model learns from those before.
+    assert longest_gap(bound) < 1.1 * BOUND / MS
+    assert bound.end < 1.1 * free.end
+    # Nobody streams yet.
+    assert steps[0].prompt_tokens == 8192
+
+
+class SlowAtFirst:
+    """A machine whose first steps take long, and whose times vary."""
+
+    def __init__(self) -> None:
+        self._slow, self._chance = 4, np.random.default_rng(7)
+
+    def nanoseconds(self, size: StepSize) -> int:
+        took = TIMES.nanoseconds(size) * (1 + 0.06 * abs(self._chance.normal()))
+        self._slow -= size.prompt_tokens > 0
+        return int(took + 150 * MS * (self._slow >= 0))
+
+
+def test_steps_that_were_timed_before_outweigh_slow_first_ones():
+    sizes = [StepSize(0, 0, 8192, 16 * 512 * 256), StepSize(0, 0, 2048, 2048 * 17_000)]
+    sizes += [StepSize(rows, rows * 512) for rows in (1, 64, 256)]
+    measured = [(size, 1.05 * TIMES.nanoseconds(size) / 1e9) for size in sizes]
+    limits = Limits(400_000, 256, 65_536, prefill_tokens=8192, max_gap=BOUND)
+    scheduler = SkippingScheduler(limits, admission=Exact, batching=Mixed, measured=measured)
+    arrivals = [Arrival(each.at + 1e-4 * n, *astuple(each)[1:]) for n, each in enumerate(burst())]
+    simulator = Simulator(
+        scheduler, SlowAtFirst(), arrivals, max_new_tokens=200, overlap=True, jumps=False
+    )
+    gaps = np.concatenate([np.diff(came) / MS for came in simulator.run().tokens])
+    # But for those that the machine makes itself.
+    assert float(np.quantile(gaps, 0.99)) < 1.25 * BOUND / MS
+
+
+def test_exact_admission_counts_with_the_least_that_steps_have():
+    """A machine so slow that each step has the least: no request runs out of slots."""
+    limits = Limits(6000, 64, 4096, prefill_tokens=1024, max_gap=1)
+    scheduler = Scheduler(limits)
+    assert limits.least_prompt_tokens == 64
+    sizes = set()
+    for number in range(40):
+        stopping = StoppingParams(100 + number, eos_token_ids=frozenset())
+        prompt = [number + 2] * (50 + 20 * number)
+        scheduler.submit(Request([number], prompt, SamplingParams(), stopping))
+    now = 0
+    while (step := scheduler.plan(now)) is not None:
+        now += MS * (1 + 100 * step.prompt_tokens)
+        scheduler.settle(step, [1] * step.plan.sampling, now)
+        scheduler.check()
+        if step.size.rows:
+            sizes.add(step.size.prompt_tokens)
+    assert scheduler.load().preemptions == 0
+    assert scheduler.load().ended.length == 40
+    assert max(sizes) <= 4 * 64

@@ -195,7 +195,7 @@ def gate_rows(
     some = j < WIDTH
     scale = 0.0
     if norm is not None:
-        scale = tl.load(norm + group * WIDTH + j, mask=some, other=0.0)
+        scale = tl.load(norm + group * WIDTH + j, mask=some, other=0.0).to(tl.float32)
     live = True
     if SINGLE:
         context = tl.load(b_context + token)
@@ -214,7 +214,7 @@ def gate_rows(
         if not NORM_FIRST:
             wide *= opened
         normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
-        found = normed.to(x.dtype).to(tl.float32) * scale.to(tl.float32)
+        found = normed.to(x.dtype).to(tl.float32) * scale
         if NORM_FIRST:
             found = found.to(x.dtype).to(tl.float32) * opened
     tl.store(place, found.to(x.dtype), mask=some)

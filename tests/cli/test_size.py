@@ -60,12 +60,20 @@ def told_here(
     *,
     head: bool = False,
     max_total_tokens: int | None = None,
+    mtp: bool = False,
     heads: int | None = None,
+    drafts: int = 0,
 ) -> Footprint:
     """What the command's process would say, which imports torch anew each time."""
     try:
         return footprint_of(
-            folder, quantize, head=head, max_total_tokens=max_total_tokens, heads=heads
+            folder,
+            quantize,
+            head=head,
+            max_total_tokens=max_total_tokens,
+            mtp=mtp,
+            heads=heads,
+            drafts=drafts,
         )
     except ModelError as error:
         raise SizeError(str(error)) from None
@@ -311,7 +319,7 @@ def test_a_pod_of_several_shards_is_asked_about_its_group(
 def test_what_does_not_fit_is_exit_status_1_and_says_what_would(big: Path):
     done = size("--model-id", big, "--memory-gib", 14.56, "--num-shard", 1)
     assert done.returncode == 1
-    assert "It does not fit: weights and reserve need 17." in done.stdout
+    assert "It does not fit: weights and reserve need 16." in done.stdout
     assert "GiB of 14.56." in done.stdout
     assert done.stdout.endswith("The least that does is --num-shard 2.\n")
 

@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test test-unit test-all test-gpu chaos lint types shape trace docs models format baseline wheel release locks image clean
+.PHONY: help setup stubs demo test test-unit test-all test-gpu chaos lint types shape guard trace docs models format baseline wheel release locks image clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -98,6 +98,9 @@ types: setup ## mypy --strict, and pyright over what programs import
 
 shape: setup ## Lines of each package, and cycles of imports: fails on one that tests/import_cycles.txt does not list
 	@$(PY) tools/shape.py $(ARGS)
+
+guard: setup ## The host's work beside another commit's, by turns (make guard BEFORE=v0.2.0 ARGS='--parts planning encoding')
+	@$(PY) benchmarks/run.py guard --against $(or $(BEFORE),HEAD) $(ARGS)
 
 trace: setup ## The product's files and classes that one plain streaming Generate runs through
 	@$(PY) tools/trace_path.py $(ARGS)

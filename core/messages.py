@@ -14,10 +14,12 @@ import msgspec
 
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.constraints import ConstraintLimits
+from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded
 from tokenpod.core.message import Message
 from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.placement import Placement
 from tokenpod.core.requests import Request
+from tokenpod.core.task import Task, VectorFacts
 
 #: KV slots that are reserved for liveness probes, whose prompts have up to ten tokens.
 PROBE_TOKENS = 16
@@ -205,8 +207,13 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     offload_slots: int = 0
     #: Prompt tokens of a step, at most; 0: not said.
     prefill_tokens: int = 0
+    #: What the model is for, and of one that makes vectors, what is known of these.
+    task: Task = Task.GENERATE
+    vectors: VectorFacts | None = None
     #: How layers with a window keep tokens, for the operator; empty: there are none.
     windows_kept: str = ""
+    #: Whether rows of images are computed here.
+    images: bool = False
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -292,6 +299,10 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     host_kv_least_tokens: int = 1
     #: What becomes of a preempted sequence, by name (see scheduler/kv/preemption.py).
     preemption: str = "auto"
+    #: What is done with the model, a value of `Task`; "auto": what its files show.
+    task: str = "auto"
+    #: Compute rows of images, and keep so many bytes of them for further requests; None: don't.
+    image_cache_bytes: int | None = None
     #: Descriptor of the socket on which questions about the process come; -1: there is none.
     questions_fd: int = -1
 
@@ -306,6 +317,10 @@ ToEngine = (
     | FlushCache
     | LoadAdapter
     | UnloadAdapter
+    | EncodeImages
+    | DropImages
     | EngineOptions
 )
-FromEngine = StepOutputs | CacheEvents | AdapterList | AdapterDone | Loading | Ready | Broken
+FromEngine = (
+    StepOutputs | CacheEvents | AdapterList | AdapterDone | ImagesEncoded | Loading | Ready | Broken
+)

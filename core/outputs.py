@@ -64,6 +64,17 @@ class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
         return ranks
 
 
+class Vectors(msgspec.Struct, frozen=True, array_like=True):
+    """What was asked of a text that is read for its vectors; its end follows in this message."""
+
+    sequence_id: int
+    #: How many there are, and numbers of each.
+    count: int
+    width: int
+    #: [count, width] float32, little-endian: so many Python numbers would hold up the front end.
+    numbers: bytes
+
+
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """A sequence's prompt is complete; comes with its first token."""
 
@@ -241,3 +252,4 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     drafted: list[Drafted] = []
     #: Of constrained sequences that end: whether the text is whole by the constraint, by id.
     satisfied: dict[int, bool] = {}
+    vectors: list[Vectors] = []

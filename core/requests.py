@@ -52,6 +52,15 @@ class BeamParams(msgspec.Struct, frozen=True, array_like=True):
     n: int = 1
 
 
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True):
+    """What is asked of a text that is read and not continued: the model's vector of it."""
+
+    #: A vector for each token instead, as it is before they are pooled.
+    tokens: bool = False
+    #: So many tokens at the beginning are read, and left out of a mean: those of an instruction.
+    left_out: int = 0
+
+
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings that replace those of the table at some places of a prompt.
 
@@ -69,11 +78,32 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     axes: bytes = b""
     #: With `axes`: by how much the token behind the vectors is further on than one at `start`.
     span: int = 0
+    #: Equal keys, equal vectors and equal positions of them; empty: what they are tells.
+    key: bytes = b""
 
     @property
     def count(self) -> int:
         """Vectors."""
         return len(self.numbers) // (4 * self.width)
+
+
+class ImageRun(msgspec.Struct, frozen=True, array_like=True):
+    """Adjacent positions of a prompt that stand for adjacent rows of an image."""
+
+    #: Which of the request's images.
+    image: int
+    #: The first row, the first position, and how many there are.
+    first: int
+    start: int
+    count: int
+
+
+class ImageRows(msgspec.Struct, frozen=True, array_like=True):
+    """Where a prompt has its images."""
+
+    #: Of the `EncodeImages` that had their rows computed.
+    op: int
+    runs: list[ImageRun]
 
 
 class Request(Message, frozen=True, array_like=True, tag=True):
@@ -124,11 +154,21 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     virtual_tokens: int = 0
     #: The adapter has their keys and values; else it has their embeddings.
     virtual_kv: bool = False
+    #: The prompt is read for its vectors: nothing is sampled, and nothing of it is kept in the
+    #: prefix cache. `max_new_tokens` is 1, in the place of the end.
+    pooling: PoolingParams | None = None
+    #: Images in the prompt, of which the engine makes `given`.
+    images: ImageRows | None = None
 
     @property
     def positions(self) -> int:
         """Of the prompt, and of the virtual tokens before it."""
         return self.virtual_tokens + len(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Positions that its longest sequence takes at most."""
+        return self.positions + (0 if self.pooling else self.stopping.max_new_tokens)
 
     @property
     def timed(self) -> bool:

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
+from tokenpod.core.images import DropImages, EncodeImages
 from tokenpod.core.messages import (
     Abort,
     Advance,
@@ -32,12 +34,13 @@ from tokenpod.core.messages import (
     Vocabulary,
     WatchCache,
 )
-from tokenpod.core.outputs import Advanced, Load, Started, StepCounts, StepOutputs, Top
+from tokenpod.core.outputs import Advanced, Load, Started, StepCounts, StepOutputs, Top, Vectors
 from tokenpod.core.requests import Request
 from tokenpod.engine.adapters.adapters import Adapters, no_adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.idle_check import IdleCheck
+from tokenpod.engine.images.image_encoder import ImageEncoder, no_images
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.steps.executor import CapturesLater, Launched, Launcher, StepResult
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     from tokenpod.engine.gpu.late_kernels import LateKernels
 
 _NAP_SECONDS = 0.01
-#: The same where all that is here waits for masks, or to be compiled.
+#: The same where all that is here waits for masks, to be compiled, or for images.
 _MASK_SECONDS = 0.0005
 _PULSE_NS = 1_000_000_000
 #: No sequence has this id.
@@ -82,6 +85,8 @@ class EngineLoop:
     clock: Callable[[], int] = time.monotonic_ns
     #: None: there are none, and none can be loaded.
     adapters: Adapters | None = None
+    #: Computes rows of images.
+    images: ImageEncoder = field(default_factory=no_images)
     #: Brings masks; None: requests have no constraints.
     masked: MaskedSteps | None = None
     #: Of a GPU: kernels that are compiled while serving.
@@ -138,6 +143,8 @@ class EngineLoop:
             self._take(message)
         if self.adapters is not None:
             self.adapters.settle()
+        if self.images.busy:
+            self.images.settle()
         if self._masking is not None:
             self._masking.look(self.scheduler)
         self._load_sent = False
@@ -159,7 +166,8 @@ class EngineLoop:
             return 0.0
         if self._idle and self.captures is not None:
             return 0.0
-        if self._masking is not None and self.scheduler.waiting_for_masks:
+        masks = self._masking is not None and self.scheduler.waiting_for_masks
+        if masks or self.images.busy:
             return _MASK_SECONDS
         # What is queued and cannot run waits for a router to let go, or for its own deadline.
         return self._check.patience(self._settled) if self._idle else _NAP_SECONDS
@@ -168,6 +176,7 @@ class EngineLoop:
     def _idle(self) -> bool:
         """Whether there is nothing to do until a message comes."""
         reading = self.adapters is not None and self.adapters.busy
+        reading = reading or self.images.busy
         return self._flying is None and not self.scheduler.busy and not reading
 
     # -- in ------------------------------------------------------------------------------------
@@ -175,8 +184,11 @@ class EngineLoop:
     def _take(self, message: ToEngine) -> None:
         match message:
             case Request():
-                self._begin([message])
-                self.scheduler.submit(message)
+                request = message
+                if request.images is not None:
+                    request = self.images.given(request)
+                self._begin([request])
+                self.scheduler.submit(request)
             case Abort():
                 self.scheduler.abort(message.sequence_ids, stopped=message.stopped)
                 if self._masking is not None:
@@ -193,6 +205,10 @@ class EngineLoop:
                 self.scheduler.flush_cache()
             case LoadAdapter() | UnloadAdapter():
                 self._change_adapters(message)
+            case EncodeImages():
+                self.images.take(message)
+            case DropImages():
+                self.images.drop(message)
             case Vocabulary():
                 if self.masked is not None:
                     self.masked.learn(message)
@@ -217,6 +233,8 @@ class EngineLoop:
 
     def _advance(self, op: Advance) -> None:
         now = self.clock()
+        if any(request.images is not None for request in op.start):
+            op = msgspec.structs.replace(op, start=[*map(self.images.given, op.start)])
         failure = self.scheduler.advance(op)
         if failure is None:
             self._begin(op.start)
@@ -256,6 +274,7 @@ class EngineLoop:
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
         now = self.clock()
+        vectors, spoiled = _vectors(flying.step, result)
         settled = self.scheduler.settle(
             flying.step,
             result.tokens,
@@ -263,6 +282,7 @@ class EngineLoop:
             tops,
             drafting_ns=result.drafting_ns,
             arrived=result.arrived,
+            spoiled=spoiled,
         )
         self._count(flying, now, len(settled.token_ids))
         self._settled = flying.step.plan.step
@@ -270,7 +290,7 @@ class EngineLoop:
         if self.overlap and self._flying is None:
             # All that runs has waited for these tokens: the device must not wait for messages, too.
             self._launch()
-        self._publish(settled, flying.step, result, satisfied=satisfied)
+        self._publish(settled, flying.step, result, satisfied=satisfied, vectors=vectors)
 
     def _count(self, flying: _InFlight, now: int, generated: int) -> None:
         counts, plan = self._counts, flying.step.plan
@@ -311,6 +331,7 @@ class EngineLoop:
         result: StepResult | None = None,
         advanced: list[Advanced] | None = None,
         satisfied: dict[int, bool] | None = None,
+        vectors: list[Vectors] | None = None,
     ) -> None:
         now = self._sent_at = self.clock()
         self._asked = False
@@ -344,6 +365,7 @@ class EngineLoop:
                 advanced=finished + (advanced or []),
                 satisfied=satisfied or {},
                 drafted=settled.drafted,
+                vectors=vectors or [],
             )
         )
         if self._scored:
@@ -375,6 +397,25 @@ class EngineLoop:
         return msgspec.structs.replace(
             started, prompt_logprobs=scores.logprobs.tolist(), prompt_details=scores.details
         )
+
+
+def _vectors(step: Step, result: StepResult) -> tuple[list[Vectors], set[int]]:
+    """The vectors of a step for sequences that have not ended, and rows where some are no numbers.
+
+    Vectors of those are not told.
+    """
+    found, spoiled = list[Vectors](), set[int]()
+    for part in result.pooled:
+        width, first = part.numbers.shape[1], 0
+        for row, count in zip(part.rows, part.counts, strict=True):
+            own = part.numbers[first : first + count].numpy()
+            first += count
+            if not np.isfinite(own).all():
+                spoiled.add(row)
+            elif not step.sequences[row].dead:
+                numbers = own.astype("<f4", copy=False).tobytes()
+                found.append(Vectors(step.sequences[row].id, count, width, numbers))
+    return found, spoiled
 
 
 def _tops(settled: Settled, result: StepResult) -> list[Top]:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import torch
 
 from tokenpod.core.capacity import MOST_DRAFTS, step_limits
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import MTP, EngineOptions, Loading, Ready
+from tokenpod.core.task import Task
 from tokenpod.engine.adapters.adapter_reading import fused_folder, read_given, space_of
 from tokenpod.engine.adapters.adapters import Adapters, OwnAdapters
 from tokenpod.engine.constraints.guidance import Guidance
@@ -23,6 +25,7 @@ from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.constraints.text import MOST_AHEAD
 from tokenpod.engine.drafts.draft import load_draft
 from tokenpod.engine.exchange import Face
+from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.startup.assemble import Assembled, assemble, with_rows
@@ -32,8 +35,9 @@ from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_offload_room
 from tokenpod.engine.steps.executor import Executor
 from tokenpod.kernels.operations.group import Group
+from tokenpod.models.decoders.facts import LoadedModel
 from tokenpod.models.eagle import is_eagle
-from tokenpod.models.folder import read_config
+from tokenpod.models.folder import read_config, sees_images
 from tokenpod.models.load import load_model
 from tokenpod.models.medusa import is_medusa
 from tokenpod.models.weights.shard import WHOLE, Shard
@@ -48,6 +52,7 @@ from tokenpod.scheduler.steps.step_times import Costs
 if TYPE_CHECKING:
     from tokenpod.engine.gpu.late_kernels import LateKernels
     from tokenpod.engine.shards.member import Member
+    from tokenpod.models.towers.tower import Tower
 
 
 def run(
@@ -58,7 +63,7 @@ def run(
     `ahead` compiles kernels meanwhile. Raises EngineError or ModelError with one line that says
     what is wrong.
     """
-    assembled, ready, limits = load(options, link, member, ahead)
+    assembled, ready, limits, tower = load(options, link, member, ahead)
     # What lives now lives for ever: spare the collector the walk. Before anybody knows that we are
     # ready: it stops every thread, also the one that sends a rank's heartbeats.
     gc.collect()
@@ -95,6 +100,9 @@ def run(
             send=link.send,
             followers=member.followers if member else None,
         )
+    images = ImageEncoder(
+        tower, torch.device(options.device), options.image_cache_bytes or 0, link.send
+    )
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
     masked = MaskedSteps(masks, overlap=overlap)
@@ -110,6 +118,7 @@ def run(
         launcher,
         overlap=overlap,
         adapters=adapters,
+        images=images,
         masked=masked,
         late=late,
         captures=assembled.captures,
@@ -157,12 +166,12 @@ def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoRetur
 
 def load(
     options: EngineOptions, link: Face, member: Member | None, ahead: CompileAhead | None = None
-) -> tuple[Assembled, Ready, Limits]:
+) -> tuple[Assembled, Ready, Limits, Tower | None]:
     """Join the other ranks, load the model or this rank's shard, make the pool, warm up.
 
     Raises EngineError or ModelError with one line that says what is wrong.
     """
-    device = torch.device(options.device)
+    device, folder = torch.device(options.device), Path(options.model_folder)
     override = json.loads(options.config_override) if options.config_override else None
     check_device(device)
     check_offload_room(options)
@@ -170,7 +179,6 @@ def load(
         check_step(step_limits(options))
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
-        folder = Path(options.model_folder)
         check_attention(read_config(folder, options.max_total_tokens, override))
     group = _join(member, device) if member else None
     shard = Shard(group.rank, group.world) if group else WHOLE
@@ -187,7 +195,7 @@ def load(
 
     dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
     model = load_model(
-        Path(options.model_folder),
+        folder,
         dtype=dtype,
         device=device,
         progress=progress,
@@ -200,9 +208,10 @@ def load(
         override=override,
         adapters=space_of(options),
         fuse=fused_folder(options),
+        task=options.task,
         drafts=options.speculate,
     )
-    config = model.config
+    config, pooling = model.config, model.pooling
     adapters = read_given(model.adapters, options)
     if options.speculate and config.own_state is not None and not config.own_state.takes_back:
         raise EngineError(
@@ -210,7 +219,22 @@ def load(
             " from which wrong drafts can't be taken back"
         )
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
+    if pooling is not None:
+        _check_pooled(options, model)
+        positions = min(positions, pooling.spec.max_tokens or positions)
+    if config.encodes:
+        # A text is read in one step, which may be as long as it is where the operator has not said.
+        if options.short_prompt_steps:
+            longest = max(options.max_batch_prefill_tokens, positions)
+            options = msgspec.structs.replace(options, max_batch_prefill_tokens=longest)
+        positions = min(positions, options.max_batch_prefill_tokens)
     draft = load_draft(options, model, positions, device)
+    tower = None
+    if options.image_cache_bytes is not None and shard.rank == 0 and sees_images(folder):
+        # Not above: transformers takes its time to load.
+        from tokenpod.models.towers.tower import load_tower
+
+        tower = load_tower(folder, dtype=model.dtype, device=device, most_rows=positions)
     loaded = time.monotonic()
     if ahead is not None:
         ahead.wait()
@@ -225,12 +249,17 @@ def load(
         max_positions=positions,
         prefill_tokens=assembled.prefill_tokens,
         shortest_first=options.shortest_first,
-        max_gap=None if options.max_gap_seconds is None else int(1e9 * options.max_gap_seconds),
+        # Where nothing is generated, no stream waits for a step.
+        max_gap=int(1e9 * options.max_gap_seconds)
+        if options.max_gap_seconds is not None and pooling is None
+        else None,
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,
         snapshots=room.snapshot_limits,
         scores_prompts=own is None or own.scores_prompts,
+        pools=pooling is not None,
+        whole_prompts=config.encodes,
         own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
@@ -259,20 +288,37 @@ def load(
         speculate=options.speculate,
         draft_method=_method(options),
         parameters=model.parameters_count,
-        weight_bytes=model.weight_bytes,
+        weight_bytes=model.weight_bytes + (tower.weight_bytes if tower else 0),
         load_seconds=loaded - began,
         warmup_seconds=time.monotonic() - loaded,
         slots_from=room.slots_from,
         rope=config.rope_variant,
-        unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
+        unused_tensors=""
+        if tower
+        else ", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
         adapters=adapters,
         quantization=model.quantization,
         offload_slots=assembled.offload_slots,
         prefill_tokens=assembled.prefill_tokens,
+        task=Task.GENERATE if pooling is None else pooling.spec.task,
+        vectors=None if pooling is None else pooling.spec.facts(config.second_text),
         windows_kept=room.windows_kept,
+        images=tower is not None,
     )
-    return assembled, ready, limits
+    return assembled, ready, limits, tower
+
+
+def _check_pooled(options: EngineOptions, model: LoadedModel) -> None:
+    """Raise EngineError for what goes with models alone that generate."""
+    assert model.pooling is not None
+    what = f"{model.config.architecture} makes vectors ({model.pooling.spec.task.value})"
+    if options.speculate:
+        raise EngineError(f"speculate is {options.speculate}: {what}; there is nothing to draft")
+    if options.kv_cache_dtype != "auto":
+        raise EngineError(f"kv_cache_dtype is {options.kv_cache_dtype}: {what}, and keeps no cache")
+    if options.host_kv_bytes:
+        raise EngineError(f"host_kv_bytes is {options.host_kv_bytes}: {what}, and keeps no cache")
 
 
 def _own_cores(ranks: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tokenpod.core.images import PROCESSOR, SIGHTS
 from tokenpod.models.checkpoints.checkpoint import Checkpoint, check
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields, read_fields
@@ -14,14 +16,16 @@ from tokenpod.models.checkpoints.nested import Nesting, Text, split, text_of
 from tokenpod.models.checkpoints.overrides import Overridden
 from tokenpod.models.checkpoints.unread import Noted, check_all_read
 from tokenpod.models.decoders.facts import ModelFacts, ends_within
-from tokenpod.models.families import FAMILIES, Family
+from tokenpod.models.families import ENCODERS, FAMILIES, Family
 from tokenpod.models.families.family import dtype_of
 from tokenpod.models.formats import reader_for
 from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
+from tokenpod.models.pooling.files import pooling_of, task_of
 from tokenpod.models.specs.kv_scales import scale_names
-from tokenpod.models.specs.layout import Layout, stored_table, with_head
+from tokenpod.models.specs.layout import Layout, embedding_of, heads_named, stored_table, with_head
+from tokenpod.models.specs.pooling_spec import PoolingSpec
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.specs.weight_table import beyond_names, weights_of
 from tokenpod.models.weights.names import head_name
@@ -32,6 +36,10 @@ if TYPE_CHECKING:
 
 #: What config.json has of Medusa heads, and what their tensors begin with in a model's checkpoint.
 HEADS, HEADS_WITHIN = "medusa_num_heads", "medusa_head."
+
+
+#: The end of a class's name without a head that writes text: such a model makes vectors.
+_WITHOUT_HEAD = re.compile(r"(?<!LMHead)(TextModel|Model|ForSequenceClassification)$")
 
 
 class Described(NamedTuple):
@@ -64,6 +72,14 @@ def read_config(
 def is_native(folder: Path) -> bool:
     """Whether one of our families has the model. Raises ModelError without a config.json."""
     return _family(read_text(folder)) is not None
+
+
+def sees_images(folder: Path) -> bool:
+    """Whether images of the model in a folder are served: its text model must be one of ours."""
+    names = read_fields(folder / "config.json").texts("architectures")
+    return (
+        bool(names) and names[0] in SIGHTS and (folder / PROCESSOR).is_file() and is_native(folder)
+    )
 
 
 def read_text(folder: Path) -> Text:
@@ -125,14 +141,16 @@ def read_layout(
     *,
     quantize_head: bool = False,
     override: Mapping[str, Any] | None = None,
+    task: str = "auto",
 ) -> Layout:
     """The model in `folder`, and its weights, checked against `checkpoint` if there is one.
 
     `quantize` is the format that products' weights are made into, with `quantize_head` the head's
-    too; the others are as `read_config` has them. Raises ModelError as that does, and where
-    config.json and tensors don't go together.
+    too; `task` is what is done with it, or "auto"; the others are as `read_config` has them. Raises
+    ModelError as that does, and where config.json and tensors don't go together.
     """
     family, spec, nesting, published = describe(folder, max_total_tokens, override)
+    pooling = read_pooling(folder, spec, task)
     reader = reader_for(spec, quantize, published, checkpoint, head=quantize_head)
     names = family.names_of(spec)
     there = (
@@ -141,7 +159,9 @@ def read_layout(
     prefix = next(there, family.prefixes[0])
     layouts = [dataclasses.replace(x, head=head_name(x, prefix)) for x in names]
     head = f"{layouts[0].head}."
-    if checkpoint is not None and not any(name.startswith(head) for name in checkpoint.names):
+    has_head = checkpoint is None or any(name.startswith(head) for name in checkpoint.names)
+    if pooling is not None or not has_head:
+        # What is not there is the embedding; what is not asked for is not read.
         spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
     tables = [(x, weights_of(spec, x, prefix)) for x in layouts]
     packed = published is not None and published.name in family.quantised
@@ -160,9 +180,12 @@ def read_layout(
         prefix,
         reader,
         split(stored, nesting),
+        pooling and heads_named(pooling, f"{head}weight" if has_head else embedding_of(weights)),
     )
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
+        if pooling is not None:
+            optional += pooling.tensors
         if spec.head.tied:
             optional.append(f"{head}weight")
         if isinstance(reader, PublishedReader):
@@ -181,6 +204,16 @@ def read_layout(
             ),
         )
     return layout
+
+
+def read_pooling(folder: Path, spec: ModelSpec, task: str = "auto") -> PoolingSpec | None:
+    """How a model makes vectors of texts; None: it generates.
+
+    `task` is what the operator says, or "auto". Raises ModelError if the model can't do that.
+    """
+    text = read_text(folder)
+    found = task_of(folder, text.architecture, task, encoder=spec.encodes)
+    return pooling_of(folder, text.fields, spec, text.architecture, found)
 
 
 def describe(
@@ -215,8 +248,14 @@ def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
 
 def _family(text: Text) -> Family | None:
     """None: we don't have the model; transformers may."""
+    names = (text.architecture, _WITHOUT_HEAD.sub("ForCausalLM", text.architecture))
     return next(
-        (f for f in FAMILIES if text.architecture in f.architectures and f.takes(text.fields)),
+        (
+            family
+            for name in dict.fromkeys(names)
+            for family in (*FAMILIES, *ENCODERS)
+            if name in family.architectures and family.takes(text.fields)
+        ),
         None,
     )
 

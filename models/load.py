@@ -30,6 +30,7 @@ from tokenpod.models.decoders.facts import LoadedModel, ModelFacts
 from tokenpod.models.folder import describe, is_native, read_layout, tier_of, unsupported
 from tokenpod.models.formats import bytes_needed
 from tokenpod.models.layers.reading import Progress, read_weights
+from tokenpod.models.pooling.head import pooling_head
 from tokenpod.models.specs.kv_scales import read_scales
 from tokenpod.models.weights.memory import available_bytes, freed_at_once
 from tokenpod.models.weights.shard import WHOLE, Shard
@@ -54,6 +55,7 @@ def load_model(
     override: Mapping[str, Any] | None = None,
     adapters: Space | None = None,
     fuse: Path | None = None,
+    task: str = "auto",
     drafts: int = 0,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
@@ -72,6 +74,7 @@ def load_model(
         override: fields that replace those of config.json.
         adapters: what is taken for adapters; None: there are none.
         fuse: folder of a LoRA adapter that is fused into the weights; None: there is none.
+        task: what is done with it, a value of `Task`; "auto": what its files show.
         drafts: so many of a row may turn out to be wrong.
 
     Raises:
@@ -105,6 +108,7 @@ def load_model(
             quantize,
             quantize_head=quantize_head,
             override=override,
+            task=task,
         )
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
@@ -130,6 +134,9 @@ def load_model(
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
         scales = read_scales(checkpoint, layout.scales, spec.kv_layouts, shard, device)
+        pooling = None
+        if layout.pooling is not None:
+            pooling = pooling_head(layout.pooling, folder, checkpoint, device)
     ops = operations_for(device)
     store = None
     if adapters is not None:
@@ -146,6 +153,7 @@ def load_model(
         unused=layout.unused,
         adapters=store,
         quantization=layout.reader.name if layout.reader else "",
+        pooling=pooling,
     )
 
 

@@ -14,9 +14,8 @@ ends here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
-from itertools import compress
 from types import MappingProxyType
 
 import msgspec
@@ -138,6 +137,7 @@ class Scheduler:
             preemption=preemption,
             forced=self.forced,
             drafting=self._drafting,
+            whole_prompts=limits.whole_prompts,
             ahead=_STEPS_AHEAD * limits.prefill_tokens if limits.shortest_first else None,
         )
         self._routed = RouterSteps(self.kv, self._rows, self.forced, self._drafting)
@@ -342,6 +342,7 @@ class Scheduler:
         tops: Mapping[int, Top] = MappingProxyType({}),
         drafting_ns: int = 0,
         arrived: int | None = None,
+        spoiled: Collection[int] = (),
     ) -> Settled:
         """Take a step's outcome.
 
@@ -353,12 +354,15 @@ class Scheduler:
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
             drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
+            spoiled: rows of the plan whose vectors have NaN or Inf.
         """
         self._estimates.settled(step, now, drafting_ns)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
         drafted = self._check_drafts(step, tokens)
         self._take_each(step, tokens, tops, drafted, now)
+        for row in step.pooled:
+            self._take_vectors(step.sequences[row], whole=row not in spoiled)
         for draft in drafted.values():
             self._events.drafted(draft.sequence, draft.drafted, draft.accepted)
         for sequence in left:
@@ -466,7 +470,13 @@ class Scheduler:
             drafted: what has become of drafts, by sequence.
             now: in nanoseconds.
         """
-        for at in self._take_plain(step, tokens):
+        after = 0
+        for at in [*self._to_look_at(step, tokens), len(tokens)]:
+            if after < at:
+                self._take_plain(step, tokens, slice(after, at))
+            if at == len(tokens):
+                break
+            after = at + 1
             sequence, token = step.sampled[at], tokens[at]
             if sequence.group is not None:
                 self._take_tops(sequence.group, sequence, tops.get(at), now)
@@ -479,31 +489,33 @@ class Scheduler:
                 # Drafts that may be wrong have been taken back.
                 self._postpone(sequence, 1 + (row in step.forced) * step.drafts_of(row))
 
-    def _take_plain(self, step: Step, tokens: Listing[int]) -> list[int]:
-        """Append the tokens that change nothing but outputs; the samples whose tokens may do more.
+    def _to_look_at(self, step: Step, tokens: Listing[int]) -> list[int]:
+        """The samples whose tokens may do more than lengthen a sequence, rising.
 
-        Those of sequences that have begun, and that neither end by them nor can do so otherwise: in
-        most steps all but a few, and a step may have a thousand.
+        All others are of sequences that have begun, and that neither end by them nor can do so
+        otherwise: in most steps all but a few, and a step may have a thousand.
         """
         plan, table = step.plan, self.kv.table
         if self._drafting is not None or plan.samples != plan.sampling:
             return [*range(len(tokens))]
-        places = step.places if plan.sampling == plan.rows else step.places[plan.r_samples > 0]
+        places = step.sampled_places
         number = table.launched[places] - table.in_flight[places]
         plain = (number < table.plain[places]) & (table.ended[places] == 0)
         if not self._ends.isdisjoint(tokens):
             plain &= [token not in self._ends for token in tokens]
-        chosen = plain.tolist()
-        sequences, taken = [*compress(step.sampled, chosen)], [*compress(tokens, chosen)]
+        others: list[int] = (~plain).nonzero()[0].tolist()
+        return others
+
+    def _take_plain(self, step: Step, tokens: Listing[int], some: slice) -> None:
+        """Append the tokens of some samples, which do nothing else."""
+        sequences, taken = step.sampled[some], tokens[some]
         for sequence, token in zip(sequences, taken, strict=True):
             sequence.outputs.append(token)
         events = self._events.settled
-        events.sequence_ids += table.id[places[plain]].tolist()
+        events.sequence_ids += self.kv.table.id[step.sampled_places[some]].tolist()
         events.token_ids += taken
         events.finishes += [FinishCode.RUNNING] * len(taken)
-        events.samples += plain.nonzero()[0].tolist()
-        others: list[int] = (~plain).nonzero()[0].tolist()
-        return others
+        events.samples += range(some.start, some.stop)
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int) -> None:
         """Append a token of a sequence, sample `at` of its step."""
@@ -531,6 +543,17 @@ class Scheduler:
         events.samples.append(at)
         if finish:
             self._end(sequence, END_STATES[finish])
+
+    def _take_vectors(self, sequence: Sequence, *, whole: bool) -> None:
+        """End a sequence whose text has been read."""
+        if sequence.dead:
+            return
+        if not whole:
+            self._spoil(sequence)
+            return
+        self._start(sequence)
+        self._events.finished([sequence.id], FinishCode.EOS)
+        self._end(sequence, END_STATES[FinishCode.EOS])
 
     def _postpone(self, sequence: Sequence, n: int) -> None:
         """The mask of a row was late: its last `n` positions are computed again once it comes."""

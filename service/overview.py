@@ -18,6 +18,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
     """By name: what was asked for, what was found, and what follows for callers."""
     return {
         "model_id": settings.model_id,
+        "task": ready.task.value,
         "address": address,
         "dtype": ready.dtype,
         "kv_cache_dtype": ready.kv_cache_dtype,
@@ -61,6 +62,8 @@ def _facts(settings: ServerSettings, ready: Ready, address: str) -> Iterator[tup
     yield "model", _UNNAMED if unnamed else settings.model_id
     if settings.served_name != settings.model_id:
         yield "name for clients", settings.served_name
+    if ready.task.pools:
+        yield "task", ready.task.value
     yield "address", address
     if settings.health_address is not None:
         yield "health", settings.health_address

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.lane_tiles import lane_tiles
+from benchmarks.support.lane_tiles import lane_tiles, matrix_tiles
 from benchmarks.support.limits import BANDWIDTH, MATRIX_RATE
 from benchmarks.support.models import FORMATS, shape_names, shape_of
 from benchmarks.support.report import Report
@@ -267,9 +267,13 @@ def candidates(case: Case, tokens: int) -> list[Any]:
     if case.kind == "bf16":
         return [LIBRARY, *neighbours(table.choose_own(*size, tokens))]
     tile = table.choose(case.table_name, *size, tokens)
+    gated = case.shape.beside == "gate"
     if isinstance(tile, quantised_tiles.LaneTile):
-        gated = case.shape.beside == "gate"
-        return list(dict.fromkeys([tile, *lane_tiles(*size, tokens, gated=gated)]))
+        served, least = [] if tile is None else [tile], 64 if case.kind == "int8" else 128
+        return list(dict.fromkeys([*served, *lane_tiles(*size, tokens, gated=gated, least=least)]))
+    if case.kind == "fp8-blocks" and tokens >= 64:
+        served = [] if tile is None else [tile]
+        return list(dict.fromkeys([*served, *matrix_tiles(*size, tokens, gated=gated)]))
     return neighbours(tile) if tile else []
 
 
@@ -313,7 +317,7 @@ def kernels(cases: list[Case], among: list[int]) -> list[tuple[Case, int, Any]]:
         for tokens in among:
             for tile in candidates(case, tokens):
                 which: Any = case.shape.name
-                if isinstance(tile, quantised_tiles.LaneTile):
+                if not isinstance(tile, quantised_tiles.TokenTile) and (case.kind != "bf16"):
                     apart = tile.splits > 1 or case.shape.beside == "norm"
                     which = "plain" if apart else case.shape.beside
                 columns = min(tokens, getattr(tile, "block_t", tokens))
@@ -361,6 +365,9 @@ def search(
                     print(f"WRONG {case} {tokens} {tile}: error {off:.1e}", flush=True)
                     continue
                 ranked.append((taken, tile))
+                which = {"product": case.shape.name, "format": case.kind, "tokens": tokens}
+                tried = {**which, "us": 1e6 * taken, "bf16_us": 1e6 * base, "tile": str(tile)}
+                report.tables.setdefault("tried", []).append(tried)
             ranked.sort(key=lambda pair: pair[0])
             again = []
             for _, tile in ranked[:TIMED_AGAIN]:

@@ -1,4 +1,4 @@
-"""What the host does for a step: plan, settle, a whole turn of the loop.
+"""What the host does for a step: plan, settle, a whole turn of the loop, bytes for others.
 
 Nothing is computed: executors answer at once. The machine may be busy, so the least of many counts;
 `turns` are of the engine's whole loop.
@@ -10,12 +10,18 @@ import argparse
 import gc
 import time
 import types
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.support.engine import Bench, Client
 from benchmarks.support.report import Report
+from tokenpod.core.link import encode_frame
+from tokenpod.core.messages import FromEngine
+from tokenpod.core.outputs import FinishCode, Load, StepOutputs
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -97,7 +103,7 @@ def full_pod(
 SMOKE = {
     "cpu": "--rows 64",
 }
-PARTS = ("steps", "turns", "full")
+PARTS = ("steps", "turns", "encoding", "full")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +138,41 @@ def measure_steps(sizes: list[int], report: Report) -> None:
         assert step.plan.rows == rows
         plan, settle = (1e6 * min(times) for times in (plans, settles))
         report.row("steps", rows=rows, plan_us=plan, settle_us=settle)
+
+
+def measure_encoding(sizes: list[int], report: Report) -> None:
+    """A plan for other ranks, and what front ends are told of a step, as bytes and back."""
+    encoder = msgspec.msgpack.Encoder()
+    reader = msgspec.msgpack.Decoder(FromEngine)
+    for rows in sizes:
+        scheduler = scheduler_with(rows)
+        plan = scheduler.plan(0).plan
+        told = StepOutputs(
+            step=1,
+            at=1,
+            sequence_ids=list(range(rows)),
+            token_ids=[1] * rows,
+            logprobs=[0.0] * rows,
+            finishes=[int(FinishCode.RUNNING)] * rows,
+            load=Load(rows, 0, 0, rows, rows, 0),
+        )
+        frame, data = encode_frame(encoder, told), plan.to_bytes()
+        ways = {
+            "plan_encode_us": plan.to_bytes,
+            "plan_read_us": partial(StepPlan.from_bytes, data),
+            "outputs_encode_us": partial(encode_frame, encoder, told),
+            "outputs_read_us": partial(reader.decode, frame[4:]),
+        }
+        report.row("encoding", rows=rows, **{name: _least_us(way) for name, way in ways.items()})
+
+
+def _least_us(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return 1e6 * min(times)
 
 
 class AnswersAtOnce:

@@ -1,11 +1,11 @@
-"""Tiles of `lane_product` that a search tries: what fits a multiprocessor and gives it work."""
+"""Tiles of `lane_product` and `multiply_rounded` that a search tries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile
+from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, MatrixTile
 
 #: Of an H200.
 PROCESSORS = 132
@@ -28,27 +28,34 @@ _SHAPES = {
         (64, 2, 16, 256, 4, 3),
     ),
     64: (
-        (256, 1, 64, 256, 8, 3),
         (128, 1, 64, 256, 8, 3),
         (128, 1, 64, 128, 8, 4),
+        (128, 1, 64, 128, 4, 3),
         (64, 1, 64, 256, 4, 3),
+        (64, 1, 64, 128, 4, 4),
     ),
     1 << 30: (
-        (128, 1, 256, 128, 8, 3),
-        (256, 1, 128, 128, 8, 4),
-        (128, 1, 128, 128, 8, 4),
         (128, 1, 128, 128, 8, 2),
+        (128, 1, 128, 128, 8, 3),
         (128, 1, 128, 128, 4, 2),
-        (128, 1, 128, 256, 8, 2),
+        (128, 1, 128, 64, 4, 4),
+        (128, 1, 128, 64, 4, 3),
+        (64, 1, 128, 128, 4, 2),
         (64, 1, 128, 128, 4, 3),
-        (64, 1, 128, 256, 4, 2),
+        (64, 1, 128, 128, 4, 4),
+        (64, 1, 128, 64, 4, 4),
+        (64, 1, 256, 128, 4, 2),
+        (64, 1, 256, 64, 4, 3),
+        (128, 1, 256, 128, 8, 2),
+        (128, 1, 64, 128, 4, 3),
     ),
 }
 
 
-def lane_tiles(n: int, k: int, tokens: int, *, gated: bool) -> list[LaneTile]:
-    """For so many tokens and a weight [n, k] of 4 bits, gates included."""
-    return list(dict.fromkeys(_all(n, k, tokens, gated=gated)))
+def lane_tiles(n: int, k: int, tokens: int, *, gated: bool, least: int = 128) -> list[LaneTile]:
+    """For so many tokens, a weight [n, k] in lanes, gates included, and blocks of `least`."""
+    tiles = dict.fromkeys(_all(n, k, tokens, gated=gated))
+    return [tile for tile in tiles if tile.inputs >= least]
 
 
 def _all(n: int, k: int, tokens: int, *, gated: bool) -> Iterator[LaneTile]:
@@ -67,5 +74,44 @@ def _all(n: int, k: int, tokens: int, *, gated: bool) -> Iterator[LaneTile]:
                 )
             )
             tile = LaneTile(rows // parts, block_t, inputs, parts, warps, stages, splits)
-            yield tile
+            if block_t < 128:
+                yield tile
             yield replace(tile, described=block_t >= 64)
+
+
+#: Tiles with so many are tried without descriptors, too.
+LEAST_STAGES = 3
+#: Rows of a tile, tokens, inputs of a step, warps, stages.
+_MATRIX_SHAPES = (
+    (128, 128, 128, 8, 3),
+    (128, 128, 128, 8, 4),
+    (128, 256, 128, 16, 3),
+    (256, 128, 128, 16, 3),
+    (128, 64, 128, 8, 4),
+    (128, 64, 128, 4, 4),
+    (64, 128, 128, 8, 4),
+    (64, 64, 128, 4, 5),
+)
+
+
+def matrix_tiles(n: int, k: int, tokens: int, *, gated: bool) -> list[MatrixTile]:
+    """For so many tokens, 64 or more, and a weight [n, k] of e4m3 in blocks, gates included."""
+    found = []
+    for rows, block_t, block_k, warps, stages in _MATRIX_SHAPES:
+        if rows > 128 and not gated:
+            continue
+        block_n = rows // 2 if gated else rows
+        programs = -(-n // rows) * -(-tokens // block_t)
+        for wave in (1, 2):
+            splits = next(
+                s
+                for s in MOST_SPLITS
+                if s == 1
+                or (
+                    not gated and programs * s <= 1.03 * wave * PROCESSORS and k // block_k % s == 0
+                )
+            )
+            tile = MatrixTile(block_n, block_k, block_t, warps, stages, splits=splits)
+            found += [replace(tile, described=True)]
+            found += [tile] * (stages == LEAST_STAGES and warps == 8)
+    return list(dict.fromkeys(found))

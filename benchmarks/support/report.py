@@ -33,7 +33,7 @@ class Report:
             names = [name.replace("_", " ") for name in cells]
             print(f"\n**{table}**\n\n| {' | '.join(names)} |\n|{'---|' * len(names)}")
             self._open = opened
-        print("| " + " | ".join(_shown(name, cells[name]) for name in cells) + " |", flush=True)
+        print("| " + " | ".join(shown(name, cells[name]) for name in cells) + " |", flush=True)
 
     def note(self, text: str) -> None:
         """Print a line between tables; it is in the JSON too."""
@@ -73,9 +73,10 @@ def commit_of(folder: Path) -> str:
     return "unknown"
 
 
-def _shown(name: str, value: Any) -> str:
+def shown(name: str, value: Any) -> str:
+    """A cell: lists as median (least to most), a `share` in percent."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], int | float):
-        each = [_shown(name, f(value)) for f in (statistics.median, min, max)]
+        each = [shown(name, f(value)) for f in (statistics.median, min, max)]
         return f"{each[0]} ({each[1]} to {each[2]})" if len(value) > 1 else each[0]
     if isinstance(value, float) and "share" in name:
         return f"{value:.1%}"

@@ -161,9 +161,9 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
 
     def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
         del unknown
-        logits, integers, scored = self._forward(plan, mailbox)
+        logits, integers, scored, pooled = self._forward(plan, mailbox)
         mailbox.forwarded()
-        flight = Flight(mailbox, plan, scored)
+        flight = Flight(mailbox, plan, scored, pooled)
         if logits is None:
             flight.send(None)
             return flight

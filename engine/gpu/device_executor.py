@@ -27,7 +27,7 @@ from tokenpod.engine.gpu.graphs import Captured, single_rows
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.sampling.sampler import LeaderTokens
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.engine.steps.executor import CapturableModel
+from tokenpod.engine.steps.executor import CapturableModel, PooledRows
 from tokenpod.engine.steps.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.steps.mailbox import Flight, Mailbox, upload
 from tokenpod.engine.steps.offload_copies import pools_of
@@ -188,15 +188,16 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _run(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown | None) -> Flight:
         scored: dict[int, PromptScores] = {}
+        pooled: list[PooledRows] = []
         logits: torch.Tensor | None
         captured = self._filled(plan, mailbox)
         if captured is not None:
             logits = captured.replay(mailbox.words[: captured.counts.words], self._enter_drafts)
             integers = captured.integers
         else:
-            logits, integers, scored = self._forward(plan, mailbox)
+            logits, integers, scored, pooled = self._forward(plan, mailbox)
         mailbox.forwarded()
-        flight = Flight(mailbox, plan, scored)
+        flight = Flight(mailbox, plan, scored, pooled)
         if logits is None or not plan.sampling:
             flight.send(None)
             return flight

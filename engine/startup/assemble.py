@@ -184,7 +184,8 @@ def _on_cpu(
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
     prefill_tokens = options.max_batch_prefill_tokens
-    if options.short_prompt_steps:
+    # Where nothing is generated, no stream waits for long steps.
+    if options.short_prompt_steps and model.pooling is None:
         most = min(prefill_tokens, room.slots, positions)
         # Where a row has a state of its own, no slots can stand for what it has computed.
         cached = TIMED_BEHIND if model.config.own_state is None else 0

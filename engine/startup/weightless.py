@@ -28,6 +28,7 @@ from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.folder import read_layout
 from tokenpod.models.layers.reading import read_weights
+from tokenpod.models.pooling.head import PoolingHead
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.models.weights.weights import Stack
@@ -153,6 +154,7 @@ def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
             options.quantize,
             quantize_head=options.quantize_head,
             override=override,
+            task=options.task,
         )
         spec = replace(_few_layers(layout.spec), drafts=options.speculate)
         dtype = getattr(torch, options.dtype) if options.dtype else spec.dtype or torch.float32
@@ -165,7 +167,8 @@ def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
             shard=shard,
             reader=layout.reader,
         )
-    return Decoder(spec.on_rank(shard), tensors, OPERATIONS)
+    pooling = None if layout.pooling is None else PoolingHead(layout.pooling)
+    return Decoder(spec.on_rank(shard), tensors, OPERATIONS, pooling=pooling)
 
 
 def _few_layers(spec: ModelSpec) -> ModelSpec:

@@ -20,10 +20,14 @@ from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.models.pooling.head import PoolingHead
 
 
 class Model(Protocol):
     """What an executor asks of a model."""
+
+    #: What makes vectors of its states; None: it generates.
+    pooling: PoolingHead | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,6 +52,17 @@ class CapturableModel(Model, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Vectors of texts that have been read, row after row."""
+
+    #: Rows of the plan, rising, and how many vectors each has.
+    rows: list[int]
+    counts: list[int]
+    #: [sum of counts, width] float32.
+    numbers: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The results of a step, on the host: an entry for each sample of each row, row after row."""
 
@@ -58,6 +73,8 @@ class StepResult:
     tops: list[tuple[int, list[int], list[float]]]
     #: By row of the plan: scores of the tokens that follow, on the host.
     scored: dict[int, PromptScores] = field(default_factory=dict)
+    #: Vectors of texts, and vectors of tokens, on the host.
+    pooled: list[PooledRows] = field(default_factory=list)
     #: From the begin to the logits; of that, what finding drafts took.
     forward_ns: int = 0
     drafting_ns: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.sampling.sampler import Samples
-from tokenpod.engine.steps.executor import Masks, StepResult
+from tokenpod.engine.steps.executor import Masks, PooledRows, StepResult
 from tokenpod.engine.steps.integers import StepWords
 from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.engine.steps.rounds import Drawing, masks_there, row_after_row
@@ -36,6 +37,7 @@ class Posted:
     #: Whether there are tokens' ranks.
     ranks: bool
     scored: dict[int, PromptScores]
+    pooled: list[PooledRows]
 
 
 def upload(values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -152,12 +154,18 @@ class Mailbox:
         """Mark the end of the forward pass, before sampling is queued."""
         self._forwarded.record()
 
-    def send(self, drawn: Samples | None, scored: dict[int, PromptScores]) -> Posted:
+    def send(
+        self,
+        drawn: Samples | None,
+        scored: dict[int, PromptScores],
+        pooled: Sequence[PooledRows] = (),
+    ) -> Posted:
         """Queue the copies of results to the host.
 
         Args:
             drawn: samples, if any row sampled.
             scored: by row of the plan: scores of its prompt tokens.
+            pooled: vectors of texts, and of tokens.
         """
         samples, tops, ranks = 0, 0, drawn is not None and drawn.ranks is not None
         if drawn is not None:
@@ -170,8 +178,9 @@ class Mailbox:
                 self._top_ids[:samples].copy_(drawn.top_ids, non_blocking=True)
                 self._top_logprobs[:samples].copy_(drawn.top_logprobs, non_blocking=True)
         hosted = {at: scores.map(self._hosted) for at, scores in scored.items()}
+        vectors = [replace(rows, numbers=self._hosted(rows.numbers)) for rows in pooled]
         self._done.record()
-        return Posted(samples, tops > 0, ranks, hosted)
+        return Posted(samples, tops > 0, ranks, hosted, vectors)
 
     def receive(self, posted: Posted, *, urgent: bool = False) -> StepResult:
         """Wait for the copies; samples as they were drawn, round after round.
@@ -192,6 +201,7 @@ class Mailbox:
             tops=drawn.tops if posted.tops else [],
             ranks=ranks.tolist() if ranks is not None else [],
             scored=posted.scored,
+            pooled=posted.pooled,
             forward_ns=forward_ns,
             drafting_ns=drafting_ns,
             drafts=self._drafts[: self._found].tolist(),
@@ -231,13 +241,18 @@ class CpuMailbox(Mailbox):
         """Keep the drafts."""
         self._drafts, self._found = tokens, len(tokens)
 
-    def send(self, drawn: Samples | None, scored: dict[int, PromptScores]) -> Posted:
+    def send(
+        self,
+        drawn: Samples | None,
+        scored: dict[int, PromptScores],
+        pooled: Sequence[PooledRows] = (),
+    ) -> Posted:
         """Keep the results."""
         self._drawn = drawn
         self._done.record()
         samples, tops = (0, 0) if drawn is None else drawn.top_ids.shape
         ranks = drawn is not None and drawn.ranks is not None
-        return Posted(samples, tops > 0, ranks, scored)
+        return Posted(samples, tops > 0, ranks, scored, [*pooled])
 
     def _samples(self, n: int) -> Samples:
         return Samples.nothing(0, 0) if self._drawn is None else self._drawn
@@ -250,6 +265,7 @@ class Flight:
     _mailbox: Mailbox
     plan: StepPlan
     _scored: dict[int, PromptScores] = field(default_factory=dict)
+    _pooled: Sequence[PooledRows] = ()
     #: What draws for rows that wait for masks.
     later: Drawing | None = None
     _posted: Posted | None = None
@@ -260,7 +276,7 @@ class Flight:
 
     def send(self, drawn: Samples | None) -> None:
         """Queue the copies of results: all samples, if any row sampled, round after round."""
-        self._posted = self._mailbox.send(drawn, self._scored)
+        self._posted = self._mailbox.send(drawn, self._scored, self._pooled)
 
     def sample(self, masks: Masks | None) -> None:
         """See `Launched.sample`; None: the leader has them."""

@@ -30,7 +30,7 @@ from tokenpod.engine.sampling.prompt_scores import (
 )
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.engine.steps.executor import Model
+from tokenpod.engine.steps.executor import Model, PooledRows
 from tokenpod.engine.steps.integers import Integers, fill, given_tokens
 from tokenpod.engine.steps.mailbox import Flight, Mailbox
 from tokenpod.engine.steps.offload_copies import OffloadCopies
@@ -46,6 +46,7 @@ from tokenpod.kernels.operations.batch import (
     WindowRows,
     append_slots,
 )
+from tokenpod.models.pooling.head import PieceOfText, TextSoFar
 
 #: Prompt tokens whose logits are made at a time: those of a whole prompt over a large vocabulary
 #: would be gigabytes.
@@ -135,6 +136,8 @@ class StepExecutor(ABC, Generic[S]):
         self._window_runs: list[list[Run]] = [[] for _ in range(rows)]
         #: Of rows whose prompt is scored: what is asked of its tokens. Followers report nothing.
         self._wanted: dict[int, Wanted] = {}
+        #: Of rows whose texts are read for their vectors: what has been. Followers report nothing.
+        self._texts: dict[int, TextSoFar] = {}
         #: Drafts for the step that is being launched, see `_propose`.
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         #: The last step, if it may wait for masks.
@@ -176,6 +179,7 @@ class StepExecutor(ABC, Generic[S]):
         self._pool.release_rows(rows)
         for row in rows:
             self._sampler.clear_row(row)
+            self._texts.pop(row, None)
             self._runs[row], self._window_runs[row] = [], []
 
     # -- what devices do differently -----------------------------------------------------------
@@ -282,6 +286,9 @@ class StepExecutor(ABC, Generic[S]):
         for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
             if new.request.prompt_logprobs:
                 self._wanted[row] = Wanted.of(new.request)
+            if (asked := new.request.pooling) is not None:
+                length = len(new.request.prompt)
+                self._texts[row] = TextSoFar(length, asked.left_out, asked.tokens)
         for row, prefix in _new_rows(plan, plan.prefix_slot):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
@@ -310,8 +317,8 @@ class StepExecutor(ABC, Generic[S]):
 
     def _forward(
         self, plan: StepPlan, mailbox: Mailbox
-    ) -> tuple[torch.Tensor | None, Integers, dict[int, PromptScores]]:
-        """Logits of what is sampled, if anything is; scores of prompts, by row of the plan."""
+    ) -> tuple[torch.Tensor | None, Integers, dict[int, PromptScores], list[PooledRows]]:
+        """Logits of what is sampled, if anything is; scores of prompts, by row; vectors."""
         host, integers = self._integers(plan, mailbox)
         self._enter_drafts(integers)
         batch = self._batch(integers, self._ragged(host, plan))
@@ -330,7 +337,35 @@ class StepExecutor(ABC, Generic[S]):
                 first = int(plan.r_tokens[:at].sum())
                 scored[at] = self._score_prompt(following, hidden, batch, first, asked)
         logits = self._model.logits(hidden, batch) if plan.sampling else None
-        return logits, integers, scored
+        pooled = self._pooled(plan, hidden) if self._texts else []
+        return logits, integers, scored, pooled
+
+    def _pooled(self, plan: StepPlan, hidden: torch.Tensor) -> list[PooledRows]:
+        """The vectors of texts that end with this step, and of tokens where these are asked for."""
+        head = self._model.pooling
+        assert head is not None, "a text is read for its vectors by a model that makes none"
+        ends = plan.r_tokens.cumsum().tolist()
+        pieces = {
+            at: PieceOfText(self._texts[row], start, ends[at] - n, ends[at])
+            for at, (row, start, n) in enumerate(
+                zip(plan.r_row.tolist(), plan.r_start.tolist(), plan.r_tokens.tolist(), strict=True)
+            )
+            if row in self._texts
+        }
+        found = []
+        whole = {at: piece for at, piece in pieces.items() if not piece.text.tokens}
+        if whole:
+            vectors = head.texts(hidden, [*whole.values()])
+            rows = [at for at, piece in whole.items() if piece.last]
+            found.append(PooledRows(rows, [1] * len(rows), vectors))
+        each = {}
+        for at, piece in pieces.items():
+            if piece.text.tokens and (own := head.tokens(hidden, piece)) is not None:
+                each[at] = own
+        if each:
+            counts = [len(own) for own in each.values()]
+            found.append(PooledRows([*each], counts, torch.cat([*each.values()])))
+        return found
 
     def _enter_drafts(self, integers: Integers) -> None:
         """Put the drafts that were found into the step's tokens."""
@@ -393,6 +428,8 @@ class StepExecutor(ABC, Generic[S]):
         if len(plan.soft_index):
             assert self._adapters is not None, "a plan names adapters of a model without any"
             soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)
+            more = max(rows.shape[1] - soft.shape[1], 0)
+            soft = torch.nn.functional.pad(soft, (0, more))
             rows = torch.cat((rows, soft)) if len(rows) else soft
         rows = rows[torch.from_numpy(GIVEN - plan.t_token[index])]
         return GivenEmbeddings(self._upload(index), self._upload(rows))

@@ -54,7 +54,7 @@ def linear(
         gated = None
         if activation is not None:
             gated = torch.empty((len(x), y.shape[1] // 2), dtype=x.dtype, device=x.device)
-        expand(inner, added.weights, added.plan, y, gated=gated, activation=activation)
+        expand(inner, added.weights, _plan(added), y, gated=gated, activation=activation)
         return y if gated is None else gated
 
     return adapted
@@ -71,7 +71,7 @@ def add_linear(
 
     def add_product(x: torch.Tensor, residual: torch.Tensor, added: Added) -> None:
         y, inner = base(x, added)
-        expand(inner, added.weights, added.plan, y, stream=residual)
+        expand(inner, added.weights, _plan(added), y, stream=residual)
 
     return add_product
 
@@ -106,14 +106,18 @@ def _base(
 
 def _more(added: Added) -> tuple[torch.Tensor, MoreRows]:
     """Room for what one token's first factors make, and these as rows of a product."""
-    plan: AdaptedTokens = added.plan
-    down = added.weights.down
+    plan, down = _plan(added), added.weights.down
     _, parts, rank, _ = down.shape
     width = width_of(rank)
     inner = torch.empty((1, 1, parts, width), dtype=torch.float32, device=down.device)
     slot, part, rank_stride, _ = down.stride()
     more = MoreRows(down, plan.t_adapter, plan.ranks, inner, slot, part, rank_stride, parts, width)
     return inner, more
+
+
+def _plan(added: Added) -> AdaptedTokens:
+    assert isinstance(added.plan, AdaptedTokens)
+    return added.plan
 
 
 @cache
@@ -123,7 +127,7 @@ def _side() -> torch.cuda.Stream:
 
 def _both(x: torch.Tensor, added: Added, product: BaseLinear) -> tuple[torch.Tensor, torch.Tensor]:
     """What the product makes of x, and what `shrink` does."""
-    weights, plan = added.weights, added.plan
+    weights, plan = added.weights, _plan(added)
     if not (BESIDE and x.is_cuda):
         inner = shrink(x, weights, plan)
         return product(x), inner

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
 
 from tokenpod.kernels.operations.adapter_ops import AdapterPlan, AdapterWeights
 
-#: (slot from 0, its rank, [n] int64 tokens) of each adapter of a step.
-Segments = list[tuple[int, int, torch.Tensor]]
+
+@dataclass(frozen=True, slots=True)
+class Segments(AdapterPlan):
+    """Each adapter's tokens."""
+
+    #: (slot from 0, its rank, [n] int64 tokens)
+    each: list[tuple[int, int, torch.Tensor]]
 
 
-def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
-    """`Segments`; see `PlanAdapters`. On a GPU it waits for the device."""
+def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> Segments:
+    """See `PlanAdapters`. On a GPU it waits for the device."""
     found, known = [slot for slot in torch.unique(t_adapter).tolist() if slot], ranks.tolist()
-    segments: Segments = [
-        (slot - 1, known[slot - 1], (t_adapter == slot).nonzero().squeeze(1)) for slot in found
-    ]
-    return segments
+    return Segments(
+        [(slot - 1, known[slot - 1], (t_adapter == slot).nonzero().squeeze(1)) for slot in found]
+    )
 
 
 def own_linear(
@@ -60,8 +66,8 @@ def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: Adapt
 
     On a GPU it waits for the device.
     """
-    segments: Segments = plan
-    for slot, rank, tokens in segments:
+    assert isinstance(plan, Segments)
+    for slot, rank, tokens in plan.each:
         own, parts, first = x[tokens].float(), [], 0
         for part, rows in enumerate(weights.rows):
             inner = own @ weights.down[slot, part, :rank].float().t()

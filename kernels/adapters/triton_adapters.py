@@ -67,7 +67,7 @@ TILES = (
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedTokens:
+class AdaptedTokens(AdapterPlan):
     """Which tokens of a step have which adapter."""
 
     #: [T] int64: tokens in order of their slots; those without an adapter first.
@@ -89,7 +89,7 @@ def tiles_for(tokens: int) -> AdapterTiles:
 
 def plan_adapters(
     t_adapter: torch.Tensor, ranks: torch.Tensor, cut: AdapterTiles | None = None
-) -> AdapterPlan:
+) -> AdaptedTokens:
     """The plan of a step; see `PlanAdapters`. Nothing waits for the device. `cut`: another one."""
     tokens, slots = len(t_adapter), len(ranks)
     cut = cut or tiles_for(tokens)
@@ -145,6 +145,7 @@ def adapt(x: torch.Tensor, y: torch.Tensor, weights: AdapterWeights, plan: Adapt
 
     Rows of x and y are contiguous.
     """
+    assert isinstance(plan, AdaptedTokens)
     expand(shrink(x, weights, plan), weights, plan, y)
 
 

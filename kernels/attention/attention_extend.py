@@ -38,10 +38,12 @@ def extend(
     tile: ExtendTile,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
+    *,
+    causal: bool = True,
 ) -> None:
     """Write attention of the tiles' queries to out [T, H · D].
 
-    Q [T, H, D], keys and values [slots + 1, K, D].
+    Q [T, H, D], keys and values [slots + 1, K, D]. Unless `causal`, tiles have WHOLE_FIELDS.
     """
     heads, head_dim = q.shape[1:]
     kv_heads = keys.shape[1]
@@ -54,7 +56,7 @@ def extend(
             q,
             _describe(keys, tile.block_n, head_dim) if described else keys,
             _describe(values, tile.block_n, columns) if described else values,
-            *(out, row_table, listed, options.alibi_slopes, options.sinks),
+            *(out, row_table, listed, options.alibi_slopes, options.sinks, options.distance_bias),
             *((scales.keys, scales.values) if scales else (None, None)),
             *(q.stride(0), q.stride(1), out.stride(0)),
             *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
@@ -62,6 +64,7 @@ def extend(
             options.scale_of(head_dim),
             options.softcap or 0.0,
             window or 0,
+            0 if options.distance_bias is None else options.distance_bias.shape[1] // 2,
             GROUP=heads // kv_heads,
             HEAD_DIM=head_dim,
             DIM=head_block(head_dim),
@@ -72,6 +75,7 @@ def extend(
             DESCRIBED=described,
             WINDOWED=window is not None,
             SOFTCAP=options.softcap is not None,
+            CAUSAL=causal,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -90,7 +94,7 @@ def _describe(pool: torch.Tensor, slots: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(pool.flatten(1), [slots, columns])
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "furthest"])
 def _attend(
     q,
     keys,
@@ -100,6 +104,7 @@ def _attend(
     tiles,
     h_slope,
     h_sink,
+    h_bias,
     key_scales,
     value_scales,
     q_token_stride,
@@ -113,6 +118,7 @@ def _attend(
     scale,
     softcap,
     window,
+    furthest,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -123,11 +129,12 @@ def _attend(
     DESCRIBED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """A tile's result, COLUMNS of its DIM: programs that make the others are beside each other."""
     kv_head = tl.program_id(0) // (DIM // COLUMNS)
     column = tl.program_id(0) % (DIM // COLUMNS) * COLUMNS
-    tile = tiles + tl.program_id(1) * 4
+    tile = tiles + tl.program_id(1) * (4 if CAUSAL else 5)
     token = tl.load(tile)
     count = tl.load(tile + 1)
     if count == 0:  # a captured step's list is filled up with empty tiles
@@ -153,6 +160,9 @@ def _attend(
         mask=is_asked,
         other=0.0,
     )
+    biases = None
+    if h_bias is not None:
+        biases = h_bias + heads * (2 * furthest + 1) + furthest
     slopes = None
     if ALIBI:
         slopes = tl.load(h_slope + heads)
@@ -177,7 +187,14 @@ def _attend(
     if WINDOWED:
         first = tl.maximum(position - window + 1, 0)
         inner = first + tl.cdiv(tl.maximum(end - window - first, 0), BLOCK_N) * BLOCK_N
-    diagonal = inner + tl.maximum(position + 1 - inner, 0) // BLOCK_N * BLOCK_N
+    # The first query sees the least of what is behind the others.
+    least = position + 1
+    if not CAUSAL:
+        end = tl.load(tile + 4)
+        least = end
+        if WINDOWED:
+            least = tl.minimum(position + window, end)
+    diagonal = inner + tl.maximum(least - inner, 0) // BLOCK_N * BLOCK_N
     # Slots are read a block ahead: addresses are known when keys and values are to be fetched.
     slots = _slots(row_table, table_stride, source, first, end, BLOCK_N, CONTIGUOUS)
     for stage in tl.static_range(3):
@@ -190,12 +207,12 @@ def _attend(
         if WINDOWED or stage > 0:
             for at in tl.range(low, high, BLOCK_N):
                 most, total, result, slots = _add_keys(
-                    most, total, result, slots, query, at, end, asked, slopes,
+                    most, total, result, slots, query, at, end, asked, slopes, biases,
                     keys, values, row_table, source, kv_head, column,
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
-                    table_stride, scale, softcap, window,
+                    table_stride, scale, softcap, window, furthest,
                     HEAD_DIM, DIM, COLUMNS, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
-                    ALIBI, SCALED, stage != 1,
+                    ALIBI, SCALED, CAUSAL, stage != 1,
                 )  # fmt: skip
 
     # A row of padding may have seen nothing.
@@ -236,6 +253,7 @@ def _add_keys(
     end,
     asked,
     slopes,
+    biases,
     keys,
     values,
     row_table,
@@ -250,6 +268,7 @@ def _add_keys(
     scale,
     softcap,
     window,
+    furthest,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -260,6 +279,7 @@ def _add_keys(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SCALED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take the keys at positions [at, at + BLOCK_N) into the softmax and the result.
@@ -301,10 +321,19 @@ def _add_keys(
     if SCALED:
         key, value = key.to(query.dtype), value.to(query.dtype)
     products = tl.dot(query, tl.trans(key), input_precision="tf32x3")
-    distance = asked[:, None] - seen[None, :]
+    signed = asked[:, None] - seen[None, :]
+    distance = signed
+    if not CAUSAL:
+        distance = tl.abs(signed)
+    if biases is not None:
+        near = tl.minimum(tl.maximum(signed, -furthest), furthest)
+        products += tl.load(biases[:, None] + near) / scale
     logits = logits_of(products, scale, softcap, slopes, distance, SOFTCAP, ALIBI)
     if MASKED:
-        visible = distance >= 0
+        if CAUSAL:
+            visible = distance >= 0
+        else:
+            visible = (seen < end)[None, :] & (distance >= 0)
         if WINDOWED:
             visible = visible & (distance < window)
         logits = tl.where(visible, logits, float("-inf"))

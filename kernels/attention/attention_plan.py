@@ -14,11 +14,14 @@ from tokenpod.kernels.operations.batch import ForwardBatch, RaggedRows, Run
 #: What a tile says: its first token, its queries, the position of the first, and where keys are:
 #: the row of the table, or the slot at which position 0 would lie if the run reached back to it.
 FIELDS = 4
+#: Of a tile whose queries see what is behind them, too: the same, and the position behind the last
+#: key that any of them sees.
+WHOLE_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class TileList:
-    """Tiles on the device, int32 [tiles, FIELDS], each kind heaviest first."""
+    """Tiles on the device, int32 [tiles, FIELDS or WHOLE_FIELDS], each kind heaviest first."""
 
     #: Their keys lie in one run.
     contiguous: torch.Tensor
@@ -26,25 +29,30 @@ class TileList:
     scattered: torch.Tensor
 
 
-def list_tiles(batch: ForwardBatch, window: int | None, queries: int) -> TileList:
+def list_tiles(
+    batch: ForwardBatch, window: int | None, queries: int, *, causal: bool = True
+) -> TileList:
     """Cut the rows after the first `single_rows` into tiles of up to `queries` queries."""
     rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
-    contiguous, scattered = cut_rows(rows, window, queries)
+    contiguous, scattered = cut_rows(rows, window, queries, causal=causal)
     listed = np.concatenate([contiguous, scattered])
     on_device = _upload(torch.from_numpy(listed), batch.t_slot.device)
     return TileList(on_device[: len(contiguous)], on_device[len(contiguous) :])
 
 
 def cut_rows(
-    rows: RaggedRows, window: int | None, queries: int
+    rows: RaggedRows, window: int | None, queries: int, *, causal: bool = True
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """[tiles, FIELDS] each, heaviest first: those with contiguous keys, and the others."""
+    """[tiles, FIELDS] each, heaviest first: those with contiguous keys, and the others.
+
+    WHOLE_FIELDS, unless `causal`.
+    """
     several = range(rows.single_rows, rows.rows)
-    cut = [_cut_row(rows, row, window, queries) for row in several if rows.b_context[row]]
-    tiles = np.concatenate([np.empty((0, FIELDS + 2), np.int64), *cut])
-    tiles = tiles[np.argsort(-tiles[:, FIELDS], kind="stable")]
-    is_contiguous = tiles[:, FIELDS + 1] == 1
-    fields = tiles[:, :FIELDS].astype(np.int32)
+    cut = [_cut_row(rows, row, window, queries, causal) for row in several if rows.b_context[row]]
+    tiles = np.concatenate([np.empty((0, WHOLE_FIELDS + 2), np.int64), *cut])
+    tiles = tiles[np.argsort(-tiles[:, -2], kind="stable")]
+    is_contiguous = tiles[:, -1] == 1
+    fields = tiles[:, : FIELDS if causal else WHOLE_FIELDS].astype(np.int32)
     return fields[is_contiguous], fields[~is_contiguous]
 
 
@@ -55,19 +63,22 @@ def unpack_tiles(packed: torch.Tensor) -> TileList:
 
 
 def _cut_row(
-    batch: RaggedRows, row: int, window: int | None, queries: int
+    batch: RaggedRows, row: int, window: int | None, queries: int, causal: bool
 ) -> npt.NDArray[np.int64]:
-    """[tiles, FIELDS + 2]: the fields, then the number of keys and whether they are contiguous."""
+    """[tiles, WHOLE_FIELDS + 2]: the fields, the number of keys, whether they are contiguous."""
     token, end = batch.b_start[row], batch.b_start[row + 1]
     prefix = batch.b_context[row] - (end - token)
     done = np.arange(0, end - token, queries)
     position = prefix + done
     counts = np.minimum(queries, end - token - done)
     first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
-    base, is_contiguous = _bases(batch.runs_of(window)[row], first, position + counts)
+    last = position + counts
+    if not causal:
+        last = np.minimum(last + (window or end) - 1, batch.b_context[row])
+    base, is_contiguous = _bases(batch.runs_of(window if causal else None)[row], first, last)
     source = np.where(is_contiguous, base, batch.b_row[row])
-    keys = position + counts - first
-    return np.stack([token + done, counts, position, source, keys, is_contiguous], axis=1)
+    keys = last - first
+    return np.stack([token + done, counts, position, source, last, keys, is_contiguous], axis=1)
 
 
 def _bases(

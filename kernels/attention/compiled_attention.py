@@ -62,9 +62,10 @@ class LoopPlan(AttentionPlan):
     extends: list[Extend]
     batch: ForwardBatch
     window: int | None
+    causal: bool = True
 
 
-def plan_attention(batch: ForwardBatch, window: int | None) -> LoopPlan:
+def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> LoopPlan:
     """What layers with this window share of a step."""
     firsts, runs = [0], []
     for row in range(batch.single_rows):
@@ -74,9 +75,10 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> LoopPlan:
         single_rows=batch.single_rows,
         runs=torch.tensor(runs, dtype=torch.int64),
         b_first=torch.tensor(firsts, dtype=torch.int64),
-        extends=plan_extends(batch, window),
+        extends=plan_extends(batch, window, causal=causal),
         batch=batch,
         window=window,
+        causal=causal,
     )
 
 
@@ -88,7 +90,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
 
     Scales of int8 alone.
 
@@ -99,7 +101,7 @@ def attention(
     refuse_other_scales(keys, scales)
     pools = Pools(keys, values, scales, q.dtype)
     if not are_fast(options):
-        return attend_rows(q, pools, plan.batch, plan.window, options)
+        return attend_rows(q, pools, plan.batch, plan.window, options, causal=plan.causal)
     _, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
     out = torch.empty_like(q)

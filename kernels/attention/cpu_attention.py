@@ -59,7 +59,7 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """A row that processes tokens `start` to `end`: all see `prefix`, and among `own` the past."""
+    """A row's tokens `start` to `end`: all see `prefix`, and among `own`, if any, the past."""
 
     start: int
     end: int
@@ -71,9 +71,12 @@ class Extend:
     mask: torch.Tensor | None
 
 
-def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
+def plan_extends(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> list[Extend]:
     """What to read for each row of several tokens."""
-    return [_plan_extend(batch, row, window) for row in range(batch.single_rows, batch.rows)]
+    rows = range(batch.single_rows, batch.rows)
+    if causal:
+        return [_plan_extend(batch, row, window) for row in rows]
+    return [extend for row in rows for extend in _plan_whole(batch, row, window)]
 
 
 def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None) -> list[Run]:
@@ -83,7 +86,8 @@ def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None
 
 def are_fast(options: AttentionOptions) -> bool:
     """Whether flash attention, which knows a scale only, can do it."""
-    return options.softcap is None and options.alibi_slopes is None and options.sinks is None
+    slow = options.softcap, options.alibi_slopes, options.sinks, options.distance_bias
+    return all(option is None for option in slow)
 
 
 def attend_rows(
@@ -92,15 +96,23 @@ def attend_rows(
     batch: ForwardBatch,
     window: int | None,
     options: AttentionOptions,
+    *,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
 
-    Row by row by the definition, what a window hides left out.
+    Row by row by the definition, what a window hides left out. A row that is not causal is in the
+    step as a whole.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
     for row in range(batch.rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
+        if not causal:
+            k, v = (read.to(exact) for read in pools.gather(_slots(batch.b_runs[row])))
+            own = attend(q[start:end].to(exact), k, v, window, options, causal=False)
+            out[start:end] = own.to(q.dtype)
+            continue
         at_once = max(SCORES_AT_ONCE // max(q.shape[1] * batch.b_context[row], 1), 1)
         for first in range(start, end, at_once):
             last = min(first + at_once, end)
@@ -176,6 +188,32 @@ def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
     return Extend(start, end, prefix, own, None, None)
 
 
+#: Queries of a window that are asked together: what they see besides is a window on either side.
+_WINDOW_QUERIES = 128
+
+
+def _plan_whole(batch: ForwardBatch, row: int, window: int | None) -> list[Extend]:
+    """A row that is here as a whole, each of whose tokens sees those behind it, too."""
+    start, end = batch.b_start[row], batch.b_start[row + 1]
+    runs, n = batch.b_runs[row], end - start
+    if window is None or window >= n:
+        index = _slots(runs) if len(runs) > MAX_PARTS else None
+        return [Extend(start, end, runs, [], index, None)]
+    slots, extends = _slots(runs), []
+    masks: dict[tuple[int, int, int], torch.Tensor] = {}
+    for first in range(0, n, _WINDOW_QUERIES):
+        last = min(first + _WINDOW_QUERIES, n)
+        low, high = max(first - window + 1, 0), min(last + window - 1, n)
+        shape = (first - low, last - low, high - low)
+        if shape not in masks:
+            distance = torch.arange(*shape[:2])[:, None] - torch.arange(shape[2])
+            hidden = distance.abs() >= window
+            masks[shape] = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        seen = slots[low:high]
+        extends.append(Extend(start + first, start + last, [], [], seen, masks[shape]))
+    return extends
+
+
 def _drop(runs: list[Run], length: int) -> list[Run]:
     """`runs` without their last `length` positions."""
     kept = list(runs)
@@ -211,13 +249,13 @@ def _attend_extend(
         k, v = (_spread(read, group) for read in pools.gather(extend.index))
         mask = None if extend.mask is None else extend.mask.to(q.dtype)
         return attend_part(q, k, v, mask=mask, scale=scale).out
-    (own,) = extend.own
     parts = [
         attend_part(q, *(_spread(read, group) for read in pools.run(*run)), scale=scale)
         for run in extend.prefix
     ]
-    k, v = (_spread(read, group) for read in pools.run(*own))
-    parts.append(attend_part(q, k, v, causal=True, scale=scale))
+    for run in extend.own:
+        k, v = (_spread(read, group) for read in pools.run(*run))
+        parts.append(attend_part(q, k, v, causal=True, scale=scale))
     return functools.reduce(merged, parts).out
 
 

@@ -24,11 +24,14 @@ class ReferencePlan(AttentionPlan):
 
     batch: ForwardBatch
     window: int | None
+    causal: bool
 
 
-def plan_attention(batch: ForwardBatch, window: int | None) -> ReferencePlan:
+def plan_attention(
+    batch: ForwardBatch, window: int | None, *, causal: bool = True
+) -> ReferencePlan:
     """What layers with this window share of a step."""
-    return ReferencePlan(batch, window)
+    return ReferencePlan(batch, window, causal)
 
 
 def attention(
@@ -39,7 +42,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D]."""
+    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D]."""
     assert isinstance(plan, ReferencePlan)
     batch = plan.batch
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -56,8 +59,15 @@ def attention(
             _read(values, slots, exact, scales and scales.values),
             plan.window,
             options,
+            causal=plan.causal,
         ).to(q.dtype)
     return out.flatten(1)
+
+
+def bias_of(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """[H, n, context]: what a table [H, 2n + 1] adds at distances [n, context]."""
+    furthest = table.shape[1] // 2
+    return table[:, distance.clamp(-furthest, furthest) + furthest]
 
 
 def _read(
@@ -76,6 +86,8 @@ def attend(
     v: torch.Tensor,
     window: int | None,
     options: AttentionOptions,
+    *,
+    causal: bool = True,
 ) -> torch.Tensor:
     """The last len(q) positions of one row, q [n, H, D], against k and v [context, K, D]."""
     heads, context = q.shape[1], len(k)
@@ -86,11 +98,14 @@ def attend(
     asked_at = seen_at[context - len(q) :, None]
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
+    distance = asked_at - seen_at
     if options.alibi_slopes is not None:
-        logits = logits - options.alibi_slopes[:, None, None] * (asked_at - seen_at)
-    visible = seen_at <= asked_at
+        logits = logits - options.alibi_slopes[:, None, None] * distance.abs()
+    if options.distance_bias is not None:
+        logits = logits + bias_of(options.distance_bias, distance)
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
-        visible &= seen_at > asked_at - window
+        visible &= distance.abs() < window
     logits = logits.masked_fill(~visible, float("-inf"))
     if options.sinks is not None:
         sinks = options.sinks.to(logits.dtype)[:, None, None].expand(-1, len(q), 1)

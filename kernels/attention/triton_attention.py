@@ -64,6 +64,7 @@ class PagedPlan(AttentionPlan):
     batch: ForwardBatch
     paged: PagedRows
     window: int | None
+    causal: bool = True
     _tiles: dict[int, TileList] = field(default_factory=dict)
 
     def tiles(self, queries: int) -> TileList:
@@ -71,11 +72,11 @@ class PagedPlan(AttentionPlan):
         if self.paged.tiles is not None:
             return unpack_tiles(self.paged.tiles[self.window, queries])
         if queries not in self._tiles:
-            self._tiles[queries] = list_tiles(self.batch, self.window, queries)
+            self._tiles[queries] = list_tiles(self.batch, self.window, queries, causal=self.causal)
         return self._tiles[queries]
 
 
-def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
+def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> PagedPlan:
     """What layers with this window share of a step.
 
     Of a batch of single rows only, nothing but their number is read on the host: a graph captured
@@ -86,7 +87,7 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
     """
     if batch.paged is None:
         raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
-    return PagedPlan(batch, batch.paged, window)
+    return PagedPlan(batch, batch.paged, window, causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
 
     Raises:
         ValueError: heads larger than 512, or more than 128 of them to a key/value head.
@@ -199,6 +200,7 @@ def attention(
             extended,
             options,
             scales,
+            causal=plan.causal,
         )
     return out
 

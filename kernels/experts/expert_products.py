@@ -29,7 +29,7 @@ def most_blocks(assignments: int, experts: int, block_t: int) -> int:
     return chosen + (assignments - chosen) // block_t
 
 
-@triton.jit(do_not_specialize=["assignments", "blocks"])
+@triton.jit(do_not_specialize=["assignments", "blocks", "their_tokens"])
 def product(
     x,
     x_scale,
@@ -47,6 +47,7 @@ def product(
     columns,
     scale_rows,
     their_columns,
+    their_tokens,
     FORM: tl.constexpr,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
@@ -56,6 +57,7 @@ def product(
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SHARED: tl.constexpr,
     PER_GROUP: tl.constexpr,
     PER_THEIR: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -102,11 +104,13 @@ def product(
                 ASSEMBLY, EVEN, BLOCK_K // (PLANES * WIDTH), STAGES,
             )  # fmt: skip
         else:
-            at_their = x_scale + source * their_columns
+            at_their = x_scale + source
             sums = byte_sums(
                 at_x, is_own, at_their, weight, scale, own, k, columns, scale_rows, their_columns,
-                KIND, ROUNDED, PER_GROUP, PER_THEIR, x.dtype.element_ty, ASSEMBLY, EVEN, BLOCK_K,
-                STAGES,
+                their_tokens, expert.to(tl.int64) * (GATES * n) + row_block * BLOCK_N,
+                (GATES - 1) * n, half * tl.full((GATES * BLOCK_N,), 1, tl.int32),
+                KIND, ROUNDED, SHARED, PER_GROUP, PER_THEIR, x.dtype.element_ty, ASSEMBLY, EVEN,
+                BLOCK_K, STAGES,
             )  # fmt: skip
         if bias is not None:
             sums += tl.load(bias + own).to(tl.float32)[:, None]

@@ -208,7 +208,7 @@ def _walk_of_bytes(x: torch.Tensor, rows: Bytes, step: int) -> Walk:
     numbers, x_scale, their_columns, per_their = rows.numbers, x, 1, 0
     if rows.rounding is not None:
         x, x_scale = round_inputs(x, rows.rounding)
-        their_columns = x_scale.shape[1]
+        their_columns = len(x_scale)
         per_their = (rows.rounding.group or 0) // step
     if launch.capability(x.device) is None:
         x = x.view(torch.int8) if rows.rounding is not None else x

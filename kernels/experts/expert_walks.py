@@ -16,6 +16,7 @@ import triton.language as tl
 from tokenpod.kernels.products.quantised.lane_widening import (
     lane_numbers,
     lane_unit,
+    settled,
     widened_lanes,
 )
 from tokenpod.kernels.products.quantised.widening import numbers_of
@@ -75,7 +76,6 @@ def lane_sums(
     at_w = weight + own * row_lanes
     sums = tl.zeros((own.shape[0], at_x.shape[0]), tl.float32)
     steps = tl.cdiv(blocks, BLOCKS)
-    # Without a way around the loop, multiplications need not wait for each other.
     tl.assume(steps > 0)
     for step in tl.range(0, steps, num_stages=STAGES):
         lane = step * LANES + tl.arange(0, LANES)[None, :]
@@ -100,7 +100,7 @@ def lane_sums(
                 at_w, scale, own, lane, block, row_lanes, blocks, rows,
                 KIND, TABLE, SCALES, ZEROS, PLANES, WIDTH, DTYPE, ASSEMBLY, EVEN,
             )  # fmt: skip
-            sums = tl.dot(w, v, sums, input_precision="ieee")
+            sums = settled(tl.dot(w, v, sums, input_precision="ieee"), ASSEMBLY)
     return sums * lane_unit(KIND, ZEROS, DTYPE, ASSEMBLY)
 
 
@@ -116,8 +116,13 @@ def byte_sums(
     columns,
     scale_rows,
     their_columns,
+    their_tokens,
+    first_own,
+    apart,
+    half,
     KIND: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SHARED: tl.constexpr,
     PER_GROUP: tl.constexpr,
     PER_THEIR: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -130,8 +135,12 @@ def byte_sums(
 
     Args:
         at_x: [T], the first input of each token: DTYPE, or bytes if ROUNDED.
-        at_their: [T], the first of `their_columns` scales of each token's inputs; if ROUNDED.
+        at_their: [T], the first of `their_columns` scales of each token's inputs, `their_tokens`
+            apart; if ROUNDED.
+        first_own: of rows that are gates, or all; those that gates open are `apart` behind it.
+        half: [R], 1 for rows that gates open.
         KIND: "int8" or "fp8".
+        SHARED: rows of a half share scales.
         PER_GROUP: steps of BLOCK_K inputs that share a scale; 0: a row has one.
         PER_THEIR: the same of tokens' scales.
     """
@@ -139,16 +148,27 @@ def byte_sums(
     SUM: tl.constexpr = tl.int32 if ROUNDED and KIND == "int8" and not GROUPED else tl.float32
     DOT: tl.constexpr = tl.int32 if ROUNDED and KIND == "int8" else tl.float32
     at_w, at_s = weight + own * k, scale + own // scale_rows * columns
-    sums = tl.zeros((own.shape[0], at_x.shape[0]), SUM)
+    if SHARED:
+        at_s = scale + first_own // scale_rows * columns
+        at_up_s = scale + (first_own + apart) // scale_rows * columns
+        next_up_s = tl.load(at_up_s).to(tl.float32)
+        sums = tl.zeros((at_x.shape[0], own.shape[0]), SUM)
+    else:
+        sums = tl.zeros((own.shape[0], at_x.shape[0]), SUM)
     steps = tl.cdiv(k, BLOCK_K)
     # Scales are asked for one step ahead: they are too short to be copied beside the loop.
-    next_s = _scale(at_s, 0, columns, PER_GROUP, own.shape[0])
-    next_theirs = _scale(at_their, 0, their_columns, PER_THEIR, at_x.shape[0])
+    next_s = _scale(at_s, 0, columns, 1, PER_GROUP, 1 if SHARED else own.shape[0])
+    next_theirs = _scale(at_their, 0, their_columns, their_tokens, PER_THEIR, at_x.shape[0])
     tl.assume(steps > 0)
     for step in tl.range(0, steps, num_stages=STAGES):
         s, theirs = next_s, next_theirs
-        next_s = _scale(at_s, step + 1, columns, PER_GROUP, own.shape[0])
-        next_theirs = _scale(at_their, step + 1, their_columns, PER_THEIR, at_x.shape[0])
+        next_s = _scale(at_s, step + 1, columns, 1, PER_GROUP, 1 if SHARED else own.shape[0])
+        if SHARED:
+            up_s = next_up_s
+            next_up_s = _scale(at_up_s, step + 1, columns, 1, PER_GROUP, 1)
+        next_theirs = _scale(
+            at_their, step + 1, their_columns, their_tokens, PER_THEIR, at_x.shape[0]
+        )
         i = step * BLOCK_K + tl.arange(0, BLOCK_K)
         w = numbers_of(_load(at_w[:, None] + i[None, :], (i < k)[None, :], EVEN), KIND)
         v = _inputs(at_x, is_x, i, k, EVEN)
@@ -158,11 +178,18 @@ def byte_sums(
             w = w.to(DTYPE)
         else:  # the interpreter makes no bfloat16 of whole numbers
             w = w.to(tl.float32).to(DTYPE)
-        if GROUPED:
+        if SHARED:
+            # With tokens as rows, a thread has two of their scales; as columns it has dozens.
+            made = tl.dot(tl.trans(v), tl.trans(w), out_dtype=DOT).to(tl.float32)
+            sums += made * theirs[:, None] * tl.where(half == 1, up_s, s)[None, :]
+        elif GROUPED:
             made = tl.dot(w, v, out_dtype=DOT, input_precision="ieee").to(tl.float32)
             sums += made * (s[:, None] * theirs[None, :])
         else:
             sums = tl.dot(w, v, sums, out_dtype=SUM, input_precision="ieee")
+            if not ROUNDED:  # numbers were widened in registers
+                sums = settled(sums, ASSEMBLY)
+    sums = tl.trans(sums) if SHARED else sums
     sums = sums.to(tl.float32)
     if PER_GROUP == 0:
         sums *= tl.load(at_s).to(tl.float32)[:, None]
@@ -172,10 +199,10 @@ def byte_sums(
 
 
 @triton.jit
-def _scale(at, step, columns, PER: tl.constexpr, COUNT: tl.constexpr):
+def _scale(at, step, columns, apart, PER: tl.constexpr, COUNT: tl.constexpr):
     """[COUNT] float32, of the group that a step is in; beyond the last any; PER 0: ones."""
     if PER > 0:
-        s = tl.load(at + tl.minimum(step // PER, columns - 1)).to(tl.float32)
+        s = tl.load(at + tl.minimum(step // PER, columns - 1) * apart).to(tl.float32)
     else:
         s = tl.full((COUNT,), 1.0, tl.float32)
     return s

@@ -20,6 +20,8 @@ from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Ro
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
 
+#: The matrix unit's fewest rows of factors in shared memory.
+LEAST_TILE = 64
 #: Blocks of tokens that share an expert's weight while it is in the cache.
 GROUP = 8
 
@@ -94,10 +96,12 @@ def multiply(
     walk = walk_of(x, weight, tile.block_k)
     block_n = tile.block_n if activation is None else tile.block_n // 2
     blocks = most_blocks(count, experts, block_t)
+    whole = walk.scale_rows % block_n == 0 and n % block_n == 0
+    shared = walk.per_group > 0 and walk.rounded and whole and block_t >= LEAST_TILE
     product[(blocks * triton.cdiv(n, block_n),)](
         *(walk.x, walk.x_scale, walk.weight, walk.scale, bias, y),
         *(assignments.order, assignments.start, count, blocks, experts, n, k),
-        *(walk.columns, walk.scale_rows, walk.their_columns),
+        *(walk.columns, walk.scale_rows, walk.their_columns, len(x)),
         FORM=walk.form,
         KIND=walk.kind,
         TABLE=walk.table,
@@ -107,6 +111,7 @@ def multiply(
         PLANES=walk.planes,
         WIDTH=walk.width,
         ROUNDED=walk.rounded,
+        SHARED=shared,
         PER_GROUP=walk.per_group,
         PER_THEIR=walk.per_their,
         EVEN=walk.even,

@@ -196,7 +196,7 @@ def gate_rows(
     some = j < WIDTH
     scale = 0.0
     if norm is not None:
-        scale = tl.load(norm + group * WIDTH + j, mask=some, other=0.0)
+        scale = tl.load(norm + group * WIDTH + j, mask=some, other=0.0).to(tl.float32)
     alone = token < single
     context = tl.load(b_context + token, mask=alone, other=0)
     state = tl.minimum(tl.load(b_row + token, mask=alone, other=0), states - 1).to(tl.int64)
@@ -213,7 +213,7 @@ def gate_rows(
         if not NORM_FIRST:
             wide *= opened
         normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
-        found = normed.to(x.dtype).to(tl.float32) * scale.to(tl.float32)
+        found = normed.to(x.dtype).to(tl.float32) * scale
         if NORM_FIRST:
             found = found.to(x.dtype).to(tl.float32) * opened
     tl.store(place, found.to(x.dtype), mask=some)

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 
-#: What operations make once a step of which token has which adapter; each has its own.
-AdapterPlan = Any
+
+class AdapterPlan:
+    """Which token of a step has which adapter, as `Operations.plan_adapters` has found out.
+
+    Each implementation has its own.
+    """
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

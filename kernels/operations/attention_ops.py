@@ -100,6 +100,9 @@ class AttentionOptions:
     softcap: float | None = None
     #: [H] float32: logits fall by slope · distance (Press et al. 2021).
     alibi_slopes: torch.Tensor | None = None
+    #: [H, 2n + 1] float32: what is added to the logits of keys, in order from n and more positions
+    #: behind the query to n and more before it (Raffel et al. 2020).
+    distance_bias: torch.Tensor | None = None
     #: [H] float32: a logit per head that takes its share of the softmax and has no value (gpt-oss).
     sinks: torch.Tensor | None = None
 
@@ -114,8 +117,14 @@ NO_OPTIONS = AttentionOptions()
 class PlanAttention(Protocol):
     """What all layers of a step with the same window share."""
 
-    def __call__(self, batch: ForwardBatch, window: int | None) -> AttentionPlan:
-        """A token at position p sees positions p - window + 1 to p (all up to p if None)."""
+    def __call__(
+        self, batch: ForwardBatch, window: int | None, *, causal: bool = True
+    ) -> AttentionPlan:
+        """A token at position p sees positions p - window + 1 to p (all up to p if None).
+
+        Unless `causal`, it sees those up to p + window - 1, too (all of its row if None), of rows
+        that are in one step as a whole.
+        """
         ...
 
 
@@ -160,7 +169,7 @@ class Heads(NamedTuple):
 
 
 class Attend(Protocol):
-    """Causal softmax(q · kᵀ · scale) · v over the KV that each row's runs name."""
+    """Softmax(q · kᵀ · scale) · v over the KV that each row's runs name."""
 
     def __call__(
         self,

@@ -8,14 +8,14 @@ from typing import Any
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
 
-#: They change what a model computes, and need no tensors that would show it.
+#: They change what a model computes, and most need no tensors that would show it.
 ARITHMETIC = (
     *("alibi", "attention_chunk_size", "attention_k_eq_v", "attention_multiplier"),
     *("attention_value_scale", "attn_logit_softcapping", "attn_output_gate", "clip_qkv"),
     *("compress_ratios", "embedding_multiplier", "final_logit_softcapping", "hc_mult"),
     *("index_topk", "key_multiplier", "logit_scale", "logits_scaling", "nope_layer_interval"),
     *("no_rope_layers", "num_kv_shared_layers", "parallel_attn", "residual_multiplier"),
-    *("scale_depth", "scale_emb", "swiglu_limit", "use_qk_norm", "zero_expert_num"),
+    *("scale_depth", "scale_emb", "swiglu_limit", "zero_expert_num"),
 )
 #: What each of them is where it changes nothing.
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})

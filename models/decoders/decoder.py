@@ -14,12 +14,13 @@ from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.decoders.ends import PerLayerEmbedding, TextHead, TokenEmbedding
+from tokenpod.models.decoders.ends import NoHead, PerLayerEmbedding, TextHead, TokenEmbedding
 from tokenpod.models.decoders.layer import make_layer
 from tokenpod.models.decoders.step_plans import StepPlans
 from tokenpod.models.layers.linear import Delta, Products, Weights, no_delta
 from tokenpod.models.layers.mixer import MixerParts
 from tokenpod.models.layers.norms import make_norm
+from tokenpod.models.pooling.head import PoolingHead
 from tokenpod.models.specs.spec import ModelSpec
 
 
@@ -44,8 +45,11 @@ class Decoder:
         unused: Mapping[str, int] = MappingProxyType({}),
         adapters: AdapterStore | None = None,
         quantization: str = "",
+        pooling: PoolingHead | None = None,
     ) -> None:
         self.config = config
+        #: What makes vectors of its states; None: it generates.
+        self.pooling = pooling
         #: How many tensors of the checkpoint belong to each part that is not served.
         self.unused: Mapping[str, int] = unused
         self.quantization = quantization
@@ -72,7 +76,8 @@ class Decoder:
             self.pool_class = partial(
                 StatePool, state_layouts=config.state_layouts, state_dtype=self._dtype
             )
-        self.captures = True
+        # What is pooled are hidden states, which captured steps keep to themselves.
+        self.captures = pooling is None
         self._plans = StepPlans(config.mixers, ops, self._dtype, self.device)
         self._layers = [
             make_layer(
@@ -88,7 +93,9 @@ class Decoder:
             for i, layer in enumerate(config.layers)
         ]
         self._norm = make_norm(config.norm, products, "norm")
-        self._head = TextHead(config, products, adapters)
+        self._head: TextHead | NoHead = NoHead(config)
+        if pooling is None:
+            self._head = TextHead(config, products, adapters)
         self._embed = TokenEmbedding(config, products, adapters)
         self._per_layer: PerLayerEmbedding | None = None
         if config.embedding.per_layer is not None:
@@ -124,6 +131,8 @@ class Decoder:
             if at in taps:
                 streams[at] = x.clone()
             x = layer(x, step)
+            if batch.given is not None:
+                batch.given.add_behind(at, x)
         return self._norm(x), [streams[at] for at in taps]
 
     def embed_tokens(self, t_token: torch.Tensor) -> torch.Tensor:

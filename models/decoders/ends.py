@@ -30,25 +30,32 @@ class TokenEmbedding:
         self._learned, self._offset = None, 0
         if spec.positions is not None:
             self._learned, self._offset = products.tensor("positions"), spec.positions.offset
+        self._types = products.tensor("token_types") if spec.token_types else None
+        self._second_text = config.second_text
         self._norm = make_norm(spec.norm, products, "embedding_norm")
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """A step's tokens -> [T, hidden]."""
         added = self._adapters.embedded(batch) if self._adapters is not None else None
-        embed = self._ops.embed
-        x = embed(self._table, batch.t_token, added.add if added is not None else None)
+        embed, t_token, of_second = self._ops.embed, batch.t_token, None
+        if self._second_text:
+            of_second = t_token >= self._second_text
+            t_token = t_token - of_second * self._second_text
+        x = embed(self._table, t_token, added.add if added is not None else None)
         if self._copies is not None and batch.t_adapter is not None:
             x = self._copies.embedded(x, batch.t_token, batch.t_adapter, embed)
         if self._scale_rows != 1.0:
             x *= self._scale_rows
         if batch.given is not None:
-            x.index_copy_(0, batch.given.t_index, batch.given.rows)
+            x.index_copy_(0, batch.given.t_index, batch.given.rows[:, : x.shape[1]])
         if self._scale_all != 1.0:
             x *= self._scale_all
         if self._project is not None:
             x = self._project(x, batch)
         if self._learned is not None:
             x += self._learned.index_select(0, batch.t_position + self._offset)
+        if self._types is not None:
+            x += self._types[0] if of_second is None else self._types[of_second.long()]
         return self._norm(x)
 
 
@@ -72,6 +79,21 @@ class PerLayerEmbedding:
         rows = self._ops.embed(self._table, batch.t_token).view(shape) * self._row_scale
         made = (self._project(x, batch) * self._stream_scale).view(shape)
         return self._norm(made).add_(rows).mul_(0.5**0.5)
+
+
+class NoHead:
+    """In the place of a head that nobody asks for: steps before the first request sample, too.
+
+    Logits tell no more than whether the model has computed numbers.
+    """
+
+    def __init__(self, config: ModelSpec) -> None:
+        self._vocabulary = config.vocab_size
+
+    def __call__(self, hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        """Hidden [n, hidden] -> [n, vocabulary]."""
+        del step
+        return hidden.sum(1, keepdim=True).repeat(1, self._vocabulary)
 
 
 class TextHead:

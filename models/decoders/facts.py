@@ -13,6 +13,7 @@ from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
 from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.models.adapters.store import AdapterStore
+from tokenpod.models.pooling.head import PoolingHead
 
 
 def ends_within(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
@@ -99,6 +100,16 @@ class ModelFacts(Protocol):
         ...
 
     @property
+    def encodes(self) -> bool:
+        """Whether each token sees all of its text: it must be in one step."""
+        ...
+
+    @property
+    def second_text(self) -> int:
+        """What is added to the id of a token of a second text; 0: nothing is."""
+        ...
+
+    @property
     def own_state(self) -> OwnState | None:
         """None: all that is kept of a sequence lies in the pool's slots."""
         ...
@@ -122,6 +133,8 @@ class LoadedModel(Protocol):
     unused: Mapping[str, int]
     #: None: its products are never adapted.
     adapters: AdapterStore | None
+    #: What makes vectors of its states; None: it generates.
+    pooling: PoolingHead | None
     #: What weights of fewer bits are held in, such as "int8" or "gptq int4"; empty: there are none.
     quantization: str
 

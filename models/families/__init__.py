@@ -3,6 +3,7 @@
 from tokenpod.models.families.arcee import ARCEE
 from tokenpod.models.families.baichuan import BAICHUAN
 from tokenpod.models.families.bamba import BAMBA
+from tokenpod.models.families.bert import BERT, MPNET, ROBERTA
 from tokenpod.models.families.bloom import BLOOM
 from tokenpod.models.families.cohere import COHERE, COHERE2
 from tokenpod.models.families.dbrx import DBRX
@@ -36,6 +37,7 @@ from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.families.minimax_m2 import MINIMAX_M2
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from tokenpod.models.families.mixtral import MIXTRAL
+from tokenpod.models.families.modernbert import MODERNBERT
 from tokenpod.models.families.mpt import MPT
 from tokenpod.models.families.nemotron import NEMOTRON
 from tokenpod.models.families.nemotron_h import NEMOTRON_H
@@ -126,4 +128,7 @@ FAMILIES: tuple[Family, ...] = (
     STARCODER2,
 )
 
-__all__ = ["FAMILIES", "Family"]
+#: Those whose tokens see what is behind them: texts are read, and not continued.
+ENCODERS: tuple[Family, ...] = (BERT, MODERNBERT, MPNET, ROBERTA)
+
+__all__ = ["ENCODERS", "FAMILIES", "Family"]

@@ -18,7 +18,6 @@ def gemma_decoder(
     fields: Fields, served: int | None, *, norms: Callable[[Norm], Norms], **more: Any
 ) -> ModelSpec:
     """What all Gemmas have: weights of norms count from one, and the embedding is scaled."""
-    fields.only("use_bidirectional_attention", False)
     bias = fields.flag("attention_bias", False)
     spec = gated_decoder(
         fields, served, qkv_bias=bias, output_bias=bias, head_dim=256, tied=True, **more
@@ -36,6 +35,7 @@ def gemma_decoder(
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields.only("use_bidirectional_attention", False)
     name = fields.first("hidden_activation", "hidden_act")
     spec = gemma_decoder(
         fields,

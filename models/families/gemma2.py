@@ -13,6 +13,7 @@ from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields.only("use_bidirectional_attention", False)
     spec = gemma_decoder(
         fields,
         served,

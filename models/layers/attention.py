@@ -27,7 +27,7 @@ from tokenpod.models.layers.layer_tensors import LayerTensors, norm_weights
 from tokenpod.models.layers.mixer import Cache, MixerParts, Turned
 from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
-from tokenpod.models.layers.positions import Alibi, Rope
+from tokenpod.models.layers.positions import Alibi, DistanceBias, Rope
 from tokenpod.models.layers.rope import head_order
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.names import Fused
@@ -69,6 +69,10 @@ class Attention:
     output_gate: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    #: Off: a token sees those behind it, too; of a window so many on either side.
+    causal: bool = True
+    #: What is added to logits by distance; None: nothing is.
+    distance_bias: DistanceBias | None = None
     #: Multiplies what the last product says.
     output_scale: float = 1.0
 
@@ -99,7 +103,8 @@ class Attention:
     @property
     def cache(self) -> Cache:
         """Keys and values of all key/value heads."""
-        return Cache(alike(self.kv_heads, self.head_dim), self.window)
+        window = self.window if self.causal else None
+        return Cache(alike(self.kv_heads, self.head_dim), window, kept=self.causal)
 
     @property
     def turned(self) -> Turned:
@@ -133,6 +138,11 @@ class Attention:
         if self.qk_norm is not None:
             for name, stored_norm, rows in norms:
                 yield from self._head_norm(name, tensors.at + stored_norm, self.qk_norm, rows)
+        if self.distance_bias is not None:
+            of_all = f"{tensors.prefix}{names.distance_bias}.weight"
+            heads = Axis(self.heads, Division.EVEN)
+            table = Source(of_all, (Axis(self.distance_bias.buckets), heads))
+            yield Weight("distance_bias", (table,), dtype=torch.float32)
         if self.sinks:
             source = Source(tensors.at + names.sinks, (Axis(self.heads, Division.EVEN),))
             yield Weight("sinks", (source,), dtype=torch.float32)
@@ -199,11 +209,11 @@ class Attention:
     @property
     def plan_key(self) -> Hashable:
         """Whatever the heads are, layers of one window see the same."""
-        return self.window
+        return self.window if self.causal else (self.window, self.causal)
 
     def plan(self, ops: Operations, batch: ForwardBatch) -> AttentionPlan:
         """What each row sees."""
-        return ops.plan_attention(batch, self.window)
+        return ops.plan_attention(batch, self.window, causal=self.causal)
 
     def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:
         """Tiles of queries follow from the shape of heads, and from the window."""
@@ -221,7 +231,7 @@ class AttentionLayer:
         products = parts.products
         self._ops, self._key = products.ops, spec.plan_key
         self._cache, self._rotation = parts.cache, parts.rotation
-        self._windowed = spec.window is not None
+        self._windowed = spec.cache.window is not None
         #: Numbers of a token's gates.
         self._gates = spec.heads * spec.head_dim if spec.output_gate else 0
         self._reads_another = spec.reads_layer is not None
@@ -235,6 +245,7 @@ class AttentionLayer:
             softcap=spec.softcap,
             alibi_slopes=slopes,
             sinks=products.tensor(parts.named("sinks")) if spec.sinks else None,
+            distance_bias=_by_distance(spec.distance_bias, parts),
         )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -256,6 +267,15 @@ class AttentionLayer:
         plan = step.plan(self._key, AttentionPlan)
         found = ops.attention(q, keys, values, plan, self._options, scales)
         return found if gate is None else found * gate.sigmoid()
+
+
+def _by_distance(bias: DistanceBias | None, parts: MixerParts) -> torch.Tensor | None:
+    """[H, 2 · furthest + 1] float32; see `AttentionOptions.distance_bias`."""
+    if bias is None:
+        return None
+    reach = range(-bias.furthest, bias.furthest + 1)
+    buckets = torch.tensor([*map(bias.bucket, reach)], device=parts.products.device)
+    return parts.products.tensor(parts.named("distance_bias"))[buckets].T.contiguous()
 
 
 def _head_steps(spec: Attention, parts: MixerParts) -> HeadSteps:

@@ -22,8 +22,9 @@ class LayerTensors:
 
     hidden_size: int
     names: Names
-    #: What the names of the layer's tensors begin with.
+    #: What the names of the layer's tensors begin with, and those of tensors of all layers.
     at: str
+    prefix: str = ""
 
     @property
     def hidden(self) -> Axis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -28,6 +29,27 @@ class Rope:
     def rotated(self) -> int:
         """Dimensions that are turned."""
         return 2 * len(self.inverse_frequencies)
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceBias:
+    """Numbers of the checkpoint are added to logits, by how far off a key is, and on which side.
+
+    Half of the buckets are for keys behind a query. Of each half the first are for one distance
+    each, the others for more and more of them, up to `furthest` and beyond (Raffel et al. 2020).
+    """
+
+    buckets: int
+    furthest: int = 128
+
+    def bucket(self, distance: int) -> int:
+        """Of a key so many positions before the query; below 0: behind it."""
+        half = self.buckets // 2
+        side, n, exact = (half if distance < 0 else 0), abs(distance), half // 2
+        if n < exact:
+            return side + n
+        ratio = math.log(n / exact) / math.log(self.furthest / exact)
+        return side + min(exact + int(ratio * (half - exact)), half - 1)
 
 
 @dataclass(frozen=True, slots=True)

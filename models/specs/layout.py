@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tokenpod.models.checkpoints.checkpoint import Checkpoint, WeightReader, tensors_of
+from tokenpod.models.specs.pooling_spec import PoolingSpec
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.names import Names
 from tokenpod.models.weights.shard import WHOLE
@@ -27,6 +28,8 @@ class Layout:
     reader: WeightReader | None = None
     #: How many tensors belong to each other part of the checkpoint, which is not served.
     unused: Mapping[str, int] = field(default_factory=dict)
+    #: How vectors of texts are made; None: the model generates.
+    pooling: PoolingSpec | None = None
 
     @property
     def parameters(self) -> int:
@@ -63,6 +66,18 @@ def stored_table(
         return whole[0][0]
     alike = (pair for pair in layouts if any(weight.packed for weight in pair[1]) == packed)
     return next(alike, layouts[0])
+
+
+def embedding_of(weights: list[Weight]) -> str:
+    """The name of the embedding's tensor."""
+    return next(weight for weight in weights if weight.name == "embedding").sources[0].name
+
+
+def heads_named(pooling: PoolingSpec, name: str) -> PoolingSpec:
+    """The same, where rows of the tensor `name` stand for layers without a name of their own."""
+    stem = name.removesuffix(".weight")
+    layers = (replace(layer, name=layer.name or stem) for layer in pooling.layers)
+    return replace(pooling, layers=tuple(layers))
 
 
 def with_head(weights: list[Weight]) -> list[Weight]:

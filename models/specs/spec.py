@@ -54,6 +54,8 @@ class Embedding:
     norm: Norm | None = None
     #: What layers read besides the stream.
     per_layer: PerLayerRows | None = None
+    #: Kinds of texts that tokens may belong to, each with a row that is added; 0: there are none.
+    token_types: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Head:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only model."""
+    """A decoder-only model, or an encoder: one whose tokens see those behind them, too."""
 
     architecture: str
     vocab_size: int
@@ -98,7 +100,9 @@ class ModelSpec:
     drafts: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ModelError if layers have too many experts."""
+        """Raise ModelError if layers have too many experts, or do not go together."""
+        if self.encodes and len({mixer.cache.kv for mixer in self.mixers}) > 1:
+            raise ModelError(f"{self.architecture}: layers of an encoder are of one shape")
         experts = sum(x.mlp.count for x in self.layers if isinstance(x.mlp, Experts))
         if experts > MOST_EXPERTS:
             raise ModelError(
@@ -113,10 +117,14 @@ class ModelSpec:
 
     @cached_property
     def _keeping(self) -> dict[int, Mixer]:
-        """By layer, the mixers that have keys and values of their own: a layer has one at most."""
+        """By layer, the mixers that have keys and values of their own: a layer has one at most.
+
+        Those of an encoder's layer are not read after it: all layers write to those of the first.
+        """
+        layers = self.layers[:1] if self.encodes else self.layers
         return {
             i: mixer
-            for i, layer in enumerate(self.layers)
+            for i, layer in enumerate(layers)
             for mixer in layer.mixers
             if mixer.reads_layer is None and mixer.cache.kv is not None
         }
@@ -149,6 +157,16 @@ class ModelSpec:
         """Query heads of each layer that has keys and values."""
         return tuple(mixer.heads for mixer in self._keeping.values())
 
+    @property
+    def encodes(self) -> bool:
+        """Whether each token sees all of its text, so that nothing is read after its step."""
+        return any(not mixer.cache.kept for mixer in self.mixers)
+
+    @property
+    def second_text(self) -> int:
+        """What is added to the id of a token of a second text; 0: it is told apart by nothing."""
+        return self.vocab_size if self.embedding.token_types > 1 else 0
+
     @cached_property
     def storing(self) -> tuple[int, ...]:
         """The layers that have keys and values of their own."""
@@ -156,6 +174,8 @@ class ModelSpec:
 
     def cache_of(self, i: int) -> int:
         """Which of the pool's caches of keys and values layer `i` reads; 0 if none."""
+        if self.encodes:
+            return 0
         for mixer in self.layers[i].mixers:
             if mixer.cache.kv is not None:
                 reads = mixer.reads_layer

@@ -19,7 +19,7 @@ def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
     table = list(_outer(spec, names, prefix))
     for i, layer in enumerate(spec.layers):
         at = prefix + names.layer.format(i=i)
-        own = layer.weights(LayerTensors(spec.hidden_size, names, at))
+        own = layer.weights(LayerTensors(spec.hidden_size, names, at, prefix))
         table += [replace(weight, name=f"{i}.{weight.name}") for weight in own]
     return table
 
@@ -46,6 +46,9 @@ def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
     if embedding.positions is not None:
         rows = Axis(embedding.positions.rows)
         yield plain_weight("positions", prefix + names.positions, rows, hidden)
+    if embedding.token_types:
+        types = Axis(embedding.token_types)
+        yield plain_weight("token_types", prefix + names.token_types, types, hidden)
     if embedding.width is not None:
         yield plain_weight("project_in", prefix + names.project_in, hidden, width)
         yield plain_weight("project_out", prefix + names.project_out, width, hidden)

@@ -17,6 +17,7 @@ from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
+from tokenpod.models.pooling.head import PoolingHead
 from tokenpod.models.tier.dispatch import Answer, AttentionFunction, Dispatch, RunningStep
 from tokenpod.models.tier.halves import Halves
 from tokenpod.models.tier.masks import describe_mask
@@ -119,6 +120,7 @@ class TransformersModel(ABC):
         self.config = spec
         self.unused = unused
         self.adapters: AdapterStore | None = None
+        self.pooling: PoolingHead | None = None
         self.quantization = ""
         held = list(halves.model.parameters())
         self.parameters_count = sum(weight.numel() for weight in held)

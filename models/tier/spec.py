@@ -30,6 +30,8 @@ class TierSpec:
     rope_variant: str = ""
     runs_on: str = "transformers"
     own_state: OwnState | None = None
+    encodes: bool = False
+    second_text: int = 0
     expansion: Expansion | None = None
     own_positions: bool = False
 

@@ -210,6 +210,8 @@ class Names:
 
     embedding: str = "embed_tokens"
     positions: str = ""
+    #: What is added to tokens of a first text, of a second, and so on.
+    token_types: str = ""
     embedding_norm: str = ""
     project_in: str = ""
     project_out: str = ""
@@ -223,6 +225,8 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     v_norm: str = "self_attn.v_norm"
     sinks: str = "self_attn.sinks"
+    #: Once for all layers.
+    distance_bias: str = ""
     attention_in: str = "input_layernorm"
     attention_out: str = ""
     mlp_in: str = "post_attention_layernorm"

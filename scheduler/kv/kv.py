@@ -88,10 +88,11 @@ class KV:
         """Find and lock the longest cached prefix of the tokens that a sequence needs.
 
         The last one is always computed: its logits are wanted. A prompt whose tokens are to be
-        scored is computed whole, by its first sample.
+        scored is computed whole, by its first sample; so is one that is read for its vectors.
         """
         request, usable = sequence.request, sequence.inputs[:-1]
-        if not self._caching or (request.prompt_logprobs and sequence.scored):
+        whole = sequence.pooled or (request.prompt_logprobs and sequence.scored)
+        if not self._caching or whole:
             usable = usable[: sequence.ready_tokens]
         node, length = self.tree.match(usable, request.salt)
         if self.windows is not None and length:

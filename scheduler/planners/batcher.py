@@ -68,8 +68,11 @@ class Batcher(Planner):
         preemption: Preemption,
         forced: Forced,
         drafting: Drafting | None,
+        whole_prompts: bool = False,
         ahead: int | None = None,
     ) -> None:
+        #: A prompt is computed in one step.
+        self._whole_prompts = whole_prompts
         #: Times that a sequence was preempted.
         self.preemptions = 0
         self._kv = kv
@@ -299,6 +302,8 @@ class Batcher(Planner):
             if budget <= 0:
                 break
             n = min(sequence.next_piece, budget)
+            if self._whole_prompts and n < sequence.next_piece:
+                break
             step.prompt(sequence, n)
             budget -= n
             if not sequence.prefilling:

@@ -29,8 +29,9 @@ def never_fits(request: Request, limits: Limits) -> str:
             "log probabilities of the prompt are asked for: an encoder reads it, and gives its "
             "tokens none"
         )
-    length = request.positions + new_tokens
-    if length > limits.max_positions:
+    if problem := _no_vectors(request, limits):
+        return problem
+    if (length := request.length) > limits.max_positions:
         return f"prompt and new tokens are {length}; at most {limits.max_positions} are possible"
     # Each sample but the first computes the last prompt token again.
     need = _bound(request) + (samples - 1) * new_tokens
@@ -46,6 +47,23 @@ def never_fits(request: Request, limits: Limits) -> str:
         return problem
     if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
         return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
+    return ""
+
+
+def _no_vectors(request: Request, limits: Limits) -> str:
+    """Why a text can't be read for its vectors, or only for these; empty if it can be."""
+    if (request.pooling is not None) is not limits.pools:
+        asked, served = ("vectors", "text") if request.pooling else ("text", "vectors")
+        return f"{asked} is asked for; this model makes {served}"
+    if not limits.pools:
+        return ""
+    if len(request.sequence_ids) > 1 or request.stopping.max_new_tokens != 1:
+        return "a text that is read for its vectors is one sequence, which is not continued"
+    if limits.whole_prompts and request.positions > limits.prefill_tokens:
+        return (
+            f"the text has {request.positions} tokens; a step reads {limits.prefill_tokens}, and"
+            " this model reads a text in one (--max-batch-prefill-tokens)"
+        )
     return ""
 
 

@@ -152,6 +152,9 @@ class Sequence:
         self.constrained = request.constraint is not None
         table.constrained += self.constrained
         table.masked[self.place] = self.constrained
+        self.pooled = request.pooling is not None
+        table.pooling += self.pooled
+        table.pooled[self.place] = self.pooled
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
         table.id[self.place] = self.id
@@ -177,8 +180,9 @@ class Sequence:
         self.finish = FinishCode.RUNNING
         #: How it ended; None: it has not.
         self.ended_as: EndState | None = None
-        #: False once it has computed NaN or Inf, which must not get into the tree.
-        self.keep = True
+        #: Whether what it computes may get into the tree: not if it is read for its vectors, and
+        #: not once it has computed NaN or Inf.
+        self.keep = not self.pooled
         #: The locked tree node that ends its shared prefix, of `shared` tokens.
         self.node: Node | None = None
         #: Private slots, by position.
@@ -206,6 +210,7 @@ class Sequence:
         self.table.give_back(self.place)
         self.table.adapted -= self.request.adapter > 0
         self.table.constrained -= self.constrained
+        self.table.pooling -= self.pooled
         self.place = 0
         self.samples.remove(self)
 

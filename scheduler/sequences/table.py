@@ -57,6 +57,8 @@ class Table:
     masked: Ints
     #: 1: its next mask is late; it has no part in steps until that is there.
     paused: Ints
+    #: 1: its prompt is read for its vectors, so nothing is sampled.
+    pooled: Ints
     #: The sequence's id.
     id: Ints
     #: Outputs before this one only lengthen it, unless they are ends of text; 0: any may do more.
@@ -67,9 +69,10 @@ class Table:
     def __init__(self) -> None:
         self._columns = np.zeros((len(_NAMES), _FIRST_PLACES), np.int64)
         self._free = list(range(_FIRST_PLACES - 1, 0, -1))
-        #: Sequences that have an adapter, and those under a constraint.
+        #: Sequences that have an adapter, those under a constraint, and those that are pooled.
         self.adapted = 0
         self.constrained = 0
+        self.pooling = 0
         self._name_columns()
 
     def take(self) -> int:

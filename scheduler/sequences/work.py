@@ -60,6 +60,10 @@ class Limits:
     snapshots: SnapshotLimits | None = None
     #: Whether the model gives tokens of prompts log probabilities.
     scores_prompts: bool = True
+    #: Whether it reads texts for their vectors, and does nothing else.
+    pools: bool = False
+    #: Whether all of a prompt must be in one step: each of its tokens sees those behind it.
+    whole_prompts: bool = False
     #: Whether requests may bring positions of three axes.
     own_positions: bool = False
     #: Adapters that running sequences can have at once, and those that have been read.

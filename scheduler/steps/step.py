@@ -50,6 +50,8 @@ class Step:
     gap: int | None = None
     #: Rows of the plan whose drafts are forced, and so right.
     forced: frozenset[int] = frozenset()
+    #: Rows whose vectors it brings: all of their texts has been read.
+    pooled: tuple[int, ...] = ()
 
     @cached_property
     def size(self) -> StepSize:
@@ -75,6 +77,13 @@ class Step:
             return self.sequences
         rows = np.arange(self.plan.rows).repeat(self.plan.r_samples)
         return [*map(self.sequences.__getitem__, rows.tolist())]
+
+    @cached_property
+    def sampled_places(self) -> Ints:
+        """[n] the same, their places in the table; no row has drafts."""
+        if self.plan.sampling == self.plan.rows:
+            return self.places
+        return self.places[self.plan.r_samples > 0]
 
     @cached_property
     def drafting(self) -> list[tuple[int, int]]:
@@ -276,12 +285,21 @@ class StepBuilder:
                     columns |= zip(names, zip(*copies, strict=True), strict=True)
         if (offload := self._kv.offload) is not None:
             columns["copy_from"], columns["copy_to"], columns["awaited"] = offload.take()
+        pooled = self._pooled(columns, places) if table.pooling else ()
         plan = StepPlan.of(number, asks, freed=freed, **columns)
         self._limits.check(plan)
         table.in_flight[places] += 1
         first = len(places) - len(longer)
         forced = frozenset(first + at for at, piece in enumerate(longer) if piece.forced)
-        return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap, forced)
+        return Step(
+            plan, sequences, places, self.prompt_tokens, self._now, self.gap, forced, pooled
+        )
+
+    def _pooled(self, columns: Columns, places: Ints) -> tuple[int, ...]:
+        """Sample nothing behind texts that are read for their vectors; the rows that end them."""
+        pooled = self._kv.table.pooled[places] * columns["r_samples"]
+        columns["r_samples"] -= pooled
+        return tuple(pooled.nonzero()[0].tolist())
 
     def _rows(self, places: Ints, longer: list[Piece]) -> Columns:
         table, ends = self._kv.table, self._kv.table.computed[places]

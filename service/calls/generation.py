@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
+from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top, Vectors
 from tokenpod.core.requests import Request
 from tokenpod.service.calls.errors import (
     Internal,
@@ -190,6 +190,9 @@ class Generation:
         if sample.ending is not None and not finish:
             # A stop sequence: the engine does not know yet.
             self._carrier.abort([sequence_id], stopped=True)
+
+    def on_vectors(self, vectors: Vectors) -> None:
+        """A request for text has none."""
 
     def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
         """Whether a sequence that ends conforms to its constraint."""

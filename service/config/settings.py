@@ -73,6 +73,10 @@ class Settings(BaseSettings):
     require_manifest: bool = _model(False)
     """Refuse a model folder without SHA256SUMS, the digests of its files. Where it is there, the
     files must have these digests, whatever this says."""
+    task: Literal["auto", "generate", "embed", "score", "classify"] = _model("auto")
+    """What the model is for. auto: as its files show: modules.json or an encoder embed, a head of
+    labels classifies, or scores if it has one label, all else generates. score makes a reranker of
+    a model that was trained to answer yes or no, such as Qwen3-Reranker."""
     chat_template: str | None = _model(derived="the model's default", min_length=1)
     """Chat template: the name of another one of the model's, such as tool_use, or a file."""
     tool_parser: Literal[
@@ -214,12 +218,27 @@ class Settings(BaseSettings):
     """Seconds that tokenising a text or rendering a chat may take; it is killed then."""
     text_memory_bytes: int = _limit(2 * 1024**3, ge=64 * 1024**2)
     """Memory that tokenising a text or rendering a chat may take, besides the loaded tokenizer."""
+    max_images: int = _limit(8, ge=0, le=1024)
+    """Images of a request, where the model's are served (docs/vision.md). 0: none; then neither
+    what computes them is loaded, nor are there image workers."""
+    max_image_bytes: int = _limit(10 * 1024**2, ge=1024)
+    """Bytes of an image's file."""
+    max_image_pixels: int = _limit(32 * 1024**2, ge=1)
+    """Pixels of an image, by its header, before it is decoded."""
+    image_workers: int = _limit(2, ge=1, le=64)
+    """Processes of each front end that decode images."""
+    image_timeout: float = _limit(10.0, gt=0, le=3600)
+    """Seconds that decoding and preparing an image may take; it is killed then."""
+    image_memory_bytes: int = _limit(1024**3, ge=64 * 1024**2)
+    """Memory that decoding and preparing an image may take."""
     max_input_tokens: int | None = _limit(derived="max-total-tokens less 1", ge=1)
     """Tokens of a prompt."""
     max_total_tokens: int | None = _limit(
         derived="the model's context, as far as the KV cache holds it", ge=2
     )
     """Tokens of a prompt and its output together."""
+    max_client_batch_size: int = _limit(256, ge=1, le=8192)
+    """Texts of a call that wants vectors, scores or labels."""
     max_best_of: int = _limit(2, ge=1)
     """Samples of a request (n, best_of)."""
     max_stop_sequences: int = _limit(4, ge=0)
@@ -292,6 +311,9 @@ class Settings(BaseSettings):
     prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
     """Which of them make room for others. lru: those that were used longest ago; lfu: those that
     few requests have used."""
+    image_cache_bytes: int = _memory(256 * 1024**2, ge=0)
+    """Host memory for rows of images that were computed, so that an image that comes again, as in
+    each turn of a chat, is not computed again."""
     host_kv_bytes: int = _memory(0, ge=0)
     """Memory of this pod's host, all ranks together, for keys and values that the KV cache has no
     room for: prefixes that it forgets, and requests that made room for others. 0: none."""

@@ -71,6 +71,8 @@ def lone_options(
         host_kv_bytes=settings.host_kv_bytes,
         host_kv_least_tokens=settings.host_kv_least_tokens,
         preemption=settings.preemption,
+        task=settings.task,
+        image_cache_bytes=settings.image_cache_bytes if settings.max_images else None,
     )
 
 

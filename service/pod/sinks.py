@@ -18,6 +18,7 @@ from tokenpod.core.outputs import (
     Started,
     StepOutputs,
     Top,
+    Vectors,
 )
 from tokenpod.service.calls.errors import Internal
 
@@ -37,6 +38,9 @@ class Sink(Protocol):
 
     def on_drafted(self, drafted: Drafted) -> None:
         """Of a sequence's tokens in this message, which follow, the first ones were drafted."""
+
+    def on_vectors(self, vectors: Vectors) -> None:
+        """What was asked of a text that is read; its end follows in the same message."""
 
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
@@ -99,6 +103,9 @@ class Sinks:
         for drafted in outputs.drafted:
             if sink := by_id.get(drafted.sequence_id):
                 self._call(drafted.sequence_id, sink, sink.on_drafted, drafted)
+        for vectors in outputs.vectors:
+            if sink := by_id.get(vectors.sequence_id):
+                self._call(vectors.sequence_id, sink, sink.on_vectors, vectors)
         tops = {top.at: top for top in outputs.tops}
         entries = zip(
             outputs.sequence_ids,

@@ -181,8 +181,23 @@ class Intake(Interceptor):
     def _parsing(self, handler: Handler, method: str) -> Handler:
         parser = Parser.of(handler.request_deserializer, self._limits[method])
         if handler.request_streaming:
-            return _parsing_all(handler, parser)
+            return self._parsing_all(handler, parser, method)
         return self._parsing_one(handler, parser, method)
+
+    def _parsing_all(self, handler: Handler, parser: Parser, method: str) -> Handler:
+        """A handler of a stream of requests, each of which is parsed as it is asked for."""
+        inner, gate = behaviour_of(handler), self._gate
+
+        async def parsed(requests: Any, memory: MemoryBudget | None) -> AsyncIterator[Any]:
+            async for data in requests:
+                with contextlib.nullcontext() if memory is None else memory.reserve(len(data)):
+                    message = await parser.parse(data)
+                yield message
+
+        async def parse(requests: Any, context: Context) -> Any:
+            return await inner(parsed(requests, gate(method, context.time_remaining())), context)
+
+        return unparsed(handler, parse)
 
     def _parsing_one(self, handler: Handler, parser: Parser, method: str) -> Handler:
         inner, gate, late = behaviour_of(handler), self._gate, self._late
@@ -244,17 +259,3 @@ async def _message(context: Context, seconds: float, late: LateMessages | None) 
     if data is grpc.aio.EOF:
         raise InvalidArgument(WHOLE, "is missing: the call has no message")
     return bytes(data)
-
-
-def _parsing_all(handler: Handler, parser: Parser) -> Handler:
-    """A handler of a stream of requests, each of which is parsed as it is asked for."""
-    inner = behaviour_of(handler)
-
-    async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for data in requests:
-            yield await parser.parse(data)
-
-    async def parse(requests: Any, context: Context) -> Any:
-        return await inner(parsed(requests), context)
-
-    return unparsed(handler, parse)

@@ -17,6 +17,7 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from tokenpod.core.task import Task
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
 
@@ -113,6 +114,7 @@ class Method:
         access: who may call it.
         gate: what is checked before its message is read.
         streams: it answers with a stream.
+        takes_stream: it is asked by a stream: `serve` gets an iterator of requests.
         relayed: a further front end passes it on to the first one; else it serves it itself.
         on_followers: a pod that follows answers it; others are refused with the leader's address.
         traced: it makes a span and an access line, and counts in the metrics of rpcs.
@@ -120,6 +122,7 @@ class Method:
             ends with OK has an access line at severity debug alone.
         strict: messages with fields that it does not know are refused, unless the operator says
             otherwise (--unknown-fields).
+        task: what a model must be for; None: any will do.
         serve: what answers it; None: a servicer of grpcio's.
         request, response: the classes of its messages, where `serve` is set.
     """
@@ -129,11 +132,13 @@ class Method:
     access: Access = Access.TOKEN
     gate: Gate = Gate.NONE
     streams: bool = False
+    takes_stream: bool = False
     relayed: bool = True
     on_followers: bool = False
     traced: bool = True
     frequent: bool = False
     strict: bool = False
+    task: Task | None = None
     serve: Serve | None = None
     request: Any = None
     response: Any = None
@@ -158,6 +163,7 @@ def method_of(service: ServiceDescriptor, name: str, limits: MethodLimits, **row
         name=f"/{service.full_name}/{name}",
         limits=limits,
         streams=found.server_streaming,
+        takes_stream=found.client_streaming,
         request=GetMessageClass(found.input_type),
         response=GetMessageClass(found.output_type),
         **row,

@@ -8,10 +8,19 @@ from typing import Any
 import grpc
 
 from tokenpod.core.messages import Ready
+from tokenpod.core.task import Task
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.calls.errors import RETRY_SECONDS, FailedPrecondition, Unavailable
 from tokenpod.service.rpc.methods import Gate, MethodTable
+
+#: How a handler is made, by whether requests and answers are streams.
+_MAKE = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
 
 
 class Services:
@@ -30,6 +39,11 @@ class Services:
         self.leader_address = ""
         self._relays = relays
         self._ready: Ready | None = None
+
+    @property
+    def task(self) -> Task | None:
+        """What the model is for; None: it is not ready yet."""
+        return None if self._ready is None else self._ready.task
 
     @property
     def ready(self) -> Ready:
@@ -54,7 +68,8 @@ class Services:
             Unavailable: the server starts or drains, or the engine makes no progress.
             ResourceExhausted: the queue or the front ends' memory is full, or the call would end
                 after its deadline.
-            FailedPrecondition: this pod follows, and the leader alone answers such calls.
+            FailedPrecondition: this pod follows, and the leader alone answers such calls; or the
+                model is made for another rpc, which is named.
         """
         row = self.table[method]
         queues = row.gate in (Gate.QUEUE, Gate.ROW)
@@ -66,6 +81,11 @@ class Services:
             self.admission.check_room(remaining if row.gate is Gate.ROW else None)
         if self.leader_address and not row.on_followers:
             raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
+        if row.task is not None and self.task not in (row.task, None):
+            right = next(each for each in self.table if each.task is self.task)
+            raise FailedPrecondition(
+                f"this server's model is made to {self.task.value}: call {right.name[1:]}"
+            )
         if not queues:
             return None
         self.admission.memory.check()
@@ -78,11 +98,7 @@ def add_methods(services: Services, server: grpc.aio.Server) -> None:
     for row in services.table:
         if row.serve is None:
             continue
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if row.streams
-            else grpc.unary_unary_rpc_method_handler
-        )
+        make = _MAKE[row.takes_stream, row.streams]
         methods.setdefault(row.service, {})[row.name.rpartition("/")[2]] = make(
             functools.partial(row.serve, services),
             request_deserializer=row.request.FromString,

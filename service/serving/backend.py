@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tokenpod.core.messages import Ready
+from tokenpod.core.task import Task
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.pod.processes import PodProcesses
 from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.rpc.services import Services
 from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.serving.reading import ReadingService
 from tokenpod.service.serving.shard import ShardService
 
 
@@ -37,6 +39,7 @@ class Backend(Services):
     ) -> None:
         super().__init__(table, admission, relays=relays)
         self.generate = generate
+        self.reading = ReadingService(admission, generate)
         self.healthy = healthy
         self.processes = processes
         self.model_id = ""
@@ -53,6 +56,11 @@ class Backend(Services):
         """The model is ready, and this pod follows the one at `leader_address`."""
         self.model_id, self.leader_address, self.urls = model_id, leader_address, [leader_address]
         self._ready, self._shard = ready, None
+
+    @property
+    def task(self) -> Task | None:
+        """What the model is for; None: it is not ready yet."""
+        return self.generate.task
 
     @property
     def shard(self) -> ShardService:

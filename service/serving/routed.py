@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable
 
-from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
+from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top, Vectors
 from tokenpod.core.requests import Request
 from tokenpod.service.calls.call import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.calls.errors import Internal, ServiceError, engine_failure
@@ -189,6 +189,9 @@ class StepSink:
             answer = sequence.begun(self._started.get(sequence_id))
             self._generations[sequence_id] = answer
         sequence.push(token_id, logprob, finish, top, answer)
+
+    def on_vectors(self, vectors: Vectors) -> None:
+        """A router asks for none."""
 
     def on_drafted(self, drafted: Drafted) -> None:
         """Routers are not told."""

@@ -18,6 +18,7 @@ from tokenpod.service.constraints.asked import constraint_of
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
+from tokenpod.service.serving.images import Images
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats, TurnParser
@@ -44,6 +45,8 @@ class Serving:
     #: How the model writes reasoning and calls of tools.
     formats: Formats
     archive: TokenizerArchive
+    #: Of calls.
+    images: Images
     adapters: Adapters = field(default_factory=lambda: Adapters(0))
     #: The model's name for clients.
     model_id: str = ""
@@ -195,7 +198,7 @@ def check_limits(settings: ServerSettings, ready: Ready) -> None:
     if total is not None and total > ready.slots:
         raise SettingsError(f"--max-total-tokens is {total}: the KV cache holds {ready.slots}")
     room = request_limits(settings, ready).max_total_tokens
-    if most_in is not None and most_in >= room:
+    if most_in is not None and most_in >= room + ready.task.pools:
         raise SettingsError(
             f"--max-input-tokens is {most_in}: a prompt and its output have {room} at most, by the"
             " model's context, the KV cache and --max-total-tokens"

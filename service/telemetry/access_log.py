@@ -65,6 +65,8 @@ def _fields(call: ServerCall) -> Iterator[tuple[str, Any]]:
     yield "seconds", round(call.seconds, 4)
     if call.generations:
         yield from _generated(call.generations)
+    if call.texts:
+        yield from _read(call)
     if request_id := call.request_id or _shown(metadata.get("x-request-id")):
         yield "request_id", request_id
     if trace_id := call.trace_id or _trace_id(metadata.get("traceparent")):
@@ -93,6 +95,14 @@ def _generated(generations: Sequence[Generation]) -> Iterator[tuple[str, Any]]:
     reasons = [reason for each in generations for reason in finish_reasons(each)]
     if reasons:
         yield "finish", ",".join(dict.fromkeys(reasons))
+
+
+def _read(call: ServerCall) -> Iterator[tuple[str, Any]]:
+    """When the first of the texts was begun, and tokens of all."""
+    if call.began_at is not None:
+        yield "queue_seconds", _seconds(call.began_at - call.arrived_at)
+    yield "texts", call.texts
+    yield "prompt_tokens", call.read_tokens
 
 
 def _seconds(nanoseconds: int) -> float:

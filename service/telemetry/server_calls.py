@@ -95,6 +95,10 @@ class ServerCall:
         self._began = time.perf_counter()
         #: Most calls have one; a batch of prompts has one for each.
         self.generations: list[Generation] = []
+        #: Of a call that wants numbers of texts: how many, their tokens, and nanoseconds of
+        #: CLOCK_MONOTONIC at which the first came and was begun (None: none was).
+        self.texts = self.read_tokens = self.arrived_at = 0
+        self.began_at: int | None = None
         self.model_id = self.request_id = self.adapter = self.quantization = ""
         #: By which the client groups its calls.
         self.labels: Mapping[str, str] = {}
@@ -124,6 +128,13 @@ class ServerCall:
         self.generations.append(generation)
         self.model_id, self.adapter, self.quantization = model_id, adapter, quantization
 
+    def reads(self, texts: int, tokens: int, *, arrived_at: int, began_at: int | None) -> None:
+        """What the call has read; said when it is over, of a stream for each of its messages."""
+        if not self.texts:
+            self.arrived_at, self.began_at = arrived_at, began_at
+        self.texts += texts
+        self.read_tokens += tokens
+
     def adapts(self, adapter: str) -> None:
         """A request of the call names this adapter, and is under way until the call ends."""
         self.adapters.append(adapter)
@@ -152,6 +163,8 @@ class ServerCall:
     @property
     def phase(self) -> str:
         """How far the call's text had come."""
+        if self.texts:
+            return "queue" if self.began_at is None else "prefill"
         if not self.generations:
             return "admission"
         *_, (name, _, _) = generation_phases(self.generations[-1])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokenpod_client.aio import AsyncClient, AsyncStream
     from tokenpod_client.answers import Answer, Result, ToolCall, ToolCallPiece
     from tokenpod_client.chats import Message, SchemaModel, Tool, ToolChoice
+    from tokenpod_client.embeddings import EmbedOptions, LabelScores, ReadOptions
     from tokenpod_client.errors import ServerError
     from tokenpod_client.reading import Delta
     from tokenpod_client.requests import GenerateOptions, Prompt
@@ -34,9 +35,12 @@ _WHERE = {
     "AsyncStream": "aio",
     "Client": "sync",
     "Delta": "reading",
+    "EmbedOptions": "embeddings",
     "GenerateOptions": "requests",
+    "LabelScores": "embeddings",
     "Message": "chats",
     "Prompt": "requests",
+    "ReadOptions": "embeddings",
     "Result": "answers",
     "SchemaModel": "chats",
     "ServerError": "errors",
@@ -52,9 +56,12 @@ __all__ = [
     "AsyncStream",
     "Client",
     "Delta",
+    "EmbedOptions",
     "GenerateOptions",
+    "LabelScores",
     "Message",
     "Prompt",
+    "ReadOptions",
     "Result",
     "SchemaModel",
     "ServerError",

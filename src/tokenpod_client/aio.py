@@ -12,6 +12,18 @@ import grpc
 from tokenpod_client.answers import Answer
 from tokenpod_client.channel import OPTIONS, metadata_of
 from tokenpod_client.chats import Message
+from tokenpod_client.embeddings import (
+    EmbedOptions,
+    LabelScores,
+    ReadOptions,
+    TextInput,
+    Vector,
+    classify_request,
+    embed_request,
+    labels_of,
+    score_request,
+    vectors_of,
+)
 from tokenpod_client.errors import ServerError
 from tokenpod_client.patience import Patience
 from tokenpod_client.protos.tokenpod.v1 import (
@@ -23,6 +35,7 @@ from tokenpod_client.protos.tokenpod.v1 import (
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
+from tokenpod_client.protos.tokenpod.v1.embedding_service_pb2_grpc import EmbeddingServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tokenpod_client.reading import Delta, Reading, StreamState
 from tokenpod_client.requests import (
@@ -66,6 +79,7 @@ class AsyncClient:
             self._channel = grpc.aio.secure_channel(address, credentials, OPTIONS)
         self._stub: Any = GenerationServiceStub(self._channel)
         self._adapters: Any = AdapterServiceStub(self._channel)
+        self._embedding: Any = EmbeddingServiceStub(self._channel)
         self._metadata = metadata_of(token)
         self._deadline, self._attempts = deadline, attempts
 
@@ -111,6 +125,64 @@ class AsyncClient:
         """The text of tokens."""
         request = service.DetokenizeRequest(token_ids=token_ids)
         return str((await self._call(self._stub.Detokenize, request, deadline)).text)
+
+    async def embed(
+        self,
+        texts: Sequence[TextInput],
+        *,
+        deadline: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> list[Vector]:
+        """A vector of each text, of a model that makes these.
+
+        Args:
+            texts: each a text, or token ids.
+            deadline: seconds of this call; None: the client's.
+            options: fields of the request (`EmbedOptions`).
+        """
+        request = embed_request(texts, options)
+        found = await self._call(self._embedding.Embed, request, deadline)
+        return [vectors[0] for vectors in vectors_of(found)]
+
+    async def embed_tokens(
+        self,
+        texts: Sequence[TextInput],
+        *,
+        deadline: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> list[list[Vector]]:
+        """A vector of each token of each text, special tokens included."""
+        request = embed_request(texts, options)
+        request.token_vectors = True
+        return vectors_of(await self._call(self._embedding.Embed, request, deadline))
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        raw_scores: bool = False,
+        instruction: str = "",
+        deadline: float | None = None,
+        **options: Unpack[ReadOptions],
+    ) -> list[float]:
+        """How well each document answers a query, from 0 to 1 unless `raw_scores`."""
+        request = score_request(
+            query, documents, options, raw_scores=raw_scores, instruction=instruction
+        )
+        return list((await self._call(self._embedding.Score, request, deadline)).scores)
+
+    async def classify(
+        self,
+        texts: Sequence[TextInput],
+        *,
+        raw_scores: bool = False,
+        deadline: float | None = None,
+        **options: Unpack[ReadOptions],
+    ) -> list[LabelScores]:
+        """A probability for each label, of each text."""
+        request = classify_request(texts, options, raw_scores=raw_scores)
+        return labels_of(await self._call(self._embedding.Classify, request, deadline))
 
     async def model(self, *, deadline: float | None = None) -> model_pb2.Model:
         """What is served, and every limit in force."""

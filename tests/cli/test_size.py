@@ -61,11 +61,17 @@ def told_here(
     head: bool = False,
     max_total_tokens: int | None = None,
     heads: int | None = None,
+    drafts: int = 0,
 ) -> Footprint:
     """What the command's process would say, which imports torch anew each time."""
     try:
         return footprint_of(
-            folder, quantize, head=head, max_total_tokens=max_total_tokens, heads=heads
+            folder,
+            quantize,
+            head=head,
+            max_total_tokens=max_total_tokens,
+            heads=heads,
+            drafts=drafts,
         )
     except ModelError as error:
         raise SizeError(str(error)) from None

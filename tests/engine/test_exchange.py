@@ -9,7 +9,16 @@ import pytest
 
 from tokenpod.core.link import Link, LinkClosed, give_link
 from tokenpod.core.messages import Abort, Broken, FromEngine, Ready, ToEngine
-from tokenpod.core.outputs import Advanced, Failure, FailureCode, Load, Started, StepOutputs, Top
+from tokenpod.core.outputs import (
+    Advanced,
+    Failure,
+    FailureCode,
+    Load,
+    Started,
+    StepOutputs,
+    Top,
+    Vectors,
+)
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.exchange import Exchange, face_of
@@ -99,6 +108,16 @@ def test_each_front_end_is_told_of_its_own_rows_alone(house: House) -> None:
     assert third == step(
         [5], tops=[Top(0, [9], [-0.1])], failures=[Failure(8, FailureCode.DATA_LOSS, "NaN")]
     )
+
+
+def test_vectors_go_to_whose_text_they_are(house: House) -> None:
+    vectors = [Vectors(i, 1, 1, bytes(4)) for i in (3, 4, 5)]
+    ids, ends = [3, 4, 5], [2, 2, 2]
+    house.engine.send(StepOutputs(1, 1, ids, [-1] * 3, [0.0] * 3, ends, LOAD, vectors=vectors))
+    for front_end, own in enumerate(vectors):
+        (told,) = house.told(front_end)
+        assert isinstance(told, StepOutputs)
+        assert told.vectors == [own]
 
 
 def test_the_first_hears_of_every_step_and_the_others_of_theirs(house: House) -> None:

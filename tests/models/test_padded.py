@@ -49,7 +49,12 @@ ABILITIES = {
     "olmo-hybrid": (Together.PADDED, True),
     "t5": (Together.PADDED, True),
     "bart": (Together.ALIKE, True),
+    "deepseek-v32": (Together.ALIKE, True),
+    "glm-moe-dsa": (Together.ALIKE, True),
+    "deepseek-v4": (Together.ALIKE, True),
 }
+#: They take long: of the newest kinds of attention, which choose what is read.
+INDEXED = ("deepseek-v32", "glm-moe-dsa", "deepseek-v4")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,9 @@ def engine_of(golden):
     return functools.cache(lambda name: Engine(golden(name).folder))
 
 
-@pytest.fixture(params=PADDED_KINDS)
+@pytest.fixture(
+    params=[pytest.param(x, marks=[pytest.mark.slow] * (x in INDEXED)) for x in PADDED_KINDS]
+)
 def name(request):
     return request.param
 

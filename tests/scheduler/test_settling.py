@@ -21,7 +21,7 @@ EOS, STOP, NAN = 3, 5, -1
 class OneByOne(Scheduler):
     """Looks at every token."""
 
-    def _take_plain(self, step: Step, tokens: list[int]) -> list[int]:
+    def _to_look_at(self, step: Step, tokens: list[int]) -> list[int]:
         del step
         return [*range(len(tokens))]
 

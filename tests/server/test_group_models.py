@@ -17,6 +17,7 @@ from support.clients.public_api import generate
 from support.pods.harness import ServerProcess, serve
 from tokenpod.core.windows import WindowRoom
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadRequest
 
 PROMPTS = [[5, 17, 301, 44, 9, 120, 77, 12, 8, 33] * 4, [7, 9, 400, 21], [5, 17, 301, 44, 9] * 8]
 #: Several windows.
@@ -96,4 +97,5 @@ def test_rows_with_states_have_drafts_of_the_checkpoints_own_layer(tmp_path: Pat
         with ThreadPoolExecutor(2 * len(PROMPTS)) as callers:
             assert list(callers.map(said, PROMPTS * 2)) == truth * 2
         assert [said(prompt) for prompt in PROMPTS] == truth
+        assert server.stub().GetLoad(GetLoadRequest()).drafted_token_count > 0
         assert server.stop() == 0

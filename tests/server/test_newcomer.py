@@ -1,4 +1,4 @@
-"""A protocol is a codec, its rows and their line in the table: a part of TEI's is served so."""
+"""A protocol is a codec, its rows and their line in the table: a small one is served so."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.clients.public_api import violations
-from support.pods import tei_pod
+from support.pods import newcomer_pod
 from support.pods.harness import ServerProcess, serve
-from support.pods.tei.messages import message
+from support.pods.newcomer.messages import message
 from tokenpod_client import Client
 
 TEXT = "class Stack:\n    def push"
@@ -21,7 +21,7 @@ TEXT = "class Stack:\n    def push"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    program = [sys.executable, "-P", tei_pod.__file__]
+    program = [sys.executable, "-P", newcomer_pod.__file__]
     with serve(program=program) as running:
         yield running
 
@@ -29,7 +29,7 @@ def server() -> Iterator[ServerProcess]:
 def ask(server: ServerProcess, method: str, request: Any, answer: str) -> Any:
     with server.channel() as channel:
         call: Any = channel.unary_unary(
-            f"/tei.v1.{method}",
+            f"/newcomer.v1.{method}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=message(answer).FromString,
         )
@@ -64,6 +64,6 @@ def test_its_errors_name_its_own_fields(server: ServerProcess) -> None:
 def test_its_services_have_a_health_status(server: ServerProcess) -> None:
     with server.channel() as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
-        for name in ("tei.v1.Info", "tei.v1.Tokenize"):
+        for name in ("newcomer.v1.Info", "newcomer.v1.Tokenize"):
             status = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=30).status
             assert status == health_pb2.HealthCheckResponse.SERVING

@@ -35,6 +35,7 @@ from tokenpod.core.outputs import (
     Started,
     StepOutputs,
     Top,
+    Vectors,
 )
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
@@ -61,6 +62,9 @@ class Notes:
 
     def on_started(self, started: Started) -> None:
         self.started.append(started.sequence_id)
+
+    def on_vectors(self, vectors: Vectors) -> None:
+        """Nothing is asked of these."""
 
     def on_drafted(self, drafted: Drafted) -> None:
         self.drafted.append(drafted)
@@ -197,7 +201,11 @@ class Faulty(Notes):
 
 @pytest.mark.parametrize("error", [OverflowError, RecursionError, Panic])
 @pytest.mark.parametrize(
-    "method", ["on_started", "on_satisfied", "on_drafted", "on_token", "on_failure", "wake"]
+    "method",
+    [
+        *("on_started", "on_satisfied", "on_drafted", "on_vectors", "on_token"),
+        *("on_failure", "wake"),
+    ],
 )
 async def test_a_sink_that_raises_ends_alone(
     method: str, error: type[BaseException], caplog: pytest.LogCaptureFixture
@@ -213,6 +221,7 @@ async def test_a_sink_that_raises_ends_alone(
                 started=[Started(0, 0, 1)],
                 satisfied={0: True},
                 drafted=[Drafted(0, 1, 1)],
+                vectors=[Vectors(0, 1, 1, bytes(4))],
                 failures=[Failure(1, FailureCode.DATA_LOSS, "NaN")],
             )
         )

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tokenpod.core.messages import Ready
+from tokenpod.core.task import Task
 from tokenpod.service.config.sources import SettingsError, load_settings
 from tokenpod.service.overview import overview
 from tokenpod.service.serving.serving import check_limits, request_limits
@@ -28,6 +29,11 @@ def test_the_table_has_the_model_and_every_limit_as_it_is_in_force() -> None:
     assert (rows["--max-input-tokens"], rows["--max-total-tokens"]) == ("127", "128")
     assert (rows["--max-top-n-tokens"], rows["--max-best-of"]) == ("9", "3")
     assert rows["--max-concurrent-requests"] == "256"
+
+
+def test_what_a_model_is_for_is_said_where_it_writes_no_text() -> None:
+    assert "task" not in told()
+    assert told(msgspec.structs.replace(READY, task=Task.EMBED))["task"] == "embed"
 
 
 def test_a_step_has_the_size_that_the_engine_has_found() -> None:

@@ -110,7 +110,8 @@ async def test_the_operator_can_have_all_of_it_ignored() -> None:
 
 def test_no_other_protocol_is_strict() -> None:
     strict = {row.service for row in TABLE if row.strict}
-    ours = {"tokenpod.v1.GenerationService", "tokenpod.v1.AdapterService"}
+    names = ("GenerationService", "EmbeddingService", "AdapterService")
+    ours = {f"tokenpod.v1.{name}" for name in names}
     assert strict == {*ours, "tokenpod.admin.v1.AdminService"}
 
 

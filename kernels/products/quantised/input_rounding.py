@@ -1,11 +1,7 @@
 """Inputs of products as numbers of 8 bits: what the matrix unit multiplies with a weight of as few.
 
-Where the format rounds inputs, that is it: e4m3 or whole numbers, with a scale per token or group.
-Where it does not, an input becomes two digits, value = scale · (128 · high + low), each a whole
-number of 8 bits: 15 bits of the token's largest number, no less exact than bfloat16, whose own
-rounding of that number is larger. Whole numbers are multiplied and summed without any error.
-
-One program has a token. It can norm it first.
+That is e4m3 or whole numbers, with a scale per token or group, as the format says. One program has
+a token. It can norm it first.
 """
 
 from __future__ import annotations
@@ -20,8 +16,6 @@ from tokenpod.kernels.gpu.launch import await_inputs, launch_options
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.products.formats.rounding import Rounding
 
-#: The largest two digits: 127 · 128.
-DIGITS_MOST: tl.constexpr = tl.constexpr(16256.0)
 FP8_MOST: tl.constexpr = tl.constexpr(448.0)
 INT8_MOST: tl.constexpr = tl.constexpr(127.0)
 #: Whose programs get more warps.
@@ -29,45 +23,40 @@ FEW_TOKENS = 16
 
 
 class Rounded(NamedTuple):
-    """Inputs [T, in] as numbers of 8 bits; digits are two tensors below each other."""
+    """Inputs [T, in] as numbers of 8 bits."""
 
-    #: [T, in] float8_e4m3fn or int8; [2T, in] int8 where they are digits, the high ones first.
+    #: [T, in] float8_e4m3fn or int8.
     numbers: torch.Tensor
-    #: [T, groups] float32
+    #: [groups, T] float32: a step of a product reads a group's of many tokens.
     scale: torch.Tensor
 
 
 def round_inputs(
     x: torch.Tensor,
-    rounding: Rounding | None,
+    rounding: Rounding,
     *,
     norm: RowNorm | None = None,
 ) -> Rounded:
-    """X [T, in] of 16 bits, rows contiguous, after its norm, if there is one.
-
-    `rounding` of the format; None: as two digits.
-    """
+    """X [T, in] of 16 bits, rows contiguous, after its norm, if there is one."""
     tokens, k = x.shape
-    block = k if rounding is None or rounding.group is None else rounding.group
+    block = k if rounding.group is None else rounding.group
     groups = -(-k // block)
-    digits = rounding is None
-    dtype = torch.int8 if rounding is None else rounding.number.dtype
-    numbers = torch.empty((2 * tokens if digits else tokens, k), dtype=dtype, device=x.device)
-    scale = torch.empty((tokens, groups), dtype=torch.float32, device=x.device)
+    numbers = torch.empty((tokens, k), dtype=rounding.number.dtype, device=x.device)
+    scale = torch.empty((groups, tokens), dtype=torch.float32, device=x.device)
     in_group = triton.next_power_of_2(block)
     _round_inputs[(tokens,)](
         x,
         numbers,
         scale,
         None if norm is None else norm.weight,
-        None if rounding is None else rounding.static,
+        rounding.static,
         x.stride(0),
         tokens,
         k,
         0.0 if norm is None else norm.epsilon,
         groups,
         block,
-        KIND="digits" if rounding is None else rounding.number.value,
+        KIND=rounding.number.value,
         GROUPS=triton.next_power_of_2(groups),
         IN_GROUP=in_group,
         num_warps=_warps(tokens, triton.next_power_of_2(groups) * in_group),
@@ -116,9 +105,7 @@ def _round_inputs(
         if factor.dtype == loaded.dtype:
             v = v.to(loaded.dtype).to(tl.float32)
         v = (v * factor.to(tl.float32)).to(loaded.dtype).to(tl.float32)
-    MOST: tl.constexpr = (
-        DIGITS_MOST if KIND == "digits" else (FP8_MOST if KIND == "fp8" else INT8_MOST)
-    )
+    MOST: tl.constexpr = FP8_MOST if KIND == "fp8" else INT8_MOST
     # As bits, what is no number is larger than any, and stays in a maximum.
     bits = tl.max(tl.abs(v).to(tl.int32, bitcast=True), axis=1)
     largest = bits.to(tl.float32, bitcast=True)
@@ -134,11 +121,5 @@ def _round_inputs(
     else:
         # In the bits of what 1.5 · 2²³ is added to is the nearest whole number, ties to even.
         whole = (q + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        if KIND == "int8":
-            tl.store(at, whole.to(tl.int8), mask=inside)
-        else:
-            high = (whole + 64) >> 7
-            tl.store(at, high.to(tl.int8), mask=inside)
-            low = whole - (high << 7)
-            tl.store(at + tokens.to(tl.int64) * k, low.to(tl.int8), mask=inside)
-    tl.store(scale + token * groups + group, step, mask=group < groups)
+        tl.store(at, whole.to(tl.int8), mask=inside)
+    tl.store(scale + group.to(tl.int64) * tokens + token, step, mask=group < groups)

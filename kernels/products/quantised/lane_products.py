@@ -4,7 +4,8 @@ The weight is the left factor. Tiles of lanes come through shared memory, severa
 straight into the registers that the matrix unit takes a left factor from; a few instructions on two
 numbers at a time make them bfloat16 there, scales included. So a weight is rounded to 16 bits, once
 and at any number of tokens, and never written out. A step's planes beside each other are one
-factor: its multiplication goes on while the next step's numbers are widened.
+factor. A program widens, then multiplies (`lane_widening.settled`): several on a multiprocessor
+take turns.
 
 Few tokens' rows are cut into `parts`.
 """
@@ -27,14 +28,12 @@ from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
 from tokenpod.kernels.products.quantised.around import Around, Product, put
-from tokenpod.kernels.products.quantised.lane_widening import lane_unit, widened_lanes
+from tokenpod.kernels.products.quantised.lane_widening import lane_unit, settled, widened_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes
-from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts
+from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts, write_tile
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, measured
 from tokenpod.kernels.products.triton_product import add_up, asks_rows
 
-#: Versions of Triton with which the table's `described` tiles were tried.
-DESCRIBED_TRITON = "3.6."
 #: The matrix unit's fewest rows.
 LEAST_ROWS = 16
 
@@ -45,11 +44,6 @@ def prepare_lanes(
     """The product with a weight in lanes: of inputs of 16 bits by the kernel here."""
     chosen = tiles or measured(capability(weight.numbers.device))
     kind = kind_of_lanes(weight)
-    # Of what came out right on a GPU. Other tiles that are described, and as little different as
-    # in the steps under way, came out wrong: a form is let in when the tests for GPUs have passed.
-    # Who brings tiles tries them.
-    trusted = triton.__version__.startswith(DESCRIBED_TRITON)
-    described = tiles is not None or (trusted and weight.kind == "int4" and not weight.zeros)
 
     def product(x: torch.Tensor, y: torch.Tensor) -> None:
         if around.norm is not None:
@@ -58,7 +52,7 @@ def prepare_lanes(
             x = x.index_select(1, weight.order)
         tile = None
         if x.itemsize <= 2:
-            tile = chosen.choose(kind, *weight.shape, len(x), described=described)
+            tile = chosen.choose(kind, *weight.shape, len(x))
         if isinstance(tile, LaneTile):
             multiply_lanes(x, weight, bias, y, around.activation, around.add, tile)
         else:
@@ -69,7 +63,7 @@ def prepare_lanes(
 
 def kind_of_lanes(weight: Lanes) -> str:
     """The name under which its tiles are."""
-    return "groups8" if weight.kind == "int8" else weight.kind
+    return "groups8" if weight.kind == "int8" and weight.scales else weight.kind
 
 
 def multiply_lanes(
@@ -107,11 +101,15 @@ def multiply_lanes(
     # Lanes, words of a scale each, and inputs.
     step = gates * tile.parts * block_n * (2 * lanes + 4) + 2 * weight.planes * lanes * columns
     described = tile.described and lanes % weight.width == 0 and _can_describe(x, tile)
+    written = described and splits == 1 and is_aligned(y)
+    if written:
+        target = TensorDescriptor.from_tensor(y, [block_t, block_n])
     lane_product[(triton.cdiv(n, block_n) * triton.cdiv(tokens, block_t), splits)](
         TensorDescriptor.from_tensor(x, [block_t, weight.planes * lanes]) if described else x,
         *(weight.numbers, weight.scale, bias, target),
-        *(x.stride(0), target.stride(-2), tokens, n, weight.inputs, weight.blocks),
+        *(x.stride(0), n if splits > 1 else y.stride(0), tokens, n, weight.inputs, weight.blocks),
         DESCRIBED=described,
+        WRITTEN=written,
         KIND=weight.kind,
         TABLE=weight.table,
         SCALES=weight.scales,
@@ -142,7 +140,12 @@ def _can_describe(x: torch.Tensor, tile: LaneTile) -> bool:
     generation = capability(x.device)
     has_engine = generation is None or generation >= (9, 0)
     whole = tile.parts == 1 and tile.block_t >= LEAST_COLUMNS
-    return has_engine and whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return has_engine and whole and is_aligned(x)
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether rows begin where the tensor memory engine takes them: at multiples of 16 bytes."""
+    return x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -159,6 +162,7 @@ def lane_product(
     k,
     blocks,
     DESCRIBED: tl.constexpr,
+    WRITTEN: tl.constexpr,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
     SCALES: tl.constexpr,
@@ -217,8 +221,6 @@ def lane_product(
             ask_rows(weight, block_n * BLOCK_N + n, rows, start, row_lanes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
     sums = tl.zeros((ALL, COLUMNS), tl.float32)
-    # A way around the loop would be one to the sums that no multiplication has made: then the
-    # compiler lets every multiplication wait for the one before.
     tl.assume(share > 0)
     for step in tl.range(0, share, num_stages=STAGES):
         its = (first + step)[None, :]
@@ -237,12 +239,17 @@ def lane_product(
             at_w, scale, own, lane, block, row_lanes, blocks, rows,
             KIND, TABLE, SCALES, ZEROS, PLANES, SOME, DTYPE, ASSEMBLY, EVEN,
         )  # fmt: skip
-        sums = tl.dot(w, v, sums, input_precision="ieee")
+        sums = settled(tl.dot(w, v, sums, input_precision="ieee"), ASSEMBLY)
     sums *= lane_unit(KIND, ZEROS, DTYPE, ASSEMBLY)
+    if SCALES == 0:
+        sums *= tl.load(scale + own).to(tl.float32, bitcast=True)[:, None]
     out = sum_parts(sums, row_part, part, GATES, PARTS, BLOCK_N, BLOCK_T)
     row = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     token = block_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    _finish(out, bias, y, y_stride, tokens, n, row, token, GATES, ACTIVATION, ADD, SPLITS)
+    _finish(
+        out, bias, y, y_stride, tokens, n, row, token, block_n * BLOCK_N, block_t * BLOCK_T,
+        WRITTEN, GATES, ACTIVATION, ADD, SPLITS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -260,6 +267,9 @@ def _finish(
     n,
     row,
     token,
+    first_row,
+    first_token,
+    WRITTEN: tl.constexpr,
     GATES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -283,8 +293,11 @@ def _finish(
             out += tl.load(bias + own).to(tl.float32)[:, None]
         if GATES == 2:
             out = gated_unit(out, up, ACTIVATION)
-        at_y = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
-        out = out.to(y.dtype.element_ty)
-        if ADD:
-            out = out.to(tl.float32) + tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at_y, out.to(y.dtype.element_ty), mask=inside)
+        if WRITTEN:
+            write_tile(out, y, first_row, first_token, ADD)
+        else:
+            at_y = y + token.to(tl.int64)[None, :] * y_stride + row[:, None]
+            out = out.to(y.dtype.element_ty)
+            if ADD:
+                out = out.to(tl.float32) + tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
+            tl.store(at_y, out.to(y.dtype.element_ty), mask=inside)

@@ -74,8 +74,11 @@ def widened_lanes(
     packed = _load(at_row[:, None] + lane, lane < row_lanes, EVEN)
     BLOCKS: tl.constexpr = lane.shape[1] // WIDTH
     packed = tl.reshape(packed, (at_row.shape[0], BLOCKS, WIDTH))
-    s, z = _scales(scale, own[:, None], block, blocks, rows, SCALES, ZEROS, PLANES, EVEN)
-    w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
+    if SCALES == 0:
+        w0, w1, w2, w3 = _whole(packed, KIND, TABLE, DTYPE, ASSEMBLY)
+    else:
+        s, z = _scales(scale, own[:, None], block, blocks, rows, SCALES, ZEROS, PLANES, EVEN)
+        w0, w1, w2, w3 = scaled_planes(packed, s, z, KIND, TABLE, ZEROS, DTYPE, ASSEMBLY)
     if PLANES == 4:
         w = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 1, 3, 4, 2))
     else:
@@ -175,10 +178,41 @@ def scaled_planes(
 
 
 @triton.jit
+def _whole(
+    packed, KIND: tl.constexpr, TABLE: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    """Numbers of 8 bits without scales, as DTYPE, which holds them exactly."""
+    tl.static_assert(KIND == "int8")
+    if ASSEMBLY and tl.bfloat16 == DTYPE:
+        return _int8_lanes(packed)
+    else:
+        w0, w1, w2, w3 = _numbers(packed, KIND, TABLE)
+        return w0.to(DTYPE), w1.to(DTYPE), w2.to(DTYPE), w3.to(DTYPE)
+
+
+@triton.jit
+def settled(sums, ASSEMBLY: tl.constexpr):
+    """Sums [R, C] float32 of a step, once its multiplication has ended.
+
+    The matrix unit reads a left factor from registers for as long as it multiplies, and the
+    compiler gives the next step's numbers the same registers. Where sums are only added to,
+    Triton lets steps overlap, and numbers are overwritten before they are multiplied. What looks
+    at the sums here makes it wait; no instruction is left of it.
+    """
+    if ASSEMBLY:
+        sums = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return sums
+
+
+@triton.jit
 def lane_unit(KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """What sums are to be multiplied by, where numbers of `scaled_planes` are too small."""
-    if KIND == "int4" and ASSEMBLY and tl.bfloat16 == DTYPE:
-        return 64.0 if ZEROS else 4096.0
+    if KIND == "int4" and not ZEROS and ASSEMBLY and tl.bfloat16 == DTYPE:
+        return 4096.0
+    elif (KIND == "int4" or KIND == "int8") and ASSEMBLY and tl.bfloat16 == DTYPE:
+        return 64.0
     else:
         return 1.0
 
@@ -238,7 +272,8 @@ def _scales(
 def _numbers(packed, KIND: tl.constexpr, TABLE: tl.constexpr):
     """Numbers without scales, float32."""
     if KIND == "int8":
-        low, high = ((packed << 8) >> 8).to(tl.float32), (packed >> 8).to(tl.float32)
+        low = ((packed & 255) - 128).to(tl.float32)
+        high = (((packed >> 8) & 255) - 128).to(tl.float32)
         return low, high, low, high
     elif KIND == "table4":
         # Codes of a pair of lanes share its bits.
@@ -322,7 +357,7 @@ def _in_pairs(packed, s, z, KIND: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.c
         w0, w1, w2, w3 = _int8_lanes(packed)
     s0, s1, s2, s3 = s
     if ZEROS:
-        UNIT: tl.constexpr = 1 / 64 if KIND == "int4" else 1.0
+        UNIT: tl.constexpr = 1 / 64 if KIND == "int4" or KIND == "int8" else 1.0
         z0, z1, z2, z3 = z
         w0, w1 = _on_pairs(w0, z0 * UNIT, PLUS), _on_pairs(w1, z1 * UNIT, PLUS)
         w2, w3 = _on_pairs(w2, z2 * UNIT, PLUS), _on_pairs(w3, z3 * UNIT, PLUS)
@@ -391,18 +426,16 @@ def _int4_lanes(packed):
 
 @triton.jit
 def _int8_lanes(packed):
-    """The low 7 bits of a byte, joined with 0x4300, less its highest bit, joined the same."""
+    """Each less 128, and 64 times too small: as of int4, eight bits are evenly spaced, too."""
     low, high = tl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, c, d, h, minus;
-        mov.b32 minus, 0xBF80BF80;
-        shr.u32 h, $2, 8;
-        lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 b, $2, 0x00800080, 0x43004300, 0xEA;
-        lop3.b32 c, h, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 d, h, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, b, minus, a;
-        fma.rn.bf16x2 $1, d, minus, c;
+        .reg .b32 large, less;
+        mov.b32 large, 0x7F007F00;
+        mov.b32 less, 0xC000C000;
+        and.b32 $0, $2, 0x00FF00FF;
+        prmt.b32 $1, $2, 0, 0x4341;
+        fma.rn.bf16x2 $0, $0, large, less;
+        fma.rn.bf16x2 $1, $1, large, less;
         }""",
         "=&r,=&r,r",
         [packed],

@@ -23,11 +23,14 @@ from torch.nn import functional
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight, floats_of
 from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 
 #: Inputs of a block, at most.
 MOST_BLOCK = 128
 #: Lanes of a plane, at least: what the matrix unit multiplies at a time.
 LEAST_WIDTH = 16
+#: Lanes of a plane where no scale is a block's: so that blocks can be short steps.
+ROW_WIDTH = 32
 #: Scales of "int4" are less: numbers are multiplied by them and a power of two in one step.
 MOST_SCALE = 32.0
 #: Codes that are repacked at a time.
@@ -54,7 +57,8 @@ class Lanes:
     inputs: int
     #: Lanes of a plane.
     width: int
-    #: Of a block: 1, 2 or 4, each of planes that are neighbours.
+    #: Of a block: 1, 2 or 4, each of planes that are neighbours. 0: a row has one, and `scale` is
+    #: [1, rows], float32 as whole numbers.
     scales: int
     #: [inputs] int64, which input each one is; None: as they come.
     order: torch.Tensor | None = None
@@ -90,6 +94,9 @@ class Lanes:
 
     def _some(self, rows: slice) -> torch.Tensor:
         codes = _unpacked(self.numbers[rows], self.planes, self.width, self.table is not None)
+        if self.scales == 0:
+            numbers = self._numbers(codes) * self.scale[0, rows].view(torch.float32)[:, None]
+            return numbers[:, : self.inputs]
         words = self.scale[:, rows].t().reshape(len(codes), self.blocks, -1)
         low, high = (words << 16).view(torch.float32), (words & -65536).view(torch.float32)
         if self.apart:
@@ -110,7 +117,7 @@ class Lanes:
 
     def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
         if self.kind == "int8":
-            return codes.to(torch.int8).float()
+            return codes.float() - 128
         if self.kind == "int4":
             return codes.float() - 8
         table = MXFP4_TABLE if self.table is None else self.table
@@ -128,7 +135,16 @@ def lanes_of(weight: QuantisedWeight, *, exact: bool = False) -> Lanes | None:
     """
     if isinstance(weight, Int4Weight):
         return _of_int4(weight, exact)
+    if isinstance(weight, Int8Weight) and weight.rounding is None:
+        return _of_rows(weight)
     return _of_codes(weight, exact) if isinstance(weight, GroupedWeight) else None
+
+
+def _of_rows(weight: Int8Weight) -> Lanes:
+    """Scales of rows multiply sums: no number is rounded."""
+    numbers = _packed(weight, 2, ROW_WIDTH, paired=False)
+    words = weight.scale.float().contiguous().view(torch.int32)[None]
+    return Lanes("int8", numbers, words, False, None, weight.shape[1], ROW_WIDTH, 0)
 
 
 def _of_int4(weight: Int4Weight, exact: bool) -> Lanes | None:
@@ -251,7 +267,7 @@ MXFP4_TABLE = _bytes(
 
 
 def _packed(
-    weight: Int4Weight | GroupedWeight, planes: int, width: int, *, paired: bool
+    weight: Int4Weight | Int8Weight | GroupedWeight, planes: int, width: int, *, paired: bool
 ) -> torch.Tensor:
     """Codes as `Lanes.numbers` has them, some rows unpacked at a time."""
     outputs, inputs = weight.shape
@@ -260,9 +276,10 @@ def _packed(
     packed = torch.empty((outputs, blocks * width), dtype=torch.int16, device=device)
     for rows in _portions(outputs, inputs):
         some = weight.outputs(rows)
-        codes = some.numbers if isinstance(some, Int4Weight) else some.unpacked
-        if planes == 2:
-            codes = codes ^ 128
+        if isinstance(some, Int8Weight):
+            codes = some.numbers.view(torch.uint8) ^ 128
+        else:
+            codes = some.numbers if isinstance(some, Int4Weight) else some.unpacked
         codes = functional.pad(codes, (0, planes * width * blocks - inputs)).to(torch.int32)
         codes = codes.view(len(codes), blocks, planes, width)
         if paired:

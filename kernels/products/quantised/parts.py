@@ -41,3 +41,17 @@ def sum_parts(
         sums = tl.sum(tl.reshape(sums, (GATES * PARTS * BLOCK_N, PLACES, BLOCK_T)), axis=1)
     out = tl.reshape(sums, (GATES, PARTS, BLOCK_N, BLOCK_T))
     return tl.sum(out, axis=1)
+
+
+@triton.jit
+def write_tile(out, y, first_row, first_token, ADD: tl.constexpr):
+    """Round [rows, tokens] float32 and write it, or add it, to the tile of descriptor y [T, n].
+
+    The tensor memory engine takes it from shared memory as it is there: threads that turned a tile
+    around for stores of their own would wait for each other some thirty times.
+    """
+    out = out.to(y.dtype)
+    if ADD:
+        before = tl.trans(y.load([first_token, first_row]))
+        out = (out.to(tl.float32) + before.to(tl.float32)).to(y.dtype)
+    y.store([first_token, first_row], tl.trans(out))

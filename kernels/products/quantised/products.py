@@ -1,14 +1,9 @@
 """Products with weights of fewer bits: which kernel makes them, for how many tokens.
 
-Weights of 4 bits, and those of 8 in groups, go another way (`lane_products`). Of the others:
-
-- a handful: `multiply_add`, which norms, gates and adds as the product of 16 bits does;
-- more: inputs are rounded to 8 bits, or made two digits of 8 bits, by one launch
-  (`input_rounding`), and multiplied on the matrix unit as they are (`matrix`); many of e4m3 by the
-  library, where it scales by rows; of blocks, and of two digits, by the library with a copy of the
-  weight in 16 bits.
-
-What a token gets depends on which by rounding alone: where the format rounds inputs, all do.
+Weights whose inputs stay as they are go another way (`lane_products`), but for e4m3. Where the
+format rounds inputs, one token has a kernel of its own (`token_product`); more are rounded by one
+launch (`input_rounding`) and multiplied on the matrix unit as they are (`matrix`), or by the
+library, where it scales by rows. What is left the library multiplies, from a copy in 16 bits.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ from math import gcd
 import torch
 import triton
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import capability, launch_options, most_stages
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
@@ -29,26 +25,26 @@ from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.quantised.around import Around, Product, put
 from tokenpod.kernels.products.quantised.input_rounding import Rounded, round_inputs
-from tokenpod.kernels.products.quantised.lane_products import prepare_lanes
+from tokenpod.kernels.products.quantised.lane_products import is_aligned, prepare_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes, lanes_of
 from tokenpod.kernels.products.quantised.matrix import multiply_rounded
-from tokenpod.kernels.products.quantised.multiply_add import multiply_add_bytes
 from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS
 from tokenpod.kernels.products.quantised.quantised_tiles import (
-    AddTile,
     MatrixTile,
     Tiles,
     TokenTile,
     measured,
 )
 from tokenpod.kernels.products.quantised.token_product import THREAD_BYTES, multiply_token, token_of
-from tokenpod.kernels.products.triton_product import add_up, asks_rows
+from tokenpod.kernels.products.triton_product import add_up
 
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
 FP8_CAPABILITY = (8, 9)
 SCALED_CAPABILITY = (9, 0)
 #: Inputs that the matrix unit takes of e4m3 at a time.
 LEAST_GROUP = 32
+#: The matrix unit's fewest rows of factors in shared memory.
+LEAST_TILE = 64
 #: Tokens from which on the library's product is faster, where it scales.
 MANY = 65
 
@@ -62,7 +58,8 @@ def prepare_product(
     """The product with a weight: x after its norm, gated or added to y, as `around` says."""
     if isinstance(weight, Lanes):
         return prepare_lanes(weight, bias, around, tiles)
-    if isinstance(weight, (Int4Weight, GroupedWeight)):
+    as_they_come = isinstance(weight, Int8Weight) and weight.rounding is None
+    if isinstance(weight, (Int4Weight, GroupedWeight)) or as_they_come:
         made = lanes_of(weight)
         if made is None:
             return _composed(weight, bias, around)
@@ -76,15 +73,11 @@ def prepare_product(
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x), but=but)
         if len(x) >= MANY and _library_scales(weight, x):
             tile = None
-        if isinstance(tile, AddTile) and _can_add(weight):
-            _multiply_add(x, weight, bias, y, around, tile)
-        elif isinstance(tile, TokenTile):
+        if isinstance(tile, TokenTile) and weight.rounding is not None:
             token = token_of(x, weight.rounding, around.norm, tile)
-            multiply_token(
-                *(token, around.norm, kind, weight.numbers, weight.scale),
-                *(bias, y, around.activation, around.add, tile),
-            )
-        elif isinstance(tile, MatrixTile) and _can_round(weight):
+            which = token, around.norm, weight.numbers, weight.scale
+            multiply_token(*which, bias, y, around.activation, around.add, tile)
+        elif isinstance(tile, MatrixTile) and weight.rounding is not None and _can_round(weight):
             rounded = round_inputs(x, weight.rounding, norm=around.norm)
             multiply(rounded, weight, bias, y, around.activation, around.add, tile)
         else:
@@ -98,14 +91,8 @@ def kind_of(weight: Format) -> str:
     if isinstance(weight, Int8Weight):
         if not weight.numbers.is_contiguous():
             raise ValueError(f"a weight {list(weight.shape)} of 8 bits is not contiguous")
-        return "int8" if weight.rounding is None else "int8-rounded"
+        return "int8-rounded"
     return "fp8" if weight.by_output else "fp8-blocks"
-
-
-def _can_add(weight: Format) -> bool:
-    """Whether inputs stay as they are, and a row has one scale and whole words."""
-    by_output = weight.by_output if isinstance(weight, Fp8Weight) else True
-    return weight.rounding is None and by_output and weight.shape[1] % 4 == 0
 
 
 def _can_round(weight: Format) -> bool:
@@ -122,8 +109,8 @@ def _can_round(weight: Format) -> bool:
 
 
 def _can_take_token(weight: Format) -> bool:
-    """Whether `token_product` has it: one scale per row, and inputs that it can round."""
-    by_output = weight.by_output if isinstance(weight, Fp8Weight) else weight.rounding is None
+    """Whether `token_product` has it: e4m3 with a scale per row, and inputs that it can round."""
+    by_output = isinstance(weight, Fp8Weight) and weight.by_output
     return by_output and _can_round(weight) and weight.shape[1] % THREAD_BYTES == 0
 
 
@@ -146,11 +133,12 @@ def _scaled_by_rows(
     x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, norm: RowNorm | None
 ) -> torch.Tensor:
     """X after its norm · weightᵀ + bias by the library, both of e4m3 with a scale per row."""
+    assert weight.rounding is not None
     rounded = round_inputs(x, weight.rounding, norm=norm)
     return torch._scaled_mm(
         rounded.numbers,
         weight.numbers.t(),
-        scale_a=rounded.scale,
+        scale_a=rounded.scale.view(-1, 1),
         scale_b=weight.scale.t(),
         bias=bias,
         out_dtype=x.dtype,
@@ -184,42 +172,11 @@ def _library_scales(weight: QuantisedWeight, x: torch.Tensor) -> bool:
     )
 
 
-def _multiply_add(
-    x: torch.Tensor,
-    weight: Format,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    around: Around,
-    tile: AddTile,
-) -> None:
-    tokens, n = y.shape
-    k = weight.shape[1]
-    norm = around.norm
-    block_n = max(1, tile.block_n // 2 if around.gated else tile.block_n)
-    strides = (x.stride(0), y.stride(0), tokens, n, k)
-    norm_weight, epsilon = (None, 0.0) if norm is None else norm
-    multiply_add_bytes[(triton.cdiv(n, block_n),)](
-        *(
-            x,
-            weight.numbers.view(torch.int8).view(torch.int32),
-            weight.scale,
-            bias,
-            norm_weight,
-            y,
-        ),
-        *(*strides, epsilon),
-        FP8=isinstance(weight, Fp8Weight),
-        EVEN=k % tile.block_k == 0,
-        BLOCK_T=triton.next_power_of_2(tokens),
-        BLOCK_K=tile.block_k,
-        AHEAD=tile.ahead if asks_rows(weight.numbers) else 0,
-        ASSEMBLY=capability(x.device) is not None,
-        ACTIVATION="none" if around.activation is None else around.activation.value,
-        ADD=around.add,
-        BLOCK_N=block_n,
-        num_warps=tile.warps,
-        **launch_options(x.device),
-    )
+def _can_describe(x: torch.Tensor, weight: torch.Tensor, tile: MatrixTile) -> bool:
+    """Whether the tensor memory engine can fetch blocks of both factors, and writes others."""
+    generation = capability(x.device)
+    has_engine = generation is None or generation >= SCALED_CAPABILITY
+    return has_engine and tile.parts == 1 and is_aligned(x) and is_aligned(weight)
 
 
 def multiply(
@@ -240,30 +197,43 @@ def multiply(
         # Where ranks cut blocks, those of the weight are narrower than groups of inputs.
         group = (weight.rounding and weight.rounding.group) or weight.columns
         block_k = gcd(block_k, gcd(weight.columns, group))
-        grouped = weight.scale.shape[1] > 1 or x.scale.shape[1] > 1
+        grouped = weight.scale.shape[1] > 1 or len(x.scale) > 1
         layout = (
             *(weight.scale.shape[1], weight.rows, weight.columns // block_k),
-            *(x.scale.shape[1], group // block_k),
+            *(len(x.scale), group // block_k),
         )
     numbers, stored = x.numbers, weight.numbers
     if capability(y.device) is None:
         numbers, stored = numbers.view(torch.int8), stored.view(torch.int8)
+    gates = 1 if activation is None else 2
     block_t = min(tile.block_t, triton.next_power_of_2(tokens))
+    # One scale for all rows of a tile, and one for all that its gates open.
+    whole = grouped and layout[1] % tile.block_n == 0 and n % tile.block_n == 0
+    shared = whole and tile.parts == 1 and block_t >= LEAST_TILE
     splits = 1 if activation is not None else tile.splits
-    rows = tile.block_n * (1 if activation is None else 2)
+    rows = tile.block_n * gates
     columns = max(tile.parts * block_t, LEAST_COLUMNS)
-    digits = len(x.numbers) // tokens
+    described = tile.described and columns == block_t
+    described = described and _can_describe(x.numbers, weight.numbers, tile)
     # Tables have tiles of shapes as they were timed: with gates, a tile has twice the rows.
-    stages = most_stages(y.device, block_k * (rows * tile.parts + columns * digits))
+    stages = most_stages(y.device, block_k * (rows * tile.parts + columns))
     target = y
     if splits > 1:
         target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+    written = described and splits == 1 and is_aligned(y)
+    if described:
+        numbers = TensorDescriptor.from_tensor(numbers, [block_t, block_k])
+        stored = TensorDescriptor.from_tensor(stored, [tile.block_n, block_k])
+    if written:
+        target = TensorDescriptor.from_tensor(y, [block_t, tile.block_n])
     multiply_rounded[(triton.cdiv(n, tile.block_n) * triton.cdiv(tokens, block_t), splits)](
         *(numbers, x.scale, stored, weight.scale),
-        *(bias, target, target.stride(-2), tokens, n, width, *layout),
+        *(bias, target, n if splits > 1 else y.stride(0), tokens, n, width, *layout),
         KIND=kind,
-        DIGITS=digits,
         GROUPED=grouped,
+        SHARED=shared,
+        DESCRIBED=described,
+        WRITTEN=written,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add and splits == 1,
         EVEN=width % (block_k * tile.parts * splits) == 0,

@@ -10,19 +10,6 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class AddTile:
-    """How one program of `multiply_add` works."""
-
-    #: Rows of the weight that it owns: half of them gates where there are gates.
-    block_n: int
-    #: Inputs that it reads at a time.
-    block_k: int
-    warps: int = 4
-    #: Bytes of each row that are asked for before the input is there, beyond the first ones.
-    ahead: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TokenTile:
     """How one program of `token_product` works, which takes one token."""
 
@@ -58,6 +45,8 @@ class MatrixTile:
     splits: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.
     panel: int = 8
+    #: The tensor memory engine fetches both factors, where a GPU has one.
+    described: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +71,11 @@ class LaneTile:
     described: bool = False
 
 
-Tile = AddTile | TokenTile | MatrixTile | LaneTile
+Tile = TokenTile | MatrixTile | LaneTile
 
 
 #: By the name that quantised_tiles.json has for them.
 WAYS: dict[str, type[Tile]] = {
-    "add": AddTile,
     "token": TokenTile,
     "matrix": MatrixTile,
     "lanes": LaneTile,
@@ -110,17 +98,13 @@ class Tiles:
         tokens: int,
         *,
         but: type[Tile] | None = None,
-        described: bool = True,
     ) -> Tile | None:
         """For a product of so many tokens; None: one operation after the other.
 
-        `but`: a kernel that cannot have the weight; there is another one's tile behind its own. So
-        there is behind one that is `described`.
+        `but`: a kernel that cannot have the weight; there is another one's tile behind its own.
         """
         rows = self.by_shape.get((kind, n, k)) or self.by_kind.get(kind, [])
         fit = (tile for most, tile in rows if tokens <= most)
-        if not described:
-            fit = (tile for tile in fit if not getattr(tile, "described", False))
         return next((tile for tile in fit if but is None or not isinstance(tile, but)), None)
 
 

@@ -1,7 +1,6 @@
 """Products of what a thread has of a row with what it has of a token, for `token_product`.
 
-Whole numbers are multiplied by both digits of an input, four at a time, exactly; pairs of e4m3 as
-float16, sixteen numbers at a time, whose sums go on in float32.
+Pairs of e4m3 are multiplied as float16, sixteen numbers at a time, whose sums go on in float32.
 """
 
 from __future__ import annotations
@@ -9,22 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.products.quantised.multiply_add import e4m3_byte
-
 #: By what products of e4m3 are made smaller, so that float16 has sums of 16: 448² · 16 / 2⁸ fits.
 SMALLER: tl.constexpr = tl.constexpr(256.0)
 
 
 @triton.jit
-def add_step(sums, low_sums, w, v, low_v, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Sums plus the products of a tile; of whole numbers those of both digits."""
-    w = in_fours(w)
-    if KIND == "int8":
-        sums = _dots(sums, w, v, ASSEMBLY)
-        low_sums = _dots(low_sums, w, low_v, ASSEMBLY)
-    else:
-        sums += _e4m3_dots(w, v, ASSEMBLY)
-    return sums, low_sums
+def add_step(sums, w, v, ASSEMBLY: tl.constexpr):
+    """Sums plus the products of a tile."""
+    return sums + _e4m3_dots(in_fours(w), v, ASSEMBLY)
 
 
 @triton.jit
@@ -34,35 +25,6 @@ def in_fours(words):
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0, w1, w2, w3
-
-
-@triton.jit
-def _dots(sums, w, v, ASSEMBLY: tl.constexpr):
-    """Sums plus the products of 16 bytes with 16 others, as signed whole numbers."""
-    w0, w1, w2, w3 = w
-    v0, v1, v2, v3 = v
-    sums = _dot(w0, v0, sums, ASSEMBLY)
-    sums = _dot(w1, v1, sums, ASSEMBLY)
-    sums = _dot(w2, v2, sums, ASSEMBLY)
-    return _dot(w3, v3, sums, ASSEMBLY)
-
-
-@triton.jit
-def _dot(w, v, sums, ASSEMBLY: tl.constexpr):
-    if ASSEMBLY:
-        sums = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [w, v, sums],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        for place in tl.static_range(4):
-            SHIFT: tl.constexpr = 24 - 8 * place
-            sums += ((w << SHIFT) >> 24) * ((v << SHIFT) >> 24)
-    return sums
 
 
 @triton.jit
@@ -143,5 +105,12 @@ def _pairs(word):
 def _e4m3_dot(w, v):
     sums = tl.zeros(w.shape, tl.float32)
     for place in tl.static_range(4):
-        sums += e4m3_byte(w >> (8 * place)) * e4m3_byte(v >> (8 * place))
+        sums += _e4m3_byte(w >> (8 * place)) * _e4m3_byte(v >> (8 * place))
     return sums / SMALLER
+
+
+@triton.jit
+def _e4m3_byte(byte):
+    """2¹²⁰ times what the bits are as a float32, whose exponent is four bits of that."""
+    bits = ((byte & 127) << 20) | ((byte & 128) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36

@@ -11,13 +11,11 @@ import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import ask_lines
 from tokenpod.kernels.products.product_kernels import ask_each
-from tokenpod.kernels.products.quantised.input_rounding import DIGITS_MOST, FP8_MOST
+from tokenpod.kernels.products.quantised.input_rounding import FP8_MOST
 
 #: Bytes that are asked for at a time, and programs that ask for them: about one per processor.
 CHUNK: tl.constexpr = tl.constexpr(8192)
 FIRST_PROGRAMS: tl.constexpr = tl.constexpr(128)
-#: What added to a number has the nearest whole number in its lowest bits: 1.5 · 2²³.
-NEAREST: tl.constexpr = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -25,7 +23,6 @@ def token_steps(
     x,
     norm_weight,
     epsilon,
-    KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -43,8 +40,7 @@ def token_steps(
             if norm_weight is not None:
                 squares += square
     largest = tl.max(tl.max(tl.max(most, axis=2), axis=1), axis=0).to(tl.float32, bitcast=True)
-    MOST: tl.constexpr = FP8_MOST if KIND == "fp8" else DIGITS_MOST
-    step = largest / MOST + largest * 0.0
+    step = largest / FP8_MOST + largest * 0.0
     times = tl.where(step > 0, 1.0 / step, 1.0)
     if norm_weight is not None:
         step *= tl.rsqrt(tl.sum(squares) / k + epsilon)
@@ -57,12 +53,11 @@ def token_words(
     norm_weight,
     times,
     four,
-    KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     EIGHT: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Inputs of a thread's EIGHTth eight: two words of e4m3, or of high digits, and of low ones."""
+    """Inputs of a thread's EIGHTth eight: two words of e4m3."""
     v, _ = _eight(x, norm_weight, four * 16 + EIGHT * 8, four * 4 < ROW_WORDS)
     even, odd = tl.split(tl.reshape(v, (1, four.shape[1], 2, 2, 2)))
     v0, v2 = tl.split(even)
@@ -71,14 +66,10 @@ def token_words(
     a1, b1 = tl.split(v1)
     a2, b2 = tl.split(v2)
     a3, b3 = tl.split(v3)
-    if KIND == "fp8":
-        a = _word_of_e4m3(a0, a1, a2, a3, times, ASSEMBLY)
-        b = _word_of_e4m3(b0, b1, b2, b3, times, ASSEMBLY)
-        return a, b, a, b
-    else:
-        a, low_a = _words_of_digits(a0, a1, a2, a3, times, ASSEMBLY)
-        b, low_b = _words_of_digits(b0, b1, b2, b3, times, ASSEMBLY)
-        return a, b, low_a, low_b
+    return (
+        _word_of_e4m3(a0, a1, a2, a3, times, ASSEMBLY),
+        _word_of_e4m3(b0, b1, b2, b3, times, ASSEMBLY),
+    )
 
 
 @triton.jit
@@ -90,46 +81,6 @@ def _eight(x, norm_weight, first, inside):
     if norm_weight is not None:
         v *= tl.load(norm_weight + at, mask=inside[:, :, None], other=0.0).to(tl.float32)
     return v, square
-
-
-@triton.jit
-def _words_of_digits(v0, v1, v2, v3, times, ASSEMBLY: tl.constexpr):
-    """Four numbers as high digits and low digits, which are lowest bytes of floats."""
-    h0, l0 = _digits_of(v0, times)
-    h1, l1 = _digits_of(v1, times)
-    h2, l2 = _digits_of(v2, times)
-    h3, l3 = _digits_of(v3, times)
-    return _low_bytes(h0, h1, h2, h3, ASSEMBLY), _low_bytes(l0, l1, l2, l3, ASSEMBLY)
-
-
-@triton.jit
-def _digits_of(v, times):
-    """v · times = 128 · high + low, rounded; both added to `NEAREST`, as bits."""
-    high = v * (times / 128) + NEAREST
-    low = v * times + (NEAREST - 128.0 * (high - NEAREST))
-    return high.to(tl.int32, bitcast=True), low.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _low_bytes(a, b, c, d, ASSEMBLY: tl.constexpr):
-    """The lowest byte of each word, in a word."""
-    if ASSEMBLY:
-        word = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, t;
-            prmt.b32 s, $1, $2, 0x0040;
-            prmt.b32 t, $3, $4, 0x0040;
-            prmt.b32 $0, s, t, 0x5410;
-            }""",
-            "=r,r,r,r,r",
-            [a, b, c, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        word = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
-    return word
 
 
 @triton.jit
@@ -149,13 +100,9 @@ def _word_of_e4m3(v0, v1, v2, v3, times, ASSEMBLY: tl.constexpr):
             pack=1,
         )
     else:
-        word = _low_bytes(
-            _byte_of_e4m3(v0 * times),
-            _byte_of_e4m3(v1 * times),
-            _byte_of_e4m3(v2 * times),
-            _byte_of_e4m3(v3 * times),
-            ASSEMBLY,
-        )
+        a, b = _byte_of_e4m3(v0 * times), _byte_of_e4m3(v1 * times)
+        c, d = _byte_of_e4m3(v2 * times), _byte_of_e4m3(v3 * times)
+        word = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
     return word
 
 

@@ -1,10 +1,9 @@
-"""Products of one token with a weight of 8 bits, bound by reading it.
+"""Products of one token with a weight of e4m3, bound by reading it.
 
 The token is rounded to numbers of 8 bits by a launch of its own (`rounding`). A program has BLOCK_N
 rows and walks along them: what a thread has loaded, 16 bytes of a row at a time, it multiplies
-itself, four numbers per instruction, so nothing changes its place before the sums of rows are added
-up. Whole numbers are multiplied by both digits of an input, exactly; pairs of e4m3 as float16, four
-words at a time, whose sums go on in float32.
+itself, as float16, four words at a time, whose sums go on in float32: so nothing changes its place
+before the sums of rows are added up.
 
 The first tile of the weight is on its way before the input is there, and AHEAD bytes more of every
 row are asked into the L2 cache.
@@ -39,19 +38,18 @@ THREAD_BYTES = 16
 
 def token_of(
     x: torch.Tensor,
-    rounding: Rounding | None,
+    rounding: Rounding,
     norm: RowNorm | None,
     tile: TokenTile,
 ) -> torch.Tensor | Rounded:
     """What `multiply_token` takes: x [1, inputs] itself where its programs round, or rounded."""
-    own = tile.rounds and (rounding is None or rounding.static is None)
+    own = tile.rounds and rounding.static is None
     return x if own else round_inputs(x, rounding, norm=norm)
 
 
 def multiply_token(
     x: torch.Tensor | Rounded,
     norm: RowNorm | None,
-    kind: str,
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -63,11 +61,9 @@ def multiply_token(
     """Y [1, n] = (or += with `add`) x · weightᵀ + bias; with an activation gates come first.
 
     Args:
-        x: one token [1, inputs], which programs round; or as it is rounded: two digits for "int8",
-            e4m3 for "fp8".
+        x: one token [1, inputs], which programs round; or as it is rounded to e4m3.
         norm: of a token that programs round.
-        kind: "int8" or "fp8".
-        weight: [rows, inputs] of 8 bits, a row is a multiple of `THREAD_BYTES`.
+        weight: [rows, inputs] of e4m3, a row is a multiple of `THREAD_BYTES`.
         scale: of each row.
         bias: [rows] or None.
         y: [1, n], contiguous.
@@ -96,7 +92,6 @@ def multiply_token(
         *inputs,
         *(words, scale, bias, y, n, 0.0 if norm is None else norm.epsilon),
         tile.chunks,
-        KIND=kind,
         ROW_WORDS=row_words,
         ACTIVATION="none" if activation is None else activation.value,
         ADD=add,
@@ -121,7 +116,6 @@ def token_product(
     n,
     epsilon,
     chunks,
-    KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -143,9 +137,7 @@ def token_product(
     four = tl.arange(0, FOURS)[None, :]
     at_row = weight + own.to(tl.int64)[:, None] * ROW_WORDS
     ROUNDS: tl.constexpr = x.dtype.element_ty != tl.int32
-    WHOLE: tl.constexpr = KIND == "int8"
-    sums = tl.zeros((ALL, FOURS), tl.int32 if WHOLE else tl.float32)
-    low_sums = tl.zeros((ALL, FOURS) if WHOLE else (1, 1), tl.int32)
+    sums = tl.zeros((ALL, FOURS), tl.float32)
 
     # Nothing here depends on the kernel before.
     w = tile_of(at_row + word, word, ROW_WORDS, EVEN)
@@ -166,7 +158,7 @@ def token_product(
         row = first_row + tl.arange(0, BLOCK_N)
         before = tl.load(y + row, mask=row < n, other=0.0).to(tl.float32)
     if ROUNDS:
-        unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, WORDS)
+        unit, times = token_steps(x, norm_weight, epsilon, ROW_WORDS, WORDS)
     else:
         unit, times = tl.load(x_scale), 1.0
     LAST: tl.constexpr = (ROW_WORDS - 1) // WORDS * WORDS
@@ -174,32 +166,30 @@ def token_product(
         # The next tile is on its way while this one is multiplied.
         at = start + WORDS
         next_w = tile_of(at_row + (at + word), at + word, ROW_WORDS, EVEN)
-        v, low_v = token_inputs(
+        v = token_inputs(
             x,
             norm_weight,
             times,
             start // 4 + four,
             start + word,
-            KIND,
             ROW_WORDS,
             EVEN,
             ROUNDS,
             ASSEMBLY,
         )
-        sums, low_sums = add_step(sums, low_sums, w, v, low_v, KIND, ASSEMBLY)
+        sums = add_step(sums, w, v, ASSEMBLY)
         w = next_w
-    v, low_v = token_inputs(
+    v = token_inputs(
         x,
         norm_weight,
         times,
         LAST // 4 + four,
         LAST + word,
-        KIND,
         ROW_WORDS,
         EVEN,
         ROUNDS,
         ASSEMBLY,
     )
-    sums, low_sums = add_step(sums, low_sums, w, v, low_v, KIND, ASSEMBLY)
+    sums = add_step(sums, w, v, ASSEMBLY)
 
-    finish_rows(sums, low_sums, of_row * unit, before, bias, y, n, first_row, KIND, ACTIVATION, ADD)
+    finish_rows(sums, of_row * unit, before, bias, y, n, first_row, ACTIVATION, ADD)

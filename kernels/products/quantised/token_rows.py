@@ -21,14 +21,12 @@ def rows_of(first_row, n, GATES: tl.constexpr, BLOCK_N: tl.constexpr, ASSEMBLY: 
 @triton.jit
 def finish_rows(
     sums,
-    low_sums,
     factor,
     before,
     bias,
     y,
     n,
     first_row,
-    KIND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -36,12 +34,7 @@ def finish_rows(
     BLOCK_N: tl.constexpr = before.shape[0]
     row = first_row + tl.arange(0, BLOCK_N)
     inside = row < n
-    if KIND == "int8":
-        out = tl.sum(sums.to(tl.float32) * 128.0 + low_sums.to(tl.float32), axis=1)
-    else:
-        out = tl.sum(sums, axis=1)
-    UNIT: tl.constexpr = SMALLER if KIND == "fp8" else 1.0
-    out *= factor * UNIT
+    out = tl.sum(sums, axis=1) * (factor * SMALLER)
     if ACTIVATION != "none":
         out, up = tl.split(tl.permute(tl.reshape(out, (2, BLOCK_N)), (1, 0)))
         if bias is not None:
@@ -63,23 +56,18 @@ def token_inputs(
     times,
     four,
     word,
-    KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     EVEN: tl.constexpr,
     ROUNDS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Words of the token that a thread's are multiplied by; of whole numbers low digits, too."""
+    """Words of the token that a thread's are multiplied by."""
     if ROUNDS:
-        a0, a1, l0, l1 = token_words(x, norm_weight, times, four, KIND, ROW_WORDS, 0, ASSEMBLY)
-        a2, a3, l2, l3 = token_words(x, norm_weight, times, four, KIND, ROW_WORDS, 1, ASSEMBLY)
-        return (a0, a1, a2, a3), (l0, l1, l2, l3)
+        a0, a1 = token_words(x, norm_weight, times, four, ROW_WORDS, 0, ASSEMBLY)
+        a2, a3 = token_words(x, norm_weight, times, four, ROW_WORDS, 1, ASSEMBLY)
+        return a0, a1, a2, a3
     else:
-        a = _fours(x, word, ROW_WORDS, EVEN)
-        low = a
-        if KIND == "int8":
-            low = _fours(x + ROW_WORDS, word, ROW_WORDS, EVEN)
-        return a, low
+        return _fours(x, word, ROW_WORDS, EVEN)
 
 
 @triton.jit

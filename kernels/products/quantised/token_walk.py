@@ -31,7 +31,6 @@ def token_walk(
     n,
     epsilon,
     chunks,
-    KIND: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -48,7 +47,6 @@ def token_walk(
     ALL: tl.constexpr = GATES * BLOCK_N
     FOURS: tl.constexpr = ROW_WORDS // 4
     ROUNDS: tl.constexpr = x.dtype.element_ty != tl.int32
-    WHOLE: tl.constexpr = KIND == "int8"
     blocks, programs = tl.cdiv(n, BLOCK_N), tl.num_programs(0)
     four, word = tl.arange(0, FOURS)[None, :], tl.arange(0, ROW_WORDS)[None, :]
 
@@ -65,12 +63,10 @@ def token_walk(
             ask_blocks(weight + n * ROW_WORDS, n, chunks, ROW_WORDS, BLOCK_N)
     await_inputs(OVERLAP)
     if ROUNDS:
-        unit, times = token_steps(x, norm_weight, epsilon, KIND, ROW_WORDS, ROW_WORDS)
+        unit, times = token_steps(x, norm_weight, epsilon, ROW_WORDS, ROW_WORDS)
     else:
         unit, times = tl.load(x_scale), 1.0
-    v, low_v = token_inputs(
-        *(x, norm_weight, times, four, word, KIND, ROW_WORDS, True, ROUNDS, ASSEMBLY)
-    )
+    v = token_inputs(x, norm_weight, times, four, word, ROW_WORDS, True, ROUNDS, ASSEMBLY)
     for block in tl.range(tl.program_id(0), blocks, programs):
         ahead = tl.minimum(block + programs, blocks - 1)
         own = rows_of(ahead * BLOCK_N, n, GATES, BLOCK_N, ASSEMBLY)
@@ -82,11 +78,6 @@ def token_walk(
         if ADD:
             row = block * BLOCK_N + tl.arange(0, BLOCK_N)
             before = tl.load(y + row, mask=row < n, other=0.0).to(tl.float32)
-        sums = tl.zeros((ALL, FOURS), tl.int32 if WHOLE else tl.float32)
-        low_sums = tl.zeros((ALL, FOURS) if WHOLE else (1, 1), tl.int32)
-        sums, low_sums = add_step(sums, low_sums, w, v, low_v, KIND, ASSEMBLY)
-        finish_rows(
-            *(sums, low_sums, of_row * unit, before, bias, y, n, block * BLOCK_N),
-            *(KIND, ACTIVATION, ADD),
-        )
+        sums = add_step(tl.zeros((ALL, FOURS), tl.float32), w, v, ASSEMBLY)
+        finish_rows(sums, of_row * unit, before, bias, y, n, block * BLOCK_N, ACTIVATION, ADD)
         w, of_row = next_w, next_of_row

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenpod.core.task import Task
 from tokenpod.service.calls.call import TokensCall
 from tokenpod.service.calls.limits import PromptTooLong, check_returned_ids
 from tokenpod.service.dialects.fields import field_names
@@ -177,8 +178,15 @@ def _row(name: str, limits: MethodLimits, serve: Any, **row: Any) -> Method:
 
 
 METHODS = (
-    _row("Generate", PROMPT, generate, gate=Gate.ROW, relayed=False),
-    _row("GenerateStream", PROMPT, generate_stream, gate=Gate.ROW, relayed=False),
+    _row("Generate", PROMPT, generate, gate=Gate.ROW, relayed=False, task=Task.GENERATE),
+    _row(
+        "GenerateStream",
+        PROMPT,
+        generate_stream,
+        gate=Gate.ROW,
+        relayed=False,
+        task=Task.GENERATE,
+    ),
     _row("Tokenize", PROMPT, tokenize, gate=Gate.QUEUE, relayed=False, on_followers=True),
     _row("ModelInfo", SMALL, model_info, gate=Gate.READY, on_followers=True),
 )

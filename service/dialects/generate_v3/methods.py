@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tokenpod.core.task import Task
 from tokenpod.service.dialects.generate_v3.codec import generate_call, tokens_call
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of, write_all
@@ -48,7 +49,15 @@ async def tokens(backend: Backend, request: pb.TokensRequest, context: Context) 
 
 METHODS = (
     *shard_methods(pb),
-    method_of(service_of(pb), "Generate", PROMPT, gate=Gate.ROW, relayed=False, serve=generate),
+    method_of(
+        service_of(pb),
+        "Generate",
+        PROMPT,
+        gate=Gate.ROW,
+        relayed=False,
+        task=Task.GENERATE,
+        serve=generate,
+    ),
     method_of(
         service_of(pb),
         "Tokens",

@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
+from tokenpod.core.task import Task
 from tokenpod.service.calls.errors import RETRY_SECONDS, ServiceError, Unavailable
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.tgi.codec import ShardCodec
@@ -44,9 +45,9 @@ def shard_methods(pb: Any) -> tuple[Method, ...]:
         row("ServiceDiscovery", SMALL, own.service_discovery, on_followers=True),
         row("ClearCache", SMALL, own.clear_cache),
         row("FilterBatch", NAMES, own.filter_batch, frequent=True),
-        row("Warmup", BATCH, own.warmup),
-        row("Prefill", BATCH, own.prefill, frequent=True),
-        row("Decode", NAMES, own.decode, frequent=True),
+        row("Warmup", BATCH, own.warmup, task=Task.GENERATE),
+        row("Prefill", BATCH, own.prefill, frequent=True, task=Task.GENERATE),
+        row("Decode", NAMES, own.decode, frequent=True, task=Task.GENERATE),
     )
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from tokenpod.core.task import Task
 from tokenpod.service.dialects.fields import copied, field_names, within
 from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of, write_all
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call, skips_special, tokens_call
@@ -132,8 +133,8 @@ def _row(name: str, limits: MethodLimits, serve: Any, **row: Any) -> Method:
 
 
 METHODS = (
-    _row("Generate", PROMPT, generate, gate=Gate.ROW, relayed=False),
-    _row("GenerateOnce", PROMPT, generate_once, gate=Gate.ROW, relayed=False),
+    _row("Generate", PROMPT, generate, gate=Gate.ROW, relayed=False, task=Task.GENERATE),
+    _row("GenerateOnce", PROMPT, generate_once, gate=Gate.ROW, relayed=False, task=Task.GENERATE),
     _row("Tokenize", PROMPT, tokenize, gate=Gate.QUEUE, relayed=False, on_followers=True),
     _row("Detokenize", PROMPT, detokenize, gate=Gate.QUEUE, relayed=False, on_followers=True),
     _row("GetModel", SMALL, get_model, gate=Gate.READY, on_followers=True),

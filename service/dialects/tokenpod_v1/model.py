@@ -8,9 +8,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.messages import AdapterFacts
+from tokenpod.core.task import Task, VectorFacts
 from tokenpod.service.admission.admission import Admission
+from tokenpod.service.calls.embedding import MOST_VECTOR_BYTES
 from tokenpod.service.calls.limits import MOST_CHAT_MESSAGES, MOST_RETURNED_IDS
 from tokenpod.service.dialects.tokenpod_v1.features import features
+from tokenpod.service.serving.reading import read_limits
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.tokenizers.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
@@ -20,6 +23,13 @@ _KINDS = {
     AdapterKind.LORA: adapter_pb2.ADAPTER_KIND_LORA,
     AdapterKind.PROMPT: adapter_pb2.ADAPTER_KIND_PROMPT,
     AdapterKind.PREFIX: adapter_pb2.ADAPTER_KIND_PREFIX,
+}
+
+_TASKS = {
+    Task.GENERATE: model_pb2.TASK_GENERATE,
+    Task.EMBED: model_pb2.TASK_EMBED,
+    Task.SCORE: model_pb2.TASK_SCORE,
+    Task.CLASSIFY: model_pb2.TASK_CLASSIFY,
 }
 
 
@@ -38,6 +48,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
             tools=_tools(serving),
             adapters=adapters.taken,
             constraints=tokenizer.tells_bytes,
+            images=serving.images.served,
         ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
@@ -53,14 +64,35 @@ def model_of(serving: Serving) -> model_pb2.Model:
         lora_vocabulary=serving.settings.lora_vocabulary and adapters.slots > 0,
         draft_method=ready.draft_method,
         host_token_count=ready.offload_slots,
+        task=_TASKS[ready.task],
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
+    if ready.vectors is not None:
+        model.embedding.CopyFrom(_embedding(serving, ready.vectors))
     if template is not None:
         model.chat_template.source = template
         model.chat_template.roles.extend(roles_of(template))
         model.chat_template.tool_parser = formats.calls.name if formats.calls else ""
         model.chat_template.reasoning_parser = formats.reasoning.name if formats.reasoning else ""
     return model
+
+
+def _embedding(serving: Serving, facts: VectorFacts) -> model_pb2.EmbeddingFacts:
+    limits = read_limits(serving)
+    return model_pb2.EmbeddingFacts(
+        dimensions=facts.width,
+        token_dimensions=facts.token_width,
+        pooling=facts.pooling,
+        normalized=facts.normalized,
+        max_tokens=limits.max_tokens,
+        max_texts=limits.max_texts,
+        max_call_tokens=limits.max_call_tokens,
+        max_vector_bytes=MOST_VECTOR_BYTES,
+        prompts=facts.prompts,
+        default_prompt_name=facts.default_prompt,
+        labels=facts.labels,
+        instruction=facts.instruction,
+    )
 
 
 def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:

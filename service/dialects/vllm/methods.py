@@ -9,8 +9,11 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2 as common
 
+from tokenpod.core.task import Task
+from tokenpod.service.calls.embedding import AskedText, ReadCall
 from tokenpod.service.calls.errors import Unimplemented
-from tokenpod.service.dialects.fields import field_names
+from tokenpod.service.calls.limits import check_request_id
+from tokenpod.service.dialects.fields import copied, field_names
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.dialects.vllm.cache import flush_cache, subscribe
 from tokenpod.service.dialects.vllm.codec import FIELDS, MOST_TOP_TOKENS, generate_call
@@ -54,9 +57,20 @@ async def abort(backend: Backend, request: pb.AbortRequest, context: Context) ->
     return pb.AbortResponse()
 
 
-async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) -> Any:
-    """Models that embed are not served."""
-    raise Unimplemented("tokenized", "is to be embedded; this server generates text alone")
+async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+    """The vector of a text."""
+    remaining = context.time_remaining()
+    with backend.reading.admit(remaining) as admitted:
+        ids = await copied(request.tokenized.input_ids)
+        text = AskedText("tokenized.input_ids", tokens=ids)
+        call = ReadCall([text])
+        check_request_id(request.request_id)
+        request_id = request_id_of(request.request_id, context)
+        (read,) = await admitted.read(call, "tokenized", request_id, remaining)
+        vector = read.vectors[0].tolist()
+        return pb.EmbedResponse(
+            embedding=vector, prompt_tokens=read.tokens, embedding_dim=len(vector)
+        )
 
 
 async def profile(backend: Backend, request: Any, context: Context) -> Any:
@@ -120,9 +134,9 @@ def _row(name: str, limits: MethodLimits, serve: Any, **row: Any) -> Method:
 
 
 METHODS = (
-    _row("Generate", PROMPT, generate, gate=Gate.ROW, relayed=False),
+    _row("Generate", PROMPT, generate, gate=Gate.ROW, relayed=False, task=Task.GENERATE),
     _row("Abort", NAMES, abort, relayed=False),
-    _row("Embed", PROMPT, embed, gate=Gate.READY),
+    _row("Embed", PROMPT, embed, gate=Gate.ROW, relayed=False, task=Task.EMBED),
     _row("HealthCheck", SMALL, health_check, gate=Gate.READY, on_followers=True, frequent=True),
     _row("GetModelInfo", SMALL, get_model_info, gate=Gate.READY, on_followers=True),
     _row("GetServerInfo", SMALL, get_server_info, gate=Gate.READY, on_followers=True),

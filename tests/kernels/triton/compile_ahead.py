@@ -39,7 +39,12 @@ from tokenpod.kernels.cache import triton_rotary as rotary
 from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
-from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales, LatentShape
+from tokenpod.kernels.operations.attention_ops import (
+    NO_OPTIONS,
+    AttentionOptions,
+    KVScales,
+    LatentShape,
+)
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.operations.recurrent_ops import MemoryShape
@@ -143,6 +148,17 @@ def attend_with_everything() -> None:
     attend(False, options, 100)
 
 
+def attend_whole_texts() -> None:
+    """Of encoders: all of a text, or what is near, with numbers by distance or without."""
+    table = torch.ones(HEADS, 9)
+    for options, window in ((AttentionOptions(distance_bias=table), None), (NO_OPTIONS, 20)):
+        step = lay_out([Spec(40, 40), Spec(50, 50, piece=4)], CPU)
+        pools = draw(2, step.slots, KV_HEADS, HEAD_DIM)
+        q = draw(step.batch.tokens, HEADS, HEAD_DIM)
+        plan = attention.plan_attention(step.batch, window, causal=False)
+        attention.attention(q, pools[0], pools[1], plan, options)
+
+
 def attend_many_heads() -> None:
     """Falcon 7b's 71 share one key/value head."""
     step = lay_out([Spec(1, 40), Spec(9, 40)], CPU)
@@ -231,14 +247,13 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
-    for kind, words in (("int8", 128), ("fp8", 128))[: None if every else 1]:
-        for programs, rounds in ((0, False), (2, True), (0, True))[: None if every else 2]:
-            tile = quantised_tiles.TokenTile(8, words, 1, 0, rounds, programs)
-            tiles = quantised_tiles.Tiles({kind: [(1, tile)]}, {})
-            x = draw(1, HIDDEN)
-            quantised.prepare_norm_linear(weights[kind], bias, norm, Activation.SILU, tiles)(x)
-            if every:
-                quantised.prepare_add_linear(weights[kind], None, tiles)(x, draw(1, 2 * HIDDEN))
+    for programs, rounds in ((0, False), (2, True), (0, True))[: None if every else 2]:
+        tile = quantised_tiles.TokenTile(8, 128, 1, 0, rounds, programs)
+        tiles = quantised_tiles.Tiles({"fp8": [(1, tile)]}, {})
+        x = draw(1, HIDDEN)
+        quantised.prepare_norm_linear(weights["fp8"], bias, norm, Activation.SILU, tiles)(x)
+        if every:
+            quantised.prepare_add_linear(weights["fp8"], None, tiles)(x, draw(1, 2 * HIDDEN))
     quantised.prepare_linear(shifted, None)(draw(1, HIDDEN))
     for weight in (shifted, weights["table4"]):
         quantised.prepare_linear(weight, None)(draw(100, HIDDEN))
@@ -466,6 +481,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         attend_plainly,
         attend_with_everything,
         attend_many_heads,
+        attend_whole_texts,
         attend_large_heads,
         attend_8_bits,
         store,
@@ -495,6 +511,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
 RARER = (
     attend_with_everything,
     attend_many_heads,
+    attend_whole_texts,
     attend_large_heads,
     multiply_quantised_with_every_tile,
     experts_with_everything,

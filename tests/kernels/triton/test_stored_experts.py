@@ -115,13 +115,13 @@ def case(name, draw, device, tokens, dtype=BF16, hidden=HIDDEN, width=WIDTH):
     return 3 * draw(tokens, hidden, dtype=dtype).to(device), weights, norm
 
 
-def error_of(residual, weights, norm, routing, activation=Activation.SILU):
+def error_of(residual, weights, norm, routing, activation=Activation.SILU, tiles=SMALL):
     """Of what is added, beside the reference's; experts are chosen by the same rounded norm."""
     normed = pointwise.rms_norm(residual, *norm)
     exact = torch.zeros_like(residual, dtype=torch.float32)
     reference.OPERATIONS.prepare_experts(weights, None, activation, routing)(normed, exact)
     got = torch.zeros_like(residual)
-    experts.prepare_experts(weights, norm, activation, routing, SMALL)(residual, got)
+    experts.prepare_experts(weights, norm, activation, routing, tiles)(residual, got)
     return ((got.float() - exact).norm() / exact.norm()).item()
 
 
@@ -137,6 +137,16 @@ FP8_BOUND = 7 * torch.finfo(BF16).eps
 def test_every_format(tokens, name, draw, device):
     bound = FP8_BOUND if "fp8" in name else BOUND
     assert error_of(*case(name, draw, device, tokens), Routing(2, True)) < bound
+
+
+TALL = ((ANY, Tile(64, ProductTile(64, 64, 4, 2), ProductTile(32, 64, 4, 2))),)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-blocks-per-token", "fp8-blocks-wide-inputs"])
+def test_blocks_as_high_as_a_tile_with_many_tokens(name, draw, device):
+    """Tokens are rows of the sums then; some blocks of tokens are hardly filled."""
+    made = case(name, draw, device, 70)
+    assert error_of(*made, Routing(2, True), tiles=TALL) < FP8_BOUND
 
 
 @pytest.mark.sampled(3, "gpu")

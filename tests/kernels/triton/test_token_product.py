@@ -1,4 +1,4 @@
-"""Products of one token with weights of 8 bits by their own kernels: against float64."""
+"""Products of one token with weights of e4m3 by their own kernels: against float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def poisoned(poisoned_memory):
 
 
 #: What the kernel of one token takes.
-OF_ONE_TOKEN = {name: KINDS[name] for name in ("int8", "fp8", "fp8-static")}
+OF_ONE_TOKEN = {name: KINDS[name] for name in ("fp8", "fp8-static")}
 
 
 @pytest.mark.sampled(5, "gpu")
@@ -73,7 +73,7 @@ def test_one_token(name, tile, draw, device, monkeypatch):
 
 
 @pytest.mark.parametrize("tile", TOKENS, ids=["rounded", "rounds"])
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["fp8"])
 def test_one_token_that_is_no_number_or_nothing(name, tile, draw, device):
     weight, bias = KINDS[name](draw(16, 256).to(device)), draw(16, dtype=BF16).to(device)
     product = prepare_linear(weight, bias, tiles(weight, (1, tile)))

@@ -19,9 +19,11 @@ from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
 from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import adapter_service_pb2 as adapters_pb
+from tokenpod_client.protos.tokenpod.v1 import embedding_service_pb2 as embedding_pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
 TOKENPOD, FMAAS, VLLM, ADAPTERS = "tokenpod", "fmaas", "vllm", "adapters"
+EMBEDDING = "embedding"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}
 ENOUGH_EVENTS = 6
 PROMPT = "def fibonacci(n):\n"
@@ -110,12 +112,23 @@ def rpcs() -> list[Rpc]:
     ]
 
 
+def embedding_rpc(name: str) -> Rpc:
+    """One of those that pods answer whose models make numbers of texts."""
+    service = embedding_pb.DESCRIPTOR.services_by_name["EmbeddingService"]
+    return Rpc(EMBEDDING, service.methods_by_name[name])
+
+
 #: Of the protocols whose clients ask for text: requests that are fine, by the rpcs' names.
 PLAIN: dict[str, dict[str, dict[str, Any]]] = {
     TOKENPOD: {
         "Generate": {"text": PROMPT, "stopping": {"max_new_tokens": 2}},
         "Tokenize": {"text": PROMPT},
         "Detokenize": {"token_ids": [5, 6]},
+    },
+    EMBEDDING: {
+        "Embed": {"inputs": [{"text": "x"}]},
+        "Score": {"query": "x", "documents": [PROMPT]},
+        "Classify": {"inputs": [{"text": PROMPT}]},
     },
     ADAPTERS: {
         "LoadAdapter": {"name": "one", "path": "one"},

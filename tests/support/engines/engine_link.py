@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+
+from tokenpod.core.images import ImagesEncoded
 from tokenpod.core.messages import ToEngine
 from tokenpod.core.outputs import FailureCode, FinishCode, StepOutputs
 from tokenpod.core.requests import Request
@@ -31,6 +34,10 @@ class Client:
         self.finishes: dict[int, FinishCode] = {}
         self.failures: dict[int, str] = {}
         self.codes: dict[int, FailureCode] = {}
+        #: [count, width] of each.
+        self.vectors: dict[int, np.ndarray] = {}
+        #: By op.
+        self.encoded: dict[int, ImagesEncoded] = {}
 
     @property
     def finished(self) -> set[int]:
@@ -45,6 +52,9 @@ class Client:
 
     def send(self, message: object) -> None:
         """What the engine says."""
+        if isinstance(message, ImagesEncoded):
+            self.encoded[message.op] = message
+            return
         assert isinstance(message, StepOutputs)
         for i, sequence in enumerate(message.sequence_ids):
             assert sequence not in self.finishes, "a token after the end"
@@ -55,6 +65,9 @@ class Client:
                 self.finishes[sequence] = FinishCode(message.finishes[i])
         for top in message.tops:
             self.tops[message.sequence_ids[top.at]].append(top.token_ids)
+        for found in message.vectors:
+            numbers = np.frombuffer(found.numbers, "<f4")
+            self.vectors[found.sequence_id] = numbers.reshape(found.count, found.width)
         for started in message.started:
             self.cached[started.sequence_id] = started.cached_tokens
             if started.prompt_logprobs:

@@ -105,17 +105,17 @@ def exact_product(x, weight):
 
 
 #: Those that are put into lanes.
-IN_LANES = [name for name in KINDS if name.startswith(("int4", "groups8", "nf4", "mxfp4"))]
+IN_LANES = ["int8", *(n for n in KINDS if n.startswith(("int4", "groups8", "nf4", "mxfp4")))]
 
 
 def tiles(weight, *entries):
     """A table for a weight."""
-    if not isinstance(weight, (Int4Weight, GroupedWeight)):
+    as_they_come = isinstance(weight, Int8Weight) and weight.rounding is None
+    if not (as_they_come or isinstance(weight, (Int4Weight, GroupedWeight))):
         return Tiles({kind_of(weight): list(entries)}, {})
     made = lanes_of(weight)
     return Tiles({} if made is None else {kind_of_lanes(made): list(entries)}, {})
 
 
-#: Of a result: bfloat16's own, and what digits of a token's largest number or an input that rounds
-#: to the other neighbour make of it.
+#: Of a result: bfloat16's own, and what an input that rounds to the other neighbour makes of it.
 BOUND = 2 * torch.finfo(torch.bfloat16).eps

@@ -23,6 +23,67 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// What a model is for.
+type Task int32
+
+const (
+	// Unused.
+	Task_TASK_UNSPECIFIED Task = 0
+	// GenerationService's Generate and GenerateOnce.
+	Task_TASK_GENERATE Task = 1
+	// EmbeddingService's Embed.
+	Task_TASK_EMBED Task = 2
+	// EmbeddingService's Score.
+	Task_TASK_SCORE Task = 3
+	// EmbeddingService's Classify.
+	Task_TASK_CLASSIFY Task = 4
+)
+
+// Enum value maps for Task.
+var (
+	Task_name = map[int32]string{
+		0: "TASK_UNSPECIFIED",
+		1: "TASK_GENERATE",
+		2: "TASK_EMBED",
+		3: "TASK_SCORE",
+		4: "TASK_CLASSIFY",
+	}
+	Task_value = map[string]int32{
+		"TASK_UNSPECIFIED": 0,
+		"TASK_GENERATE":    1,
+		"TASK_EMBED":       2,
+		"TASK_SCORE":       3,
+		"TASK_CLASSIFY":    4,
+	}
+)
+
+func (x Task) Enum() *Task {
+	p := new(Task)
+	*p = x
+	return p
+}
+
+func (x Task) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Task) Descriptor() protoreflect.EnumDescriptor {
+	return file_tokenpod_v1_model_proto_enumTypes[0].Descriptor()
+}
+
+func (Task) Type() protoreflect.EnumType {
+	return &file_tokenpod_v1_model_proto_enumTypes[0]
+}
+
+func (x Task) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Task.Descriptor instead.
+func (Task) EnumDescriptor() ([]byte, []int) {
+	return file_tokenpod_v1_model_proto_rawDescGZIP(), []int{0}
+}
+
 // What is served.
 type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -72,8 +133,12 @@ type Model struct {
 	HostTokenCount uint64 `protobuf:"varint,20,opt,name=host_token_count,json=hostTokenCount,proto3" json:"host_token_count,omitempty"`
 	// Whether adapters may have low-rank factors of the embedding and the head, too (`--lora-vocabulary`).
 	LoraVocabulary bool `protobuf:"varint,21,opt,name=lora_vocabulary,json=loraVocabulary,proto3" json:"lora_vocabulary,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// What the model is for: which rpcs are served.
+	Task Task `protobuf:"varint,31,opt,name=task,proto3,enum=tokenpod.v1.Task" json:"task,omitempty"`
+	// Of a model that makes vectors, scores or labels.
+	Embedding     *EmbeddingFacts `protobuf:"bytes,32,opt,name=embedding,proto3" json:"embedding,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -253,6 +318,165 @@ func (x *Model) GetLoraVocabulary() bool {
 	return false
 }
 
+func (x *Model) GetTask() Task {
+	if x != nil {
+		return x.Task
+	}
+	return Task_TASK_UNSPECIFIED
+}
+
+func (x *Model) GetEmbedding() *EmbeddingFacts {
+	if x != nil {
+		return x.Embedding
+	}
+	return nil
+}
+
+// What is known of a model that reads texts and makes numbers of them.
+type EmbeddingFacts struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Numbers of a text's vector.
+	Dimensions uint32 `protobuf:"varint,1,opt,name=dimensions,proto3" json:"dimensions,omitempty"`
+	// Numbers of a token's vector.
+	TokenDimensions uint32 `protobuf:"varint,2,opt,name=token_dimensions,json=tokenDimensions,proto3" json:"token_dimensions,omitempty"`
+	// How the states of tokens become one: `cls`, `mean`, `max`, `last_token` or `weighted_mean`.
+	Pooling string `protobuf:"bytes,3,opt,name=pooling,proto3" json:"pooling,omitempty"`
+	// Whether vectors are divided by their length.
+	Normalized bool `protobuf:"varint,4,opt,name=normalized,proto3" json:"normalized,omitempty"`
+	// Tokens of a text, special ones and those of a prompt included, at most.
+	MaxTokens uint32 `protobuf:"varint,5,opt,name=max_tokens,json=maxTokens,proto3" json:"max_tokens,omitempty"`
+	// Texts of a call, at most.
+	MaxTexts uint32 `protobuf:"varint,6,opt,name=max_texts,json=maxTexts,proto3" json:"max_texts,omitempty"`
+	// Tokens of all texts of a call, at most.
+	MaxCallTokens uint64 `protobuf:"varint,7,opt,name=max_call_tokens,json=maxCallTokens,proto3" json:"max_call_tokens,omitempty"`
+	// Bytes of all vectors of a call, at most.
+	MaxVectorBytes uint64 `protobuf:"varint,8,opt,name=max_vector_bytes,json=maxVectorBytes,proto3" json:"max_vector_bytes,omitempty"`
+	// Texts that `prompt_name` puts before others, by their names.
+	Prompts map[string]string `protobuf:"bytes,9,rep,name=prompts,proto3" json:"prompts,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The name of the one that stands there where a request names none. Empty: none does.
+	DefaultPromptName string `protobuf:"bytes,10,opt,name=default_prompt_name,json=defaultPromptName,proto3" json:"default_prompt_name,omitempty"`
+	// Names of labels, in the order of their numbers.
+	Labels []string `protobuf:"bytes,11,rep,name=labels,proto3" json:"labels,omitempty"`
+	// What a query is about where a request does not say. Empty: the model was not trained with that.
+	Instruction   string `protobuf:"bytes,12,opt,name=instruction,proto3" json:"instruction,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbeddingFacts) Reset() {
+	*x = EmbeddingFacts{}
+	mi := &file_tokenpod_v1_model_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbeddingFacts) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbeddingFacts) ProtoMessage() {}
+
+func (x *EmbeddingFacts) ProtoReflect() protoreflect.Message {
+	mi := &file_tokenpod_v1_model_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbeddingFacts.ProtoReflect.Descriptor instead.
+func (*EmbeddingFacts) Descriptor() ([]byte, []int) {
+	return file_tokenpod_v1_model_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *EmbeddingFacts) GetDimensions() uint32 {
+	if x != nil {
+		return x.Dimensions
+	}
+	return 0
+}
+
+func (x *EmbeddingFacts) GetTokenDimensions() uint32 {
+	if x != nil {
+		return x.TokenDimensions
+	}
+	return 0
+}
+
+func (x *EmbeddingFacts) GetPooling() string {
+	if x != nil {
+		return x.Pooling
+	}
+	return ""
+}
+
+func (x *EmbeddingFacts) GetNormalized() bool {
+	if x != nil {
+		return x.Normalized
+	}
+	return false
+}
+
+func (x *EmbeddingFacts) GetMaxTokens() uint32 {
+	if x != nil {
+		return x.MaxTokens
+	}
+	return 0
+}
+
+func (x *EmbeddingFacts) GetMaxTexts() uint32 {
+	if x != nil {
+		return x.MaxTexts
+	}
+	return 0
+}
+
+func (x *EmbeddingFacts) GetMaxCallTokens() uint64 {
+	if x != nil {
+		return x.MaxCallTokens
+	}
+	return 0
+}
+
+func (x *EmbeddingFacts) GetMaxVectorBytes() uint64 {
+	if x != nil {
+		return x.MaxVectorBytes
+	}
+	return 0
+}
+
+func (x *EmbeddingFacts) GetPrompts() map[string]string {
+	if x != nil {
+		return x.Prompts
+	}
+	return nil
+}
+
+func (x *EmbeddingFacts) GetDefaultPromptName() string {
+	if x != nil {
+		return x.DefaultPromptName
+	}
+	return ""
+}
+
+func (x *EmbeddingFacts) GetLabels() []string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *EmbeddingFacts) GetInstruction() string {
+	if x != nil {
+		return x.Instruction
+	}
+	return ""
+}
+
 // How chats become prompts.
 type ChatTemplate struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -270,7 +494,7 @@ type ChatTemplate struct {
 
 func (x *ChatTemplate) Reset() {
 	*x = ChatTemplate{}
-	mi := &file_tokenpod_v1_model_proto_msgTypes[1]
+	mi := &file_tokenpod_v1_model_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -282,7 +506,7 @@ func (x *ChatTemplate) String() string {
 func (*ChatTemplate) ProtoMessage() {}
 
 func (x *ChatTemplate) ProtoReflect() protoreflect.Message {
-	mi := &file_tokenpod_v1_model_proto_msgTypes[1]
+	mi := &file_tokenpod_v1_model_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -295,7 +519,7 @@ func (x *ChatTemplate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatTemplate.ProtoReflect.Descriptor instead.
 func (*ChatTemplate) Descriptor() ([]byte, []int) {
-	return file_tokenpod_v1_model_proto_rawDescGZIP(), []int{1}
+	return file_tokenpod_v1_model_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ChatTemplate) GetSource() string {
@@ -366,7 +590,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_tokenpod_v1_model_proto_msgTypes[2]
+	mi := &file_tokenpod_v1_model_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -378,7 +602,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_tokenpod_v1_model_proto_msgTypes[2]
+	mi := &file_tokenpod_v1_model_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -391,7 +615,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_tokenpod_v1_model_proto_rawDescGZIP(), []int{2}
+	return file_tokenpod_v1_model_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Limits) GetMaxInputTokens() uint32 {
@@ -503,7 +727,7 @@ var File_tokenpod_v1_model_proto protoreflect.FileDescriptor
 
 const file_tokenpod_v1_model_proto_rawDesc = "" +
 	"\n" +
-	"\x17tokenpod/v1/model.proto\x12\vtokenpod.v1\x1a\x1ctokenpod/v1/generation.proto\"\xbf\x06\n" +
+	"\x17tokenpod/v1/model.proto\x12\vtokenpod.v1\x1a\x1ctokenpod/v1/generation.proto\"\xa1\a\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12%\n" +
 	"\x0econtext_length\x18\x02 \x01(\rR\rcontextLength\x12'\n" +
@@ -527,7 +751,31 @@ const file_tokenpod_v1_model_proto_rawDesc = "" +
 	"\x10max_adapter_rank\x18\x12 \x01(\rR\x0emaxAdapterRank\x12!\n" +
 	"\fdraft_method\x18\x13 \x01(\tR\vdraftMethod\x12(\n" +
 	"\x10host_token_count\x18\x14 \x01(\x04R\x0ehostTokenCount\x12'\n" +
-	"\x0flora_vocabulary\x18\x15 \x01(\bR\x0eloraVocabulary\"\x88\x01\n" +
+	"\x0flora_vocabulary\x18\x15 \x01(\bR\x0eloraVocabulary\x12%\n" +
+	"\x04task\x18\x1f \x01(\x0e2\x11.tokenpod.v1.TaskR\x04task\x129\n" +
+	"\tembedding\x18  \x01(\v2\x1b.tokenpod.v1.EmbeddingFactsR\tembedding\"\x8d\x04\n" +
+	"\x0eEmbeddingFacts\x12\x1e\n" +
+	"\n" +
+	"dimensions\x18\x01 \x01(\rR\n" +
+	"dimensions\x12)\n" +
+	"\x10token_dimensions\x18\x02 \x01(\rR\x0ftokenDimensions\x12\x18\n" +
+	"\apooling\x18\x03 \x01(\tR\apooling\x12\x1e\n" +
+	"\n" +
+	"normalized\x18\x04 \x01(\bR\n" +
+	"normalized\x12\x1d\n" +
+	"\n" +
+	"max_tokens\x18\x05 \x01(\rR\tmaxTokens\x12\x1b\n" +
+	"\tmax_texts\x18\x06 \x01(\rR\bmaxTexts\x12&\n" +
+	"\x0fmax_call_tokens\x18\a \x01(\x04R\rmaxCallTokens\x12(\n" +
+	"\x10max_vector_bytes\x18\b \x01(\x04R\x0emaxVectorBytes\x12B\n" +
+	"\aprompts\x18\t \x03(\v2(.tokenpod.v1.EmbeddingFacts.PromptsEntryR\aprompts\x12.\n" +
+	"\x13default_prompt_name\x18\n" +
+	" \x01(\tR\x11defaultPromptName\x12\x16\n" +
+	"\x06labels\x18\v \x03(\tR\x06labels\x12 \n" +
+	"\vinstruction\x18\f \x01(\tR\vinstruction\x1a:\n" +
+	"\fPromptsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x88\x01\n" +
 	"\fChatTemplate\x12\x16\n" +
 	"\x06source\x18\x01 \x01(\tR\x06source\x12\x14\n" +
 	"\x05roles\x18\x02 \x03(\tR\x05roles\x12\x1f\n" +
@@ -551,7 +799,15 @@ const file_tokenpod_v1_model_proto_rawDesc = "" +
 	"\x17max_concurrent_requests\x18\f \x01(\rR\x15maxConcurrentRequests\x12(\n" +
 	"\x10max_queue_tokens\x18\r \x01(\x04R\x0emaxQueueTokens\x12$\n" +
 	"\x0emax_batch_size\x18\x0e \x01(\rR\fmaxBatchSize\x12(\n" +
-	"\x10max_draft_tokens\x18\x0f \x01(\rR\x0emaxDraftTokensB\x8b\x01\n" +
+	"\x10max_draft_tokens\x18\x0f \x01(\rR\x0emaxDraftTokens*b\n" +
+	"\x04Task\x12\x14\n" +
+	"\x10TASK_UNSPECIFIED\x10\x00\x12\x11\n" +
+	"\rTASK_GENERATE\x10\x01\x12\x0e\n" +
+	"\n" +
+	"TASK_EMBED\x10\x02\x12\x0e\n" +
+	"\n" +
+	"TASK_SCORE\x10\x03\x12\x11\n" +
+	"\rTASK_CLASSIFY\x10\x04B\x8b\x01\n" +
 	"\x0eio.tokenpod.v1B\n" +
 	"ModelProtoP\x01Z:github.com/tokenpod/tokenpod/gen/go/tokenpod/v1;tokenpodv1\xa2\x02\x03TPD\xaa\x02\vTokenpod.V1\xca\x02\vTokenpod\\V1\xea\x02\fTokenpod::V1b\x06proto3"
 
@@ -567,22 +823,29 @@ func file_tokenpod_v1_model_proto_rawDescGZIP() []byte {
 	return file_tokenpod_v1_model_proto_rawDescData
 }
 
-var file_tokenpod_v1_model_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
+var file_tokenpod_v1_model_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_tokenpod_v1_model_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
 var file_tokenpod_v1_model_proto_goTypes = []any{
-	(*Model)(nil),           // 0: tokenpod.v1.Model
-	(*ChatTemplate)(nil),    // 1: tokenpod.v1.ChatTemplate
-	(*Limits)(nil),          // 2: tokenpod.v1.Limits
-	(*SamplingOptions)(nil), // 3: tokenpod.v1.SamplingOptions
+	(Task)(0),               // 0: tokenpod.v1.Task
+	(*Model)(nil),           // 1: tokenpod.v1.Model
+	(*EmbeddingFacts)(nil),  // 2: tokenpod.v1.EmbeddingFacts
+	(*ChatTemplate)(nil),    // 3: tokenpod.v1.ChatTemplate
+	(*Limits)(nil),          // 4: tokenpod.v1.Limits
+	nil,                     // 5: tokenpod.v1.EmbeddingFacts.PromptsEntry
+	(*SamplingOptions)(nil), // 6: tokenpod.v1.SamplingOptions
 }
 var file_tokenpod_v1_model_proto_depIdxs = []int32{
-	2, // 0: tokenpod.v1.Model.limits:type_name -> tokenpod.v1.Limits
-	1, // 1: tokenpod.v1.Model.chat_template:type_name -> tokenpod.v1.ChatTemplate
-	3, // 2: tokenpod.v1.Model.sampling_defaults:type_name -> tokenpod.v1.SamplingOptions
-	3, // [3:3] is the sub-list for method output_type
-	3, // [3:3] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	4, // 0: tokenpod.v1.Model.limits:type_name -> tokenpod.v1.Limits
+	3, // 1: tokenpod.v1.Model.chat_template:type_name -> tokenpod.v1.ChatTemplate
+	6, // 2: tokenpod.v1.Model.sampling_defaults:type_name -> tokenpod.v1.SamplingOptions
+	0, // 3: tokenpod.v1.Model.task:type_name -> tokenpod.v1.Task
+	2, // 4: tokenpod.v1.Model.embedding:type_name -> tokenpod.v1.EmbeddingFacts
+	5, // 5: tokenpod.v1.EmbeddingFacts.prompts:type_name -> tokenpod.v1.EmbeddingFacts.PromptsEntry
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for extension type_name
+	6, // [6:6] is the sub-list for extension extendee
+	0, // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_tokenpod_v1_model_proto_init() }
@@ -596,13 +859,14 @@ func file_tokenpod_v1_model_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_tokenpod_v1_model_proto_rawDesc), len(file_tokenpod_v1_model_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   3,
+			NumEnums:      1,
+			NumMessages:   5,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
 		GoTypes:           file_tokenpod_v1_model_proto_goTypes,
 		DependencyIndexes: file_tokenpod_v1_model_proto_depIdxs,
+		EnumInfos:         file_tokenpod_v1_model_proto_enumTypes,
 		MessageInfos:      file_tokenpod_v1_model_proto_msgTypes,
 	}.Build()
 	File_tokenpod_v1_model_proto = out.File

@@ -63,9 +63,51 @@ TIER_KINDS: dict[str, Kind] = {
         {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+#: Fewer tokens are chosen than texts have, so that it matters which. Of few heads many scores would
+#: be zero, and which of those are chosen is nowhere said.
+_INDEXED = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
 #: Checkpoints of families with caches of their own.
 PADDED_KINDS: dict[str, Kind] = {
+    "deepseek-v32": Kind("DeepseekV32", {**_ENDS, **_INDEXED, **_LATENT}),
+    "glm-moe-dsa": Kind("GlmMoeDsa", {**_ENDS, **_INDEXED, **_LATENT}),
+    "deepseek-v4": Kind(
+        "DeepseekV4",
+        {
+            **_ENDS,
+            **_INDEXED,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_topk": 4,
+            "layer_types": [
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        },
+    ),
     "jamba": Kind(
         "Jamba",
         {

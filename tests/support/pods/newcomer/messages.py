@@ -1,4 +1,4 @@
-"""In the place of generated stubs: the part of `tei.v1` that this skeleton has."""
+"""In the place of generated stubs: messages of `newcomer.v1`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MESSAGES: dict[str, dict[str, Any]] = {
         **{"id": _NUMBER, "text": _TEXT, "special": _FLAG},
         **{"start": _NUMBER, "stop": _NUMBER},
     },
-    "EncodeResponse": {"tokens": ".tei.v1.SimpleToken"},
+    "EncodeResponse": {"tokens": ".newcomer.v1.SimpleToken"},
 }
 _SERVICES = {
     "Info": {"Info": ("InfoRequest", "InfoResponse")},
@@ -28,7 +28,7 @@ _SERVICES = {
 
 def _file() -> FileDescriptor:
     file = descriptor_pb2.FileDescriptorProto(
-        name="tei_skeleton.proto", package="tei.v1", syntax="proto3"
+        name="newcomer_skeleton.proto", package="newcomer.v1", syntax="proto3"
     )
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -46,7 +46,9 @@ def _file() -> FileDescriptor:
         service = file.service.add(name=name)
         for method, (request, response) in methods.items():
             service.method.add(
-                name=method, input_type=f".tei.v1.{request}", output_type=f".tei.v1.{response}"
+                name=method,
+                input_type=f".newcomer.v1.{request}",
+                output_type=f".newcomer.v1.{response}",
             )
     pool = descriptor_pool.Default()
     pool.AddSerializedFile(file.SerializeToString())

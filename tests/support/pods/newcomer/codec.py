@@ -1,10 +1,10 @@
-"""Messages of `tei.v1` to plain values and back."""
+"""Messages of `newcomer.v1` to plain values and back."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from support.pods.tei.messages import message
+from support.pods.newcomer.messages import message
 from tokenpod.service.calls.call import TokensCall
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.encoder import Tokenised

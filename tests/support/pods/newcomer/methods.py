@@ -1,12 +1,12 @@
-"""The rpcs of `tei.v1`: a handler and a row for each."""
+"""The rpcs of `newcomer.v1`: a handler and a row for each."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 from typing import Any
 
-from support.pods.tei import codec
-from support.pods.tei.messages import DESCRIPTOR
+from support.pods.newcomer import codec
+from support.pods.newcomer.messages import DESCRIPTOR
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, method_of

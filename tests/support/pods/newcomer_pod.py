@@ -1,4 +1,4 @@
-"""`tokenpod serve` that speaks a newcomer's protocol too: `python tei_pod.py serve ...`."""
+"""`tokenpod serve` that speaks a newcomer's protocol too: `python newcomer_pod.py serve ...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `python -P` leaves a script's own folder out
 
-from support.pods.tei.methods import METHODS
+from support.pods.newcomer.methods import METHODS
 from tokenpod.service import server
 from tokenpod.service.rpc.methods import MethodTable
 from tokenpod_client.cli.app import main

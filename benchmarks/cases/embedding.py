@@ -1,0 +1,229 @@
+"""Vectors of texts: the engine beside transformers as sentence-transformers drives it, in one run.
+
+Random weights of a published shape. The engine reads texts through its loop, from requests to
+vectors on the host. The peer gets the same token ids, sorted by length and padded in batches of 32,
+as sentence-transformers' `encode` does. The limit is that of products at the matrix rate: of a GPU
+the measured one, of a CPU that of a large product in the same run.
+
+    embedding --shape bert-base --lengths mixed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.support.engine import Bench, Client, Engine
+from benchmarks.support.limits import MATRIX_RATE
+from benchmarks.support.report import Report
+from benchmarks.support.timing import DEVICE, synchronise
+from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.requests import PoolingParams
+from tokenpod.models.load import load_model
+
+SMOKE = {
+    "cpu": "--shape nano --texts 6 --runs 1",
+    "gpu": "--shape minilm --texts 64 --runs 1 --peer-attention sdpa",
+}
+_BERT = {"model": "BertModel", "max_position_embeddings": 512, "vocab_size": 30_522}
+#: transformers' class, and what its config has besides.
+SHAPES: dict[str, dict[str, Any]] = {
+    "nano": {
+        **_BERT,
+        **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"intermediate_size": 128, "vocab_size": 500},
+    },
+    "minilm": {
+        **_BERT,
+        **{"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12},
+        "intermediate_size": 1536,
+    },
+    "bert-base": _BERT,
+    "bge-m3": {
+        **{"model": "XLMRobertaModel", "vocab_size": 250_002, "hidden_size": 1024},
+        **{"num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+        **{"max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1},
+    },
+    "gte-modernbert": {"model": "ModernBertModel", "vocab_size": 50_368},
+    "qwen3-0.6b": {
+        **{"model": "Qwen3Model", "vocab_size": 151_669, "hidden_size": 1024},
+        **{"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+        **{"head_dim": 128, "intermediate_size": 3072, "max_position_embeddings": 32_768},
+    },
+}
+_F4 = torch.float32
+#: Tokens of queries, of passages, and of few long ones.
+MIXED = ((8, 24, 5), (40, 160, 4), (200, 500, 1))
+_BATCH = 32
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Which shape, and what texts."""
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["bert-base"])
+    parser.add_argument("--lengths", default="mixed", help="mixed, or tokens of every text")
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--prefill", type=int, default=8192 if DEVICE.type == "cuda" else 1024)
+    parser.add_argument("--dtype", default="bfloat16" if DEVICE.type == "cuda" else "float32")
+    parser.add_argument("--peer-attention", default="sdpa", choices=["sdpa", "eager", "none"])
+
+
+def run(asked: argparse.Namespace, report: Report) -> None:
+    """Each shape: the engine, the peer, by turns."""
+    dtype = getattr(torch, asked.dtype)
+    for name in asked.shape:
+        with tempfile.TemporaryDirectory() as scratch:
+            _shape(name, Path(scratch), dtype, asked, report)
+
+
+def _shape(
+    name: str, folder: Path, dtype: torch.dtype, asked: argparse.Namespace, report: Report
+) -> None:
+    settings = dict(SHAPES[name])
+    model_class = getattr(transformers, settings.pop("model"))
+    kind = {} if asked.peer_attention == "none" else {"attn_implementation": asked.peer_attention}
+    peer = model_class._from_config(model_class.config_class(**settings), dtype=dtype, **kind)
+    peer = peer.eval()
+    peer.save_pretrained(folder)
+    peer.to(DEVICE)
+    if model_class is transformers.Qwen3Model:
+        # What makes a decoder one of texts' vectors.
+        _last_token(folder)
+    model: Any = load_model(
+        folder, dtype=dtype, device=DEVICE, progress=lambda done, total: None, task="embed"
+    )
+    rows = 256 if DEVICE.type == "cuda" else 64
+    engine = Engine(model, DEVICE, rows=rows, positions=512, prefill=asked.prefill)
+    draw = random.Random(5)
+    vocabulary = settings["vocab_size"]
+    texts = [
+        [draw.randrange(10, vocabulary) for _ in range(n)]
+        for n in lengths(asked.lengths, asked.texts, draw)
+    ]
+    tokens = sum(map(len, texts))
+    _read(engine, model, texts)
+    _padded(peer, texts)
+    ours, theirs = [], []
+    for _ in range(asked.runs):
+        ours.append(tokens / _read(engine, model, texts))
+        if asked.peer_attention != "none":
+            theirs.append(tokens / _padded(peer, texts))
+    numbers = sum(
+        each.numel()
+        for label, each in peer.named_parameters()
+        if each.dim() == 2 and "embed" not in label
+    )
+    rate = MATRIX_RATE if DEVICE.type == "cuda" else _matrix_rate(dtype)
+    best = max(ours)
+    cells: dict[str, Any] = {
+        "shape": name,
+        "lengths": asked.lengths,
+        "texts_per_s": [each * len(texts) / tokens for each in ours],
+        "tokens_per_s": ours,
+        "matrix_rate_share": 2 * numbers * best / rate,
+        "least_cosine": _least_cosine(engine, model, peer, texts[:8]),
+    }
+    if theirs:
+        cells |= {"peer_tokens_per_s": theirs, "times_peer": best / max(theirs)}
+    report.row("embedding", **cells)
+
+
+def lengths(kind: str, count: int, draw: random.Random) -> list[int]:
+    """Tokens of texts."""
+    if kind != "mixed":
+        return [int(kind)] * count
+    spans = draw.choices(MIXED, weights=[weight for *_, weight in MIXED], k=count)
+    return [draw.randint(low, high) for low, high, _ in spans]
+
+
+class Reader(Client):
+    """Keeps vectors, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors: dict[int, torch.Tensor] = {}
+
+    def send(self, message: object) -> None:
+        """Take a message of the engine."""
+        super().send(message)
+        for each in message.vectors if isinstance(message, StepOutputs) else ():
+            self.vectors[each.sequence_id] = torch.frombuffer(bytearray(each.numbers), dtype=_F4)
+
+
+def _least_cosine(engine: Engine, model: Any, peer: Any, texts: list[list[int]]) -> float:
+    """Between our vectors and the peer's of the same texts, each by itself: the least."""
+    client = Reader()
+    _read(engine, model, texts, client)
+    found = []
+    for at, text in enumerate(texts):
+        with torch.inference_mode():
+            states = peer(input_ids=torch.tensor([text], device=DEVICE)).last_hidden_state[0]
+        last = model.pooling.spec.mode == "last_token"
+        expected = states[-1].float() if last else states.float().mean(0)
+        found.append(torch.cosine_similarity(client.vectors[at], expected.cpu(), dim=0).item())
+    return min(found)
+
+
+def _read(
+    engine: Engine, model: Any, texts: list[list[int]], client: Client | None = None
+) -> float:
+    """Seconds until all vectors are there."""
+    client = client or Client()
+    pools = {"pools": True, "whole_prompts": model.config.encodes}
+    loop = engine.loop(client, limits=pools, full=False)
+    bench = Bench(loop, client, engine.vocabulary)
+    began = time.perf_counter()
+    for text in texts:
+        bench.ask(text, 1, pooling=PoolingParams())
+    while client.left:
+        loop.turn()
+    loop.turn()
+    assert not client.refused, client.refused[0]
+    return time.perf_counter() - began
+
+
+@torch.inference_mode()
+def _padded(peer: Any, texts: list[list[int]]) -> float:
+    """Seconds of batches of texts of like length, to their means on the host."""
+    began = time.perf_counter()
+    order = sorted(texts, key=len, reverse=True)
+    for at in range(0, len(order), _BATCH):
+        batch = order[at : at + _BATCH]
+        longest = max(map(len, batch))
+        ids = torch.tensor([text + [0] * (longest - len(text)) for text in batch])
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in batch])
+        ids, mask = ids.to(DEVICE), mask.to(DEVICE)
+        states = peer(input_ids=ids, attention_mask=mask).last_hidden_state
+        means = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        torch.nn.functional.normalize(means.float()).cpu()
+    synchronise()
+    return time.perf_counter() - began
+
+
+def _last_token(folder: Path) -> None:
+    """Files of sentence-transformers."""
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    modules = [{"path": path, "type": f"models.{kind}"} for path, kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def _matrix_rate(dtype: torch.dtype) -> float:
+    """Operations per second of a large product."""
+    x = torch.randn(1024, 2048).to(dtype)
+    weight = torch.randn(2048, 2048).to(dtype)
+    best = 0.0
+    for _ in range(4):
+        began = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        best = max(best, 2 * 1024 * 2048 * 2048 / (time.perf_counter() - began))
+    return best

@@ -1,0 +1,1 @@
+"""Messages and stubs of `tei.v1`."""

@@ -1,0 +1,230 @@
+"""The rpcs of `tei.v1`, of single texts and of streams of them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from tokenpod.core.task import Task
+from tokenpod.service.calls.embedding import ReadCall, ReadLimits
+from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.dialects.fields import copied, field_names
+from tokenpod.service.dialects.streams import request_id_of
+from tokenpod.service.dialects.tei import codec
+from tokenpod.service.rpc.interceptors import Context
+from tokenpod.service.rpc.methods import (
+    NAMES,
+    PROMPT,
+    SMALL,
+    Gate,
+    Method,
+    MethodLimits,
+    method_of,
+)
+from tokenpod.service.serving.backend import Backend
+from tokenpod.service.serving.numbers import scores
+from tokenpod.service.serving.reading import ReadText, ReadTimes, read_limits
+from tokenpod_client.protos.tei.v1 import tei_pb2 as pb
+
+#: Requests of a stream that are answered at once.
+_AT_ONCE = 64
+
+#: (backend, request, context) -> response
+Answer = Callable[[Backend, Any, Context], Awaitable[Any]]
+
+
+async def info(backend: Backend, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
+    """What is served."""
+    if backend.ready.vectors is None:
+        raise FailedPrecondition(
+            "this server's model is made to generate: call tokenpod.v1.GenerationService/GetModel"
+        )
+    return codec.info(backend.generate.serving)
+
+
+async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+    """A vector."""
+    call = codec.embed_call(request)
+    return codec.embedded(call, *await _read(backend, call, "inputs", context))
+
+
+async def embed_all(
+    backend: Backend, request: pb.EmbedAllRequest, context: Context
+) -> pb.EmbedAllResponse:
+    """A vector for each token."""
+    call = codec.embed_all_call(request)
+    return codec.embedded_all(call, *await _read(backend, call, "inputs", context))
+
+
+async def embed_sparse(backend: Backend, request: Any, context: Context) -> Any:
+    """Sparse vectors are not made."""
+    raise Unimplemented("inputs", "is to become a sparse vector, which this server does not make")
+
+
+async def predict(
+    backend: Backend, request: pb.PredictRequest, context: Context
+) -> pb.PredictResponse:
+    """Labels of a text."""
+    return await _predicted(backend, codec.predict_call(request), request, context)
+
+
+async def predict_pair(
+    backend: Backend, request: pb.PredictPairRequest, context: Context
+) -> pb.PredictResponse:
+    """Labels of two texts."""
+    return await _predicted(backend, codec.predict_pair_call(request), request, context)
+
+
+async def rerank(
+    backend: Backend, request: pb.RerankRequest, context: Context
+) -> pb.RerankResponse:
+    """Texts, the best first."""
+    facts = read_limits(backend.generate.serving).facts
+    call = codec.rerank_call(request, facts)
+    _, read, times = await _read(backend, call, "texts", context)
+    found = scores([each.vectors for each in read], raw=request.raw_scores).tolist()
+    texts = request.texts if request.return_text else ()
+    return codec.ranked(call, texts, found, read, times)
+
+
+async def rerank_stream(
+    backend: Backend, requests: AsyncIterator[pb.RerankStreamRequest], context: Context
+) -> pb.RerankResponse:
+    """The same of a stream: its texts are few enough for one call."""
+    whole: pb.RerankRequest | None = None
+    most = read_limits(backend.generate.serving).max_texts
+    async for each in requests:
+        if whole is None:
+            whole = pb.RerankRequest(
+                query=each.query,
+                truncate=each.truncate,
+                raw_scores=each.raw_scores,
+                return_text=each.return_text,
+                truncation_direction=each.truncation_direction,
+            )
+        whole.texts.append(each.text)
+        if len(whole.texts) > most:
+            problem = f"comes more than {most} times in a stream (--max-client-batch-size)"
+            raise InvalidArgument("text", problem)
+    if whole is None:
+        raise InvalidArgument("text", "is missing: the stream has no message")
+    return await rerank(backend, whole, context)
+
+
+async def tokenize(
+    backend: Backend, request: pb.EncodeRequest, context: Context
+) -> pb.EncodeResponse:
+    """The tokens of a text."""
+    serving = backend.generate.serving
+    with field_names({"text": "inputs", "return_ids": "inputs"}):
+        call = codec.tokens_call(request, serving.ready.vectors)
+        tokenised = await backend.generate.tokens(call)
+    return codec.encoded(tokenised, serving.tokenizer)
+
+
+async def decode(
+    backend: Backend, request: pb.DecodeRequest, context: Context
+) -> pb.DecodeResponse:
+    """The text of tokens."""
+    with field_names({"token_ids": "ids"}):
+        ids = await copied(request.ids)
+        text = await backend.generate.text_of(ids, skip_special=request.skip_special_tokens)
+    return pb.DecodeResponse(text=text)
+
+
+async def _predicted(
+    backend: Backend, call: ReadCall, request: Any, context: Context
+) -> pb.PredictResponse:
+    limits, read, times = await _read(backend, call, "inputs", context)
+    return codec.predicted(call, limits.facts, read, times, raw=request.raw_scores)
+
+
+async def _read(
+    backend: Backend, call: ReadCall, field: str, context: Context
+) -> tuple[ReadLimits, Sequence[ReadText], ReadTimes]:
+    """Have the texts of a call read."""
+    remaining = context.time_remaining()
+    with backend.reading.admit(remaining) as admitted:
+        read = await admitted.read(call, field, request_id_of("", context), remaining)
+        return admitted.limits, read, admitted.times
+
+
+async def _each(
+    answer: Answer, backend: Backend, requests: AsyncIterator[Any], context: Context
+) -> None:
+    """Answer the requests of a stream, in their order, some at once. The first error ends it."""
+    answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AT_ONCE)
+
+    taking = asyncio.ensure_future(_take(answer, backend, requests, context, answers))
+    try:
+        while (task := await answers.get()) is not None:
+            await context.write(await task)
+        await taking
+    finally:
+        taking.cancel()
+        while not answers.empty():
+            if (left := answers.get_nowait()) is not None:
+                left.cancel()
+
+
+async def _take(
+    answer: Answer,
+    backend: Backend,
+    requests: AsyncIterator[Any],
+    context: Context,
+    answers: asyncio.Queue[asyncio.Task[Any] | None],
+) -> None:
+    """Begin to answer each request; the last entry is None, also if reading them fails."""
+    try:
+        async for request in requests:
+            await answers.put(asyncio.ensure_future(_answered(answer, backend, request, context)))
+    finally:
+        await answers.put(None)
+
+
+async def _answered(answer: Answer, backend: Backend, request: Any, context: Context) -> Any:
+    return await answer(backend, request, context)
+
+
+def _stream(answer: Answer) -> Answer:
+    return functools.partial(_each, answer)
+
+
+def _row(
+    service: str,
+    name: str,
+    serve: Any,
+    task: Task | None,
+    limits: MethodLimits = PROMPT,
+    **row: Any,
+) -> Method:
+    found = pb.DESCRIPTOR.services_by_name[service]
+    gate = Gate.ROW if task is not None else Gate.QUEUE
+    return method_of(found, name, limits, serve=serve, gate=gate, relayed=False, task=task, **row)
+
+
+def _rows(service: str, name: str, answer: Answer, task: Task | None) -> tuple[Method, Method]:
+    """Of an rpc, and of its stream."""
+    return (
+        _row(service, name, answer, task),
+        _row(service, f"{name}Stream", _stream(answer), task),
+    )
+
+
+_INFO = pb.DESCRIPTOR.services_by_name["Info"]
+METHODS = (
+    method_of(_INFO, "Info", SMALL, serve=info, gate=Gate.READY, on_followers=True),
+    *_rows("Embed", "Embed", embed, Task.EMBED),
+    *_rows("Embed", "EmbedSparse", embed_sparse, Task.EMBED),
+    *_rows("Embed", "EmbedAll", embed_all, Task.EMBED),
+    *_rows("Predict", "Predict", predict, Task.CLASSIFY),
+    *_rows("Predict", "PredictPair", predict_pair, Task.CLASSIFY),
+    _row("Rerank", "Rerank", rerank, Task.SCORE),
+    _row("Rerank", "RerankStream", rerank_stream, Task.SCORE),
+    _row("Tokenize", "Tokenize", tokenize, None, on_followers=True),
+    _row("Tokenize", "TokenizeStream", _stream(tokenize), None),
+    _row("Tokenize", "Decode", decode, None, NAMES),
+    _row("Tokenize", "DecodeStream", _stream(decode), None, NAMES),
+)

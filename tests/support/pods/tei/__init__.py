@@ -1,1 +1,0 @@
-"""A newcomer's protocol, as docs/extend.md says how to add one: a part of TEI's `tei.v1`."""

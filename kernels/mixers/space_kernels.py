@@ -165,7 +165,7 @@ def scan_chunks(
             tl.store(seen + state, position + count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["single"])
 def gate_rows(
     gate,
     norm,
@@ -175,18 +175,19 @@ def gate_rows(
     b_context,
     stride,
     states,
+    single,
     epsilon,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    SINGLE: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """What heads have found, in `out` [T, groups · WIDTH], gated, and normed if there is a norm.
 
-    SINGLE: token b is row b's only one. Then it is said here that memories have been through it:
+    The first `single` tokens may be rows' only ones: token b is row b's if that has a context, else
+    padding or a prompt's. Of such rows it is said here that memories have been through the token:
     all that read it have ended.
     """
     token = tl.program_id(0)
@@ -196,16 +197,14 @@ def gate_rows(
     scale = 0.0
     if norm is not None:
         scale = tl.load(norm + group * WIDTH + j, mask=some, other=0.0).to(tl.float32)
-    live = True
-    if SINGLE:
-        context = tl.load(b_context + token)
-        live = context > 0
-        state = tl.minimum(tl.load(b_row + token), states - 1).to(tl.int64)
+    alone = token < single
+    context = tl.load(b_context + token, mask=alone, other=0)
+    state = tl.minimum(tl.load(b_row + token, mask=alone, other=0), states - 1).to(tl.int64)
     await_inputs(OVERLAP)
     place = out + (token.to(tl.int64) * tl.num_programs(1) + group) * WIDTH + j
     x = tl.load(place, mask=some, other=0.0)
     opened = gate + token.to(tl.int64) * stride + group * WIDTH + j
-    opened = tl.load(opened, mask=some & live, other=0.0).to(tl.float32)
+    opened = tl.load(opened, mask=some, other=0.0).to(tl.float32)
     opened = opened * tl.sigmoid(opened)
     wide = x.to(tl.float32)
     if norm is None:
@@ -218,7 +217,6 @@ def gate_rows(
         if NORM_FIRST:
             found = found.to(x.dtype).to(tl.float32) * opened
     tl.store(place, found.to(x.dtype), mask=some)
-    if SINGLE:
-        h = tl.arange(0, BLOCK_H)
-        kept = (h < HEADS) & live & (group == 0)
-        tl.store(seen + state * HEADS + h, context, mask=kept)
+    h = tl.arange(0, BLOCK_H)
+    kept = (h < HEADS) & (context > 0) & (group == 0)
+    tl.store(seen + state * HEADS + h, context, mask=kept)

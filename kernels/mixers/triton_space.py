@@ -52,12 +52,13 @@ def state_space(
     if single:
         convolve_rows(mixed, *conv, states, plan, made, gated=False)
         _step(made, inputs, weights, shape, states, plan, out)
-        _gate(inputs.gate[:single], weights, shape, states, plan, out[:single], single=True)
     if plan.chunks is not None:
         convolve_chunks(mixed, *conv, states, plan, made, gated=False)
         keep_inputs(mixed, states, plan, gated=False)
         _scan(made, inputs, weights, shape, states, plan, plan.chunks, out)
-        _gate(inputs.gate[single:], weights, shape, states, plan, out[single:], single=False)
+    # Of a captured step prompts may begin among the tokens that there is room for single rows with:
+    # whose a token is decides, not where it lies.
+    _gate(inputs.gate, weights, shape, states, plan, out)
     return out
 
 
@@ -140,12 +141,7 @@ def _gate(
     states: RecurrentStates,
     plan: RecurrentRows,
     out: torch.Tensor,
-    *,
-    single: bool,
 ) -> None:
-    """`gate` and `out` are of the same tokens, of rows of one token each if `single`."""
-    if not len(out):
-        return
     norm, groups = weights.norm, weights.norm_groups
     width = shape.values // groups
     block = triton.next_power_of_2(width)
@@ -158,12 +154,12 @@ def _gate(
         plan.paged.b_context,
         gate.stride(0),
         len(states.memory),
+        plan.single_rows,
         0.0 if norm is None else norm.epsilon,
         HEADS=shape.value_heads,
         WIDTH=width,
         BLOCK=block,
         BLOCK_H=triton.next_power_of_2(shape.value_heads),
-        SINGLE=single,
         NORM_FIRST=weights.norm_first,
         num_warps=max(1, min(block // 512, 16)),
         **launch_options(out.device),

@@ -32,6 +32,7 @@ from tokenpod.models.specs.spec import ModelSpec
 SIZES = {
     *("architecture", "vocab_size", "hidden_size", "max_positions", "dtype", "eos_token_ids"),
     *("heads", "kv_heads", "head_dim", "width", "rows", "count", "shared.width"),
+    *("key_heads", "value_heads", "key_dim", "value_dim"),
 }
 
 
@@ -220,6 +221,7 @@ IGNORED = {
     "mtp": "model.mtp_emb_norm.0.weight",
     "^model.visual.*": "model.visual.patch_embed.bias",
     "^mtp.*": "mtp.layers.0.input_layernorm.weight",
+    "mtp.*": "mtp.layers.0.input_layernorm.weight",
     "attn.bias": "transformer.h.0.attn.bias",
     "crossattention.bias": "transformer.h.0.crossattention.bias",
     "attention.bias": "gpt_neox.layers.0.attention.bias",

@@ -22,7 +22,12 @@ DRAFTS, VOCABULARY = 4, 96
 
 
 #: Gated delta nets, short convolutions, state spaces apart from attention and beside it.
-KINDS = ("qwen3-5", "lfm2", "granite4", "falcon-h1")
+KINDS = (
+    "qwen3-5",
+    "lfm2",
+    "granite4",
+    pytest.param("falcon-h1", marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -180,6 +180,25 @@ def test_a_position_that_is_computed_again_changes_nothing(device):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_prompt_may_begin_where_there_is_room_for_single_rows(device):
+    """As in captured steps, whose rows of one token are fewer than they have room for."""
+    batch, weights = step_of([Spec(1, 3), Spec(9, 12)], device), drawn_space(SMALL, device=device)
+    given, wanted = space_inputs(SMALL, 10, device=device), drawn_states(SMALL, batch)
+    states, plan = copied(wanted), plan_recurrent(batch)
+    expected = triton_space.state_space(given, weights, SMALL, wanted, plan)
+    nobody = torch.zeros(3, dtype=torch.int32, device=device)
+    paged = replace(
+        batch.paged,
+        b_row=torch.cat([batch.paged.b_row[:1], nobody]),
+        b_context=torch.cat([batch.paged.b_context[:1], nobody]),
+    )
+    roomy = replace(plan, single_rows=4, paged=paged)
+    out = triton_space.state_space(given, weights, SMALL, states, roomy)
+    assert torch.equal(out, expected)
+    for got, own in zip(states, wanted, strict=True):
+        torch.testing.assert_close(got, own, rtol=0, atol=0, equal_nan=True)
+
+
 def test_captured_steps_have_room_for_chunks(device):
     """Rows with several tokens come as chunks in the step's integers, filled up with empty ones."""
     specs = [Spec(1, 3), Spec(66, 70), Spec(2, 3)]

@@ -137,6 +137,7 @@ KINDS: dict[str, Kind] = {
             **rope("linear", factor=3.0, partial_rotary_factor=0.5),
             "attn_layer_indices": [0],
             "attention_bias": True,
+            "mlp_bias": True,
             "mamba_n_groups": 1,
             "mamba_d_conv": 3,
             "mamba_conv_bias": False,

@@ -111,7 +111,7 @@ def test_the_demo_model_has_the_slots_and_parameters_that_the_server_reports():
 
 
 def test_an_8b_model_on_an_h200_has_the_slots_that_were_measured(big: Path):
-    found = answer("--model-id", big, "--gpu", "h200")
+    found = answer("--model-id", big, "--gpu", "h200", "--max-batch-size", 512)
     assert found["kv_slots"] == pytest.approx(897_272, rel=0.005)
     assert (found["num_shard"], found["dtype"], found["fits"]) == (1, "bfloat16", True)
 
@@ -343,8 +343,8 @@ def test_sequences_at_once_are_counted_for_the_lengths_that_were_asked_for(big: 
     found = answer("--model-id", big, "--gpu", "h200", "--length", 1000, "--length", 100)
     slots = found["kv_slots"]
     assert found["sequences"] == [
-        {"tokens": 1000, "at_once": min(slots // 1000, 512)},
-        {"tokens": 100, "at_once": 512},
+        {"tokens": 1000, "at_once": min(slots // 1000, 1024)},
+        {"tokens": 100, "at_once": 1024},
     ]
 
 
@@ -370,7 +370,7 @@ def test_people_get_a_table(big: Path):
     )
     assert lines[1] == "device   h200, 139.80 GiB"
     assert "weights            14.96  all read in 3.35 ms at 4,800 GB/s" in lines
-    assert any(line.split() == ["8,192", "109"] for line in lines)
+    assert any(line.split() == ["8,192", "107"] for line in lines)
     assert lines[-1] == "It fits."
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.constraints import ConstraintLimits
+from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded
 from tokenpod.core.message import Message
 from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.placement import Placement
@@ -211,6 +212,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     vectors: VectorFacts | None = None
     #: How layers with a window keep tokens, for the operator; empty: there are none.
     windows_kept: str = ""
+    #: Whether rows of images are computed here.
+    images: bool = False
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -298,6 +301,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     preemption: str = "auto"
     #: What is done with the model, a value of `Task`; "auto": what its files show.
     task: str = "auto"
+    #: Compute rows of images, and keep so many bytes of them for further requests; None: don't.
+    image_cache_bytes: int | None = None
     #: Descriptor of the socket on which questions about the process come; -1: there is none.
     questions_fd: int = -1
 
@@ -312,6 +317,10 @@ ToEngine = (
     | FlushCache
     | LoadAdapter
     | UnloadAdapter
+    | EncodeImages
+    | DropImages
     | EngineOptions
 )
-FromEngine = StepOutputs | CacheEvents | AdapterList | AdapterDone | Loading | Ready | Broken
+FromEngine = (
+    StepOutputs | CacheEvents | AdapterList | AdapterDone | ImagesEncoded | Loading | Ready | Broken
+)

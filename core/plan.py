@@ -153,7 +153,8 @@ class StepPlan:
     #: before anything of this step is read or copied (0: it is this step).
     awaited: _PerAwaited
 
-    #: [given, width] what stands in for rows of the embedding's table. Read by the model.
+    #: [given, width] what stands in for rows of the embedding's table, and behind that, where a
+    #: model has it, what is added behind its first layers. Read by the model.
     given: Floats = _NO_VECTORS
 
     buffer: Ints

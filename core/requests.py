@@ -78,11 +78,32 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     axes: bytes = b""
     #: With `axes`: by how much the token behind the vectors is further on than one at `start`.
     span: int = 0
+    #: Equal keys, equal vectors and equal positions of them; empty: what they are tells.
+    key: bytes = b""
 
     @property
     def count(self) -> int:
         """Vectors."""
         return len(self.numbers) // (4 * self.width)
+
+
+class ImageRun(msgspec.Struct, frozen=True, array_like=True):
+    """Adjacent positions of a prompt that stand for adjacent rows of an image."""
+
+    #: Which of the request's images.
+    image: int
+    #: The first row, the first position, and how many there are.
+    first: int
+    start: int
+    count: int
+
+
+class ImageRows(msgspec.Struct, frozen=True, array_like=True):
+    """Where a prompt has its images."""
+
+    #: Of the `EncodeImages` that had their rows computed.
+    op: int
+    runs: list[ImageRun]
 
 
 class Request(Message, frozen=True, array_like=True, tag=True):
@@ -136,6 +157,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: The prompt is read for its vectors: nothing is sampled, and nothing of it is kept in the
     #: prefix cache. `max_new_tokens` is 1, in the place of the end.
     pooling: PoolingParams | None = None
+    #: Images in the prompt, of which the engine makes `given`.
+    images: ImageRows | None = None
 
     @property
     def positions(self) -> int:

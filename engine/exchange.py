@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded
 from tokenpod.core.link import Link, LinkClosed, PatientLink, take_link
 from tokenpod.core.messages import Abort, AdapterDone, AdapterList, CacheEvents, Ready, ToEngine
 from tokenpod.core.outputs import StepOutputs, Top
@@ -84,6 +85,8 @@ class Exchange:
         self._count = len(endpoints)
         #: Sequences that each front end waits for.
         self._owned: list[set[int]] = [set() for _ in endpoints]
+        #: Images that each has had computed for requests to come.
+        self._images: list[set[int]] = [set() for _ in endpoints]
         #: For front ends that were found gone by sending.
         self._aborts: list[ToEngine] = []
         #: The first message to a new front end.
@@ -110,6 +113,10 @@ class Exchange:
             self._adapters = message
         if isinstance(message, CacheEvents | AdapterDone):
             self._send(0, message)
+            return
+        if isinstance(message, ImagesEncoded):
+            if (at := message.op % self._count) in self._links:
+                self._send(at, message)
             return
         if not isinstance(message, StepOutputs):
             for at in list(self._links):
@@ -146,10 +153,16 @@ class Exchange:
         try:
             arrived = self._links[at].receive(0.0)
         except LinkClosed:
-            return [self._gone(at)]
+            return self._gone(at)
         for message in arrived:
             if isinstance(message, Request):
                 self._owned[at].update(message.reported)
+                if message.images is not None:
+                    self._images[at].discard(message.images.op)
+            elif isinstance(message, EncodeImages):
+                self._images[at].add(message.op)
+            elif isinstance(message, DropImages):
+                self._images[at].discard(message.op)
             elif isinstance(message, Abort):
                 self._owned[at].difference_update(message.sequence_ids)
         return arrived
@@ -159,7 +172,7 @@ class Exchange:
             try:
                 link.flush()
             except LinkClosed:
-                self._aborts.append(self._gone(at))
+                self._aborts += self._gone(at)
 
     def _join(self) -> None:
         """A front end takes the place of one that is gone, or about to be found gone."""
@@ -172,7 +185,7 @@ class Exchange:
             return
         at, endpoint = joined
         if at in self._links:
-            self._aborts.append(self._gone(at))
+            self._aborts += self._gone(at)
         self._links[at] = self._further(endpoint)
         if self._ready is not None:
             self._send(at, self._ready)
@@ -186,15 +199,16 @@ class Exchange:
         try:
             self._links[at].send(message)
         except LinkClosed:
-            self._aborts.append(self._gone(at))
+            self._aborts += self._gone(at)
 
-    def _gone(self, at: int) -> Abort:
-        """Hang up on a front end; what is left to abort. Raises LinkClosed for the first one."""
+    def _gone(self, at: int) -> list[ToEngine]:
+        """Hang up on a front end; what is left to end. Raises LinkClosed for the first one."""
         if at == 0:
             raise LinkClosed
         self._links.pop(at).close()
         left, self._owned[at] = self._owned[at], set()
-        return Abort(sorted(left))
+        images, self._images[at] = self._images[at], set()
+        return [Abort(sorted(left)), *map(DropImages, sorted(images))]
 
     def _parts(self, outputs: StepOutputs) -> list[StepOutputs]:
         count = self._count

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from tokenpod.core.images import DropImages, EncodeImages
 from tokenpod.core.messages import (
     Abort,
     Advance,
@@ -39,6 +40,7 @@ from tokenpod.engine.adapters.adapters import Adapters, no_adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.idle_check import IdleCheck
+from tokenpod.engine.images.image_encoder import ImageEncoder, no_images
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.steps.executor import CapturesLater, Launched, Launcher, StepResult
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from tokenpod.engine.gpu.late_kernels import LateKernels
 
 _NAP_SECONDS = 0.01
-#: The same where all that is here waits for masks, or to be compiled.
+#: The same where all that is here waits for masks, to be compiled, or for images.
 _MASK_SECONDS = 0.0005
 _PULSE_NS = 1_000_000_000
 #: No sequence has this id.
@@ -83,6 +85,8 @@ class EngineLoop:
     clock: Callable[[], int] = time.monotonic_ns
     #: None: there are none, and none can be loaded.
     adapters: Adapters | None = None
+    #: Computes rows of images.
+    images: ImageEncoder = field(default_factory=no_images)
     #: Brings masks; None: requests have no constraints.
     masked: MaskedSteps | None = None
     #: Of a GPU: kernels that are compiled while serving.
@@ -139,6 +143,8 @@ class EngineLoop:
             self._take(message)
         if self.adapters is not None:
             self.adapters.settle()
+        if self.images.busy:
+            self.images.settle()
         if self._masking is not None:
             self._masking.look(self.scheduler)
         self._load_sent = False
@@ -160,7 +166,8 @@ class EngineLoop:
             return 0.0
         if self._idle and self.captures is not None:
             return 0.0
-        if self._masking is not None and self.scheduler.waiting_for_masks:
+        masks = self._masking is not None and self.scheduler.waiting_for_masks
+        if masks or self.images.busy:
             return _MASK_SECONDS
         # What is queued and cannot run waits for a router to let go, or for its own deadline.
         return self._check.patience(self._settled) if self._idle else _NAP_SECONDS
@@ -169,6 +176,7 @@ class EngineLoop:
     def _idle(self) -> bool:
         """Whether there is nothing to do until a message comes."""
         reading = self.adapters is not None and self.adapters.busy
+        reading = reading or self.images.busy
         return self._flying is None and not self.scheduler.busy and not reading
 
     # -- in ------------------------------------------------------------------------------------
@@ -176,8 +184,11 @@ class EngineLoop:
     def _take(self, message: ToEngine) -> None:
         match message:
             case Request():
-                self._begin([message])
-                self.scheduler.submit(message)
+                request = message
+                if request.images is not None:
+                    request = self.images.given(request)
+                self._begin([request])
+                self.scheduler.submit(request)
             case Abort():
                 self.scheduler.abort(message.sequence_ids, stopped=message.stopped)
                 if self._masking is not None:
@@ -194,6 +205,10 @@ class EngineLoop:
                 self.scheduler.flush_cache()
             case LoadAdapter() | UnloadAdapter():
                 self._change_adapters(message)
+            case EncodeImages():
+                self.images.take(message)
+            case DropImages():
+                self.images.drop(message)
             case Vocabulary():
                 if self.masked is not None:
                     self.masked.learn(message)
@@ -218,6 +233,8 @@ class EngineLoop:
 
     def _advance(self, op: Advance) -> None:
         now = self.clock()
+        if any(request.images is not None for request in op.start):
+            op = msgspec.structs.replace(op, start=[*map(self.images.given, op.start)])
         failure = self.scheduler.advance(op)
         if failure is None:
             self._begin(op.start)

@@ -25,6 +25,7 @@ from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.constraints.text import MOST_AHEAD
 from tokenpod.engine.drafts.draft import load_draft
 from tokenpod.engine.exchange import Face
+from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.startup.assemble import Assembled, assemble, with_rows
@@ -36,7 +37,7 @@ from tokenpod.engine.steps.executor import Executor
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.decoders.facts import LoadedModel
 from tokenpod.models.eagle import is_eagle
-from tokenpod.models.folder import read_config
+from tokenpod.models.folder import read_config, sees_images
 from tokenpod.models.load import load_model
 from tokenpod.models.medusa import is_medusa
 from tokenpod.models.weights.shard import WHOLE, Shard
@@ -51,6 +52,7 @@ from tokenpod.scheduler.steps.step_times import Costs
 if TYPE_CHECKING:
     from tokenpod.engine.gpu.late_kernels import LateKernels
     from tokenpod.engine.shards.member import Member
+    from tokenpod.models.towers.tower import Tower
 
 
 def run(
@@ -61,7 +63,7 @@ def run(
     `ahead` compiles kernels meanwhile. Raises EngineError or ModelError with one line that says
     what is wrong.
     """
-    assembled, ready, limits = load(options, link, member, ahead)
+    assembled, ready, limits, tower = load(options, link, member, ahead)
     # What lives now lives for ever: spare the collector the walk. Before anybody knows that we are
     # ready: it stops every thread, also the one that sends a rank's heartbeats.
     gc.collect()
@@ -98,6 +100,9 @@ def run(
             send=link.send,
             followers=member.followers if member else None,
         )
+    images = ImageEncoder(
+        tower, torch.device(options.device), options.image_cache_bytes or 0, link.send
+    )
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
     masked = MaskedSteps(masks, overlap=overlap)
@@ -113,6 +118,7 @@ def run(
         launcher,
         overlap=overlap,
         adapters=adapters,
+        images=images,
         masked=masked,
         late=late,
         captures=assembled.captures,
@@ -160,12 +166,12 @@ def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoRetur
 
 def load(
     options: EngineOptions, link: Face, member: Member | None, ahead: CompileAhead | None = None
-) -> tuple[Assembled, Ready, Limits]:
+) -> tuple[Assembled, Ready, Limits, Tower | None]:
     """Join the other ranks, load the model or this rank's shard, make the pool, warm up.
 
     Raises EngineError or ModelError with one line that says what is wrong.
     """
-    device = torch.device(options.device)
+    device, folder = torch.device(options.device), Path(options.model_folder)
     override = json.loads(options.config_override) if options.config_override else None
     check_device(device)
     check_offload_room(options)
@@ -173,7 +179,6 @@ def load(
         check_step(step_limits(options))
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
-        folder = Path(options.model_folder)
         check_attention(read_config(folder, options.max_total_tokens, override))
     group = _join(member, device) if member else None
     shard = Shard(group.rank, group.world) if group else WHOLE
@@ -190,7 +195,7 @@ def load(
 
     dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
     model = load_model(
-        Path(options.model_folder),
+        folder,
         dtype=dtype,
         device=device,
         progress=progress,
@@ -224,6 +229,12 @@ def load(
             options = msgspec.structs.replace(options, max_batch_prefill_tokens=longest)
         positions = min(positions, options.max_batch_prefill_tokens)
     draft = load_draft(options, model, positions, device)
+    tower = None
+    if options.image_cache_bytes is not None and shard.rank == 0 and sees_images(folder):
+        # Not above: transformers takes its time to load.
+        from tokenpod.models.towers.tower import load_tower
+
+        tower = load_tower(folder, dtype=model.dtype, device=device, most_rows=positions)
     loaded = time.monotonic()
     if ahead is not None:
         ahead.wait()
@@ -277,12 +288,14 @@ def load(
         speculate=options.speculate,
         draft_method=_method(options),
         parameters=model.parameters_count,
-        weight_bytes=model.weight_bytes,
+        weight_bytes=model.weight_bytes + (tower.weight_bytes if tower else 0),
         load_seconds=loaded - began,
         warmup_seconds=time.monotonic() - loaded,
         slots_from=room.slots_from,
         rope=config.rope_variant,
-        unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
+        unused_tensors=""
+        if tower
+        else ", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
         adapters=adapters,
         quantization=model.quantization,
@@ -291,8 +304,9 @@ def load(
         task=Task.GENERATE if pooling is None else pooling.spec.task,
         vectors=None if pooling is None else pooling.spec.facts(config.second_text),
         windows_kept=room.windows_kept,
+        images=tower is not None,
     )
-    return assembled, ready, limits
+    return assembled, ready, limits, tower
 
 
 def _check_pooled(options: EngineOptions, model: LoadedModel) -> None:

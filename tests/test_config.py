@@ -131,6 +131,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"lora_vocabulary": "true"}
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
     odd |= {"text_memory_bytes": "200000000", "constraint_cache_bytes": "1000"}
+    odd |= {"image_memory_bytes": "200000000", "max_image_bytes": "2000"}
     odd |= {"access_log_ratio": "0.5", "compact_json": "false"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
     odd |= {

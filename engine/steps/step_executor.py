@@ -428,6 +428,8 @@ class StepExecutor(ABC, Generic[S]):
         if len(plan.soft_index):
             assert self._adapters is not None, "a plan names adapters of a model without any"
             soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)
+            more = max(rows.shape[1] - soft.shape[1], 0)
+            soft = torch.nn.functional.pad(soft, (0, more))
             rows = torch.cat((rows, soft)) if len(rows) else soft
         rows = rows[torch.from_numpy(GIVEN - plan.t_token[index])]
         return GivenEmbeddings(self._upload(index), self._upload(rows))

@@ -61,8 +61,7 @@ BYTE_TILES: Table = (
     (0.5, Tile(16, ProductTile(64, 128, 4, 5), ProductTile(64, 128, 4, 5))),
     (8, Tile(16, ProductTile(128, 128, 4, 4), ProductTile(64, 128, 4, 5))),
     (24, Tile(32, ProductTile(128, 128, 4, 4), ProductTile(64, 128, 4, 4))),
-    (48, Tile(64, ProductTile(128, 128, 4, 3), ProductTile(128, 128, 4, 3))),
-    (ANY, Tile(128, ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 3))),
+    (ANY, Tile(64, ProductTile(128, 128, 4, 3), ProductTile(128, 128, 4, 3))),
 )
 
 #: Of weights in lanes, whose tiles are widened in registers: steps of a block of lanes at least.

@@ -94,8 +94,15 @@ class GivenEmbeddings:
 
     #: [g] int64: for which tokens; their ids mean nothing.
     t_index: torch.Tensor
-    #: [g, width] in the model's dtype.
+    #: [g, width] in the model's dtype. What is wider than the table is added to the stream behind
+    #: the first layers, for each as many numbers (DeepStack: Meng et al. 2024).
     rows: torch.Tensor
+
+    def add_behind(self, layer: int, x: torch.Tensor) -> None:
+        """Add to the stream [T, hidden] what comes behind a layer, if anything does."""
+        width = x.shape[1]
+        if self.rows.shape[1] >= width * (layer + 2):
+            x.index_add_(0, self.t_index, self.rows[:, width * (layer + 1) : width * (layer + 2)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,8 @@ class Decoder:
             if at in taps:
                 streams[at] = x.clone()
             x = layer(x, step)
+            if batch.given is not None:
+                batch.given.add_behind(at, x)
         return self._norm(x), [streams[at] for at in taps]
 
     def embed_tokens(self, t_token: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ class TokenEmbedding:
         if self._scale_rows != 1.0:
             x *= self._scale_rows
         if batch.given is not None:
-            x.index_copy_(0, batch.given.t_index, batch.given.rows)
+            x.index_copy_(0, batch.given.t_index, batch.given.rows[:, : x.shape[1]])
         if self._scale_all != 1.0:
             x *= self._scale_all
         if self._project is not None:

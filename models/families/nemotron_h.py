@@ -47,6 +47,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
         num_key_value_heads=8, intermediate_size=21_504, max_position_embeddings=4096
     )
     fields.only("residual_in_fp32", False)
+    fields.only("mamba_proj_bias", False)
     fields.only("sliding_window")
     norm = Norm("rms", fields.real("layer_norm_epsilon", 1e-5))
     fields.only("attention_bias", False)

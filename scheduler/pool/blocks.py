@@ -78,7 +78,8 @@ class BlockLog:
         for at in range(0, len(tokens), BLOCK_TOKENS):
             before = _hash(before, tokens[at : at + BLOCK_TOKENS])
             run.hashes.append(before)
-        self._changes.append(BlocksStored(parent, list(run.hashes), tokens.tolist()))
+        # Who listens knows ids of tokens alone; rows of images have others, and count in the hash.
+        self._changes.append(BlocksStored(parent, list(run.hashes), np.maximum(tokens, 0).tolist()))
 
     def cut(self, node: Node, keep: int) -> None:
         """Of `node`, a leaf, the first `keep` tokens are left; 0: it goes."""

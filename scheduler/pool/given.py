@@ -2,7 +2,8 @@
 
 Such a position gets an id that no token has. Given embeddings have ids from `GIVEN` downwards, the
 same for equal vectors, and where they bring positions, for equal ones: so the tree finds a prefix
-again only where its keys are the same. The
+again only where its keys are the same. An image's rows have a key of their own, which says both:
+hashing each of them would take the engine long. The
 virtual tokens of an adapter come before a prompt, and have ids from `VIRTUAL` downwards, by their
 index; whose they are, the salt of their root says, which has the adapter's digest.
 """
@@ -47,26 +48,30 @@ class VectorIds:
         prompt[:virtual] = VIRTUAL - np.arange(virtual)
         prompt[virtual:] = request.prompt
         for placed in placed_vectors(request):
-            vectors = _vectors(placed.given)
+            vectors, place = _vectors(placed.given), placed.place
+            if placed.given.key:
+                prompt[place : place + len(vectors)] = self._ids_of(placed.given.key, len(vectors))
+                continue
             # Keys are turned by positions: equal vectors elsewhere are another prefix.
             where = [b""] * len(vectors)
             if placed.given.axes:
                 behind = placed.end + placed.shift_behind
                 where = [np.append(axes, behind).tobytes() for axes in placed.axes().T]
             for at, vector in enumerate(vectors):
-                prompt[placed.place + at] = self._id_of(vector.tobytes() + where[at])
+                prompt[place + at] = self._ids_of(vector.tobytes() + where[at], 1)[0]
         return prompt
 
-    def _id_of(self, vector: bytes) -> int:
-        digest = hashlib.sha256(vector).digest()
+    def _ids_of(self, content: bytes, count: int) -> Tokens:
+        """[count] those of vectors that these bytes are, or name."""
+        digest = hashlib.sha256(content).digest()
         found = self._ids.pop(digest, None)
         if found is None:
-            found = GIVEN - self._given % _MOST_IDS
-            self._given += 1
+            found = self._given
+            self._given += count
         self._ids[digest] = found
         if len(self._ids) > _MOST_VECTORS:
             self._ids.popitem(last=False)
-        return found
+        return (GIVEN - (found + np.arange(count)) % _MOST_IDS).astype(np.int32)
 
 
 def vectors_of(request: Request, start: int, end: int) -> list[Vectors]:

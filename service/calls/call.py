@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from tokenpod.core.requests import BeamParams
 from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.calls.images import GivenImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,8 @@ class GenerateCall:
     constraint: AskedConstraint | None = None
     #: Tokens that a step may draft; None: as many as the server drafts.
     max_draft_tokens: int | None = None
+    #: Of a chat, in the order of their places there.
+    images: Sequence[GivenImage] = ()
 
     @property
     def sequences(self) -> int:
@@ -175,6 +178,8 @@ class TokensCall:
     return_ids: bool = False
     #: Of a text: where each token begins and ends.
     return_offsets: bool = False
+    #: Of a chat, in the order of their places there.
+    images: Sequence[GivenImage] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +210,9 @@ class ShardRequest:
     chunk_len: int | None
     #: Whether a step may bring it several tokens.
     several_tokens: bool = True
+    #: And where they stand in `inputs`: offsets, rising.
+    images: Sequence[GivenImage] = ()
+    image_places: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class ChatMessage(msgspec.Struct, frozen=True, array_like=True):
         tool_calls: what it called.
         tool_call_id: the call that a tool's turn answers.
         name: of the tool, or of who speaks.
+        images: where in the content images stand: offsets, rising.
     """
 
     role: str
@@ -37,6 +38,7 @@ class ChatMessage(msgspec.Struct, frozen=True, array_like=True):
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     name: str = ""
+    images: Sequence[int] = ()
 
 
 class Tool(msgspec.Struct, frozen=True, array_like=True):

@@ -218,6 +218,19 @@ class Settings(BaseSettings):
     """Seconds that tokenising a text or rendering a chat may take; it is killed then."""
     text_memory_bytes: int = _limit(2 * 1024**3, ge=64 * 1024**2)
     """Memory that tokenising a text or rendering a chat may take, besides the loaded tokenizer."""
+    max_images: int = _limit(8, ge=0, le=1024)
+    """Images of a request, where the model's are served (docs/vision.md). 0: none; then neither
+    what computes them is loaded, nor are there image workers."""
+    max_image_bytes: int = _limit(10 * 1024**2, ge=1024)
+    """Bytes of an image's file."""
+    max_image_pixels: int = _limit(32 * 1024**2, ge=1)
+    """Pixels of an image, by its header, before it is decoded."""
+    image_workers: int = _limit(2, ge=1, le=64)
+    """Processes of each front end that decode images."""
+    image_timeout: float = _limit(10.0, gt=0, le=3600)
+    """Seconds that decoding and preparing an image may take; it is killed then."""
+    image_memory_bytes: int = _limit(1024**3, ge=64 * 1024**2)
+    """Memory that decoding and preparing an image may take."""
     max_input_tokens: int | None = _limit(derived="max-total-tokens less 1", ge=1)
     """Tokens of a prompt."""
     max_total_tokens: int | None = _limit(
@@ -298,6 +311,9 @@ class Settings(BaseSettings):
     prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
     """Which of them make room for others. lru: those that were used longest ago; lfu: those that
     few requests have used."""
+    image_cache_bytes: int = _memory(256 * 1024**2, ge=0)
+    """Host memory for rows of images that were computed, so that an image that comes again, as in
+    each turn of a chat, is not computed again."""
     host_kv_bytes: int = _memory(0, ge=0)
     """Memory of this pod's host, all ranks together, for keys and values that the KV cache has no
     room for: prefixes that it forgets, and requests that made room for others. 0: none."""

@@ -8,13 +8,16 @@ message.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from tokenpod.core.async_link import AsyncLink
+from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded, PreparedImage
 from tokenpod.core.messages import (
     Abort,
     AdapterDone,
@@ -32,8 +35,10 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, Load, StepOutputs
 from tokenpod.core.requests import Request
-from tokenpod.service.calls.errors import RETRY_SECONDS, Unavailable
+from tokenpod.service.calls.errors import RETRY_SECONDS, Internal, Unavailable
 from tokenpod.service.pod.sinks import Sink, Sinks
+
+log = logging.getLogger("tokenpod")
 
 _LOST = "the model's engine was lost; retry"
 #: The load of an engine that has not reported one yet.
@@ -106,7 +111,8 @@ class EngineClient(AsyncLink[FromEngine]):
         self._sinks = Sinks(self.abort)
         self._ops: dict[int, asyncio.Future[Advanced]] = {}
         self._next_op = 0
-        self._next_sequence = index + count * life * _IDS_OF_A_LIFE
+        self._next_sequence = self._next_images = index + count * life * _IDS_OF_A_LIFE
+        self._encoding: dict[int, asyncio.Future[ImagesEncoded]] = {}
         self._stride = count
 
     # -- requests ------------------------------------------------------------------------------
@@ -185,6 +191,53 @@ class EngineClient(AsyncLink[FromEngine]):
         finally:
             del self._changes[change.op]
 
+    async def encode_images(
+        self, images: Sequence[PreparedImage], answered: Callable[[], None]
+    ) -> tuple[int, Sequence[bytes]]:
+        """Have the engine compute the rows of a request's images, and keep them.
+
+        Args:
+            images: for the tower.
+            answered: called once the engine needs their descriptors no more, whatever became of
+                the caller.
+
+        Returns: the name under which a `Request` or `drop_images` asks for them, and the keys of
+        those that the engine does not know, if they came without tensors: then none is kept.
+
+        Raises Unavailable if the engine is lost, Internal if its tower fails.
+        """
+        op = self._next_images
+        self._next_images += self._stride
+        done: asyncio.Future[ImagesEncoded] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(lambda _: answered())
+        self._encoding[op] = done
+        if self.lost.done():
+            self._end_encoding()
+        self.send(EncodeImages(op, os.getpid(), [*images]))
+        try:
+            told = await asyncio.shield(done)
+        except asyncio.CancelledError:
+            self.drop_images(op)
+            raise
+        if told.failure is FailureCode.UNAVAILABLE:
+            raise Unavailable(_LOST, retry_after=RETRY_SECONDS)
+        if told.failure is not None:
+            fault = Internal()
+            extra = {"error_id": fault.error_id, "reason": told.message}
+            log.error("images can't be computed", extra=extra)
+            raise fault
+        return op, told.missing
+
+    def drop_images(self, op: int) -> None:
+        """No request will ask for these."""
+        self.send(DropImages(op))
+
+    def _end_encoding(self) -> None:
+        for op, done in self._encoding.items():
+            if not done.done():
+                done.set_result(ImagesEncoded(op, (), FailureCode.UNAVAILABLE))
+        self._encoding.clear()
+
     def give_up(self, why: str) -> None:
         """The engine is lost, though it may not know yet; the text is for the operator."""
         self._lose(EngineLost(why))
@@ -216,6 +269,9 @@ class EngineClient(AsyncLink[FromEngine]):
             case AdapterDone():
                 if (change := self._changes.get(message.op)) and not change.done():
                     change.set_result(message)
+            case ImagesEncoded():
+                if (encoding := self._encoding.pop(message.op, None)) is not None:
+                    encoding.set_result(message)
             case Loading():
                 self._on_loading(message)
             case Ready():
@@ -256,6 +312,7 @@ class EngineClient(AsyncLink[FromEngine]):
         if not self.ready.done():
             self.ready.cancel()
         self._sinks.fail_all(FailureCode.UNAVAILABLE, _LOST)
+        self._end_encoding()
         for done in self._ops.values():
             if not done.done():
                 failure = Failure(-1, FailureCode.UNAVAILABLE, _LOST)

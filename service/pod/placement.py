@@ -72,6 +72,7 @@ def lone_options(
         host_kv_least_tokens=settings.host_kv_least_tokens,
         preemption=settings.preemption,
         task=settings.task,
+        image_cache_bytes=settings.image_cache_bytes if settings.max_images else None,
     )
 
 

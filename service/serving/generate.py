@@ -29,6 +29,7 @@ from tokenpod.service.admission.memory_budget import Lease
 from tokenpod.service.calls.call import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
 from tokenpod.service.calls.errors import AlreadyExists, NotFound, Unimplemented
 from tokenpod.service.calls.generation import Generation
+from tokenpod.service.calls.images import image_bytes
 from tokenpod.service.calls.limits import (
     MOST_RETURNED_IDS,
     NeverFits,
@@ -47,6 +48,7 @@ from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.serving.adapters import Adapters, with_adapter
 from tokenpod.service.serving.cache_feed import CacheFeed
+from tokenpod.service.serving.images import Images, SeenImages
 from tokenpod.service.serving.serving import Serving, request_limits
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.bad_words import token_runs
@@ -104,6 +106,7 @@ class GenerateService:
             CacheFeed(client),
             formats,
             TokenizerArchive(encoder, self._admission.memory, self.aside),
+            Images(encoder.images if ready.images else None, client),
             adapters,
             settings.served_name,
         )
@@ -158,12 +161,18 @@ class GenerateService:
         with self._admission.enter():
             serving = self._ready()
             check_tokens(call, serving.limits)
-            with self._admission.memory.reserve(prompt_bytes(call.prompt)) as lease:
+            serving.images.check(call.images)
+            size = prompt_bytes(call.prompt) + image_bytes(call.images)
+            with self._admission.memory.reserve(size) as lease:
+                seen = await serving.images.read(call.images)
+                # What an image becomes is not wanted, but how many tokens.
+                seen.close()
                 tokenised = await serving.encoder.encode(
                     call.prompt,
                     keep=MOST_RETURNED_IDS if call.return_ids or call.return_offsets else 0,
                     special=call.add_special_tokens,
                     offsets=call.return_offsets,
+                    images=seen.images,
                 )
                 if call.return_ids or call.return_offsets:
                     check_returned_ids(tokenised.count)
@@ -224,6 +233,7 @@ class AdmittedCall:
         #: Bytes of what the client asks for, as text and as tokens.
         self._asked_bytes = 0
         self._generation: Generation | None = None
+        self._seen: SeenImages | None = None
         self._name: int | None = None
         #: Its end was asked for, by its name.
         self._unwanted = False
@@ -261,7 +271,11 @@ class AdmittedCall:
         self._adapter_of(call)
         check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
-        self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
+        size = prompt_bytes(call.prompt)
+        if call.images:
+            self._serving.images.check(call.images)
+            size += image_bytes(call.images)
+        self._lease = self._admission.memory.reserve(size)
 
     async def submit(
         self, call: GenerateCall, request_id: str, remaining: float | None
@@ -285,8 +299,15 @@ class AdmittedCall:
             deadline_at = time.monotonic_ns() + int(remaining * 1e9)
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
+        if call.images:
+            self._seen = await serving.images.read(call.images)
+            lease.resize(lease.size + self._seen.file_bytes)
+        seen = self._seen
         tokenised = await serving.encoder.encode(
-            call.prompt, keep=min(call.truncate or most, most), calls=serving.called_by(call)
+            call.prompt,
+            keep=min(call.truncate or most, most),
+            calls=serving.called_by(call),
+            images=seen.images if seen is not None else (),
         )
         prompt = tokenised.ids
         before = self._adapter_of(call)
@@ -299,6 +320,7 @@ class AdmittedCall:
         self._asked_bytes = lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words)))
         lease.resize(self._asked_bytes)
         self._place.queue(len(prompt))
+        images = await seen.encoded(prompt) if seen is not None else None
         # Found again at the last moment: what has been replaced meanwhile is not asked for.
         adapter = self._adapter_of(call)
         if adapter is not before:
@@ -306,6 +328,8 @@ class AdmittedCall:
         request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
         if adapter is not None:
             request = with_adapter(request, adapter)
+        if images is not None:
+            request = structs.replace(request, images=images)
         if constraint is not None and call.beam is not None:
             field = call.constraint.field if call.constraint else "chat.tool_choice"
             raise Unimplemented(field, "is not supported beside sampling.beam")
@@ -322,6 +346,8 @@ class AdmittedCall:
         )
         # The engine alone keeps the constraint, which may be megabytes of patterns.
         serving.client.submit(structs.replace(request, constraint=constraint), generation)
+        if seen is not None:
+            seen.close()
         self._generation, self._adapter = generation, call.adapter
         if self._recorded is not None and call.adapter:
             self._recorded.adapts(call.adapter)
@@ -360,6 +386,8 @@ class AdmittedCall:
         """Cancel what still runs and report the call; its memory is free."""
         if self._generation is not None:
             self._generation.cancel()
+        if self._seen is not None:
+            self._seen.close()
         if self._lease is not None:
             self._lease.release()
         if self._name is not None:

@@ -18,6 +18,7 @@ from tokenpod.service.constraints.asked import constraint_of
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
+from tokenpod.service.serving.images import Images
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats, TurnParser
@@ -44,6 +45,8 @@ class Serving:
     #: How the model writes reasoning and calls of tools.
     formats: Formats
     archive: TokenizerArchive
+    #: Of calls.
+    images: Images
     adapters: Adapters = field(default_factory=lambda: Adapters(0))
     #: The model's name for clients.
     model_id: str = ""

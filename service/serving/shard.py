@@ -236,13 +236,15 @@ class ShardService:
     async def _prefill(self, new: ShardBatch, cached: int | None) -> ShardStep:
         batch = self.batches.take(cached) if cached is not None else []
         with self._dropped_on_failure(batch):
-            opened = await self._requests.open(new)
-            self._drop(self.batches.discard(new.id))
-            if not batch and not opened.sequences:
-                return _unstepped(opened.refused)
-            joined_id = new.id if cached is None else cached
-            concat_ns = 0 if opened.sequences and batch else None
-            step = await self._step(joined_id, batch, opened, concat_ns=concat_ns)
+            opened = Opened()
+            with contextlib.closing(opened):
+                await self._requests.open(new, opened)
+                self._drop(self.batches.discard(new.id))
+                if not batch and not opened.sequences:
+                    return _unstepped(opened.refused)
+                joined_id = new.id if cached is None else cached
+                concat_ns = 0 if opened.sequences and batch else None
+                step = await self._step(joined_id, batch, opened, concat_ns=concat_ns)
             step.generations.extend(opened.refused)
             return step
 

@@ -11,14 +11,18 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.service.calls.call import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.calls.errors import FieldError, Internal, InvalidArgument
 from tokenpod.service.calls.sampler_params import shard_sampling_params
+from tokenpod.service.images.inline import cut_out
 from tokenpod.service.serving import shard_checks as checks
 from tokenpod.service.serving.adapters import with_adapter
+from tokenpod.service.serving.images import SeenImages
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.encoder import Tokenised
@@ -43,6 +47,13 @@ class Opened:
     sequences: list[RoutedSequence] = field(default_factory=list)
     #: How those that can't be served end.
     refused: list[ShardGeneration] = field(default_factory=list)
+    #: The images of all.
+    seen: list[SeenImages] = field(default_factory=list)
+
+    def close(self) -> None:
+        """The engine has the requests, or will not have them."""
+        for seen in self.seen:
+            seen.close()
 
 
 def is_probe(batch: ShardBatch) -> bool:
@@ -66,48 +77,71 @@ class ShardRequests:
         self._serving = serving
         self._models: set[str] = set()
 
-    async def open(self, batch: ShardBatch) -> Opened:
-        """All requests of a batch. Raises InvalidArgument if it makes no sense as a whole."""
+    async def open(self, batch: ShardBatch, opened: Opened) -> None:
+        """Add all requests of a batch. Raises InvalidArgument if it makes no sense as a whole."""
         checks.check_batch(batch)
-        limits, opened = self._serving.limits, Opened()
+        limits = self._serving.limits
         good: list[tuple[int, ShardRequest]] = []
+        seen: list[SeenImages] = []
+        texts: list[Text] = []
         for at, asked in enumerate(batch.requests):
             await _turn(at)
             try:
                 checks.check_request(asked, at, limits)
+                images, inputs = await self._seen(asked, opened)
+                texts.append(self._text(asked, inputs, limits.max_total_tokens))
+                seen.append(images)
                 good.append((at, asked))
             except Exception as problem:
                 opened.refused.append(self._refuse(asked, problem))
-        texts = [self._text(asked, limits.max_total_tokens) for _, asked in good]
         prompts = await self._serving.encoder.encode_all(texts, field="inputs")
-        for (at, asked), prompt in zip(good, prompts, strict=True):
+        for (at, asked), prompt, images in zip(good, prompts, seen, strict=True):
             await _turn(at)
             try:
-                request, sequence = await self._opened(asked, at, prompt)
+                request, sequence = await self._opened(asked, at, prompt, images)
             except Exception as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
             opened.requests.append(request)
             opened.sequences.append(sequence)
-        return opened
 
     async def open_probe(self, asked: ShardRequest) -> tuple[Request, RoutedSequence]:
         """The request of a liveness probe. Raises InvalidArgument."""
         checks.check_request(asked, 0, self._serving.limits)
-        text = self._text(asked, PROBE_TOKENS - 1)
+        text = self._text(asked, asked.inputs, PROBE_TOKENS - 1)
         (prompt,) = await self._serving.encoder.encode_all([text], field="inputs")
         if isinstance(prompt, InvalidArgument):
             raise prompt
         request = self._request(asked, prompt.ids, probe=True)
         return request, RoutedSequence(asked, request, self._serving.tokenizer)
 
+    async def _seen(self, asked: ShardRequest, opened: Opened) -> tuple[SeenImages, str]:
+        """A request's images, and its text with what stands for them. A model for text skips them.
+
+        Raises InvalidArgument or Unavailable.
+        """
+        service, inputs = self._serving.images, asked.inputs
+        if not service.served:
+            return await service.read(()), inputs
+        images, places = asked.images, asked.image_places
+        if not images and "](data:" in inputs:
+            # Routers that know no chunks.
+            inputs, images, places = await asyncio.to_thread(cut_out, inputs, "inputs")
+        seen = await service.read(images)
+        opened.seen.append(seen)
+        return seen, seen.within(inputs, places, "inputs")
+
     @staticmethod
-    def _text(asked: ShardRequest, most: int) -> Text:
+    def _text(asked: ShardRequest, inputs: str, most: int) -> Text:
         keep = min(asked.truncate or most, most)
-        return Text(asked.inputs, asked.add_special_tokens, keep)
+        return Text(inputs, asked.add_special_tokens, keep)
 
     async def _opened(
-        self, asked: ShardRequest, at: int, prompt: Tokenised | InvalidArgument
+        self,
+        asked: ShardRequest,
+        at: int,
+        prompt: Tokenised | InvalidArgument,
+        seen: SeenImages,
     ) -> tuple[Request, RoutedSequence]:
         """Request number `at` of a batch. Raises InvalidArgument or Unimplemented."""
         if isinstance(prompt, InvalidArgument):
@@ -120,6 +154,9 @@ class ShardRequests:
         self._note_model(asked)
         request = self._request(asked, prompt.ids, constraint=constraint)
         request = with_adapter(request, adapter)
+        images = await seen.encoded(prompt.ids)
+        if images is not None:
+            request = structs.replace(request, images=images)
         return request, RoutedSequence(asked, request, self._serving.tokenizer)
 
     def _refuse(self, asked: ShardRequest, problem: Exception) -> ShardGeneration:

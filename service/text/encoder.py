@@ -19,12 +19,19 @@ from tokenpod.service.calls.call import Prompt
 from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.images.image_reader import ImageReader, SeenImage
 from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.tokenizers.generation_defaults import read_defaults
 from tokenpod.service.text.tokenizers.inline_cost import is_bounded
-from tokenpod.service.text.tokenizers.tokenizer import TextModel, Tokenizer, TokenizerPanic
+from tokenpod.service.text.tokenizers.tokenizer import (
+    TextModel,
+    Tokenizer,
+    TokenizerError,
+    TokenizerPanic,
+)
 from tokenpod.service.text.workers.text_messages import EncodeChat, EncodeTexts, Text, unpacked
 from tokenpod.service.text.workers.text_workers import TextWorkers
+from tokenpod.service.workers.worker_pool import CantStart
 
 #: Bytes of UTF-8 up to which texts are tokenised on the event loop (benchmarks/NOTES.md).
 INLINE_BYTES = 4096
@@ -63,8 +70,11 @@ class Encoder:
         workers: TextWorkers,
         folder: Path,
         defaults: Mapping[str, Any] | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        #: None: images are refused.
+        self.images = images
         self.folder = folder
         self.defaults = defaults or {}
         self._workers = workers
@@ -81,7 +91,12 @@ class Encoder:
         model = await asyncio.to_thread(tokenizer.text_model)
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)
-        return cls(tokenizer, workers, folder, defaults)
+        try:
+            name_of = tokenizer.backend.id_to_token
+            images = await ImageReader.start(folder, settings, name_of, life)
+        except CantStart as error:
+            raise TokenizerError(f"the model's images can't be read: {error}") from error
+        return cls(tokenizer, workers, folder, defaults, images)
 
     def text_model(self) -> TextModel:
         """The tokenizer's file and chat template, as the workers have them; takes a moment."""
@@ -95,6 +110,7 @@ class Encoder:
         special: bool = True,
         offsets: bool = False,
         calls: CallFormat | None = None,
+        images: Sequence[SeenImage] = (),
     ) -> Tokenised:
         """A prompt's tokens; of a chat, those of what the model's template makes of it.
 
@@ -104,12 +120,13 @@ class Encoder:
             special: add special tokens to a text.
             offsets: say where the tokens of a text begin and end.
             calls: make a constraint of a chat's tools, which are called in this format.
+            images: those of a chat.
 
         Raises:
             InvalidArgument: the template refuses it, or it takes too much time or memory.
         """
         if isinstance(prompt, ChatPrompt):
-            return await self._encode_chat(prompt, keep, calls)
+            return await self._encode_chat(prompt, keep, calls, images)
         if isinstance(prompt, str):
             if _size(prompt) <= self._inline_bytes:
                 return self._at_once(prompt, "text", special=special, keep=keep, offsets=offsets)
@@ -192,9 +209,14 @@ class Encoder:
         ]
 
     async def _encode_chat(
-        self, chat: ChatPrompt, keep: int, calls: CallFormat | None
+        self,
+        chat: ChatPrompt,
+        keep: int,
+        calls: CallFormat | None,
+        images: Sequence[SeenImage],
     ) -> Tokenised:
-        job = EncodeChat(chat, keep, calls.name if calls is not None else "")
+        texts = self.images.texts(images) if self.images is not None else None
+        job = EncodeChat(chat, keep, calls.name if calls is not None else "", texts)
         encoded = await self._workers.run(job, field="chat", size=chat.characters)
         ids, end = unpacked(encoded.ids[0]), encoded.rendered_end
         return Tokenised(encoded.counts[0], ids, rendered_end=end, calls=encoded.calls)

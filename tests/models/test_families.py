@@ -158,6 +158,7 @@ def test_golden_checkpoints_vary_what_the_config_decides(family):
         ("exaone4", "layer_types", {"sliding_window_pattern": 2}),
         ("cohere2-varied", "layer_types", {"sliding_window_pattern": 2}),
         ("smollm3", "no_rope_layers", {"no_rope_layer_interval": 4}),
+        ("lfm2-varied", "layer_types", {"full_attn_idxs": [2]}),
         ("gpt-bigcode", "num_key_value_heads", {"multi_query": True}),
         ("minimax-m2", "rope_parameters", {"rotary_dim": 8, "rope_theta": 1e4}),
     ],

@@ -100,6 +100,17 @@ def test_what_is_not_built_is_never_ignored(api: Any, path: str) -> None:
     assert not [each for each in features if each == path or each.startswith(f"{path}.")]
 
 
+def test_a_model_for_text_refuses_images(api: Any) -> None:
+    image = {"image": {"data": b"\x89PNG"}}
+    request = pb.GenerateRequest(chat={"messages": [{"role": "user", "content": [image]}]})
+    error = refused(grpc.StatusCode.UNIMPLEMENTED, stream, api, request)
+    assert violations(error) == {
+        "chat.messages[0].content[0].image": "is not supported: this server has no model that sees"
+    }
+    features = api.GetModel(service.GetModelRequest()).model.features
+    assert not [each for each in features if "image" in each]
+
+
 def test_an_unknown_field_is_refused_on_the_socket(server: ServerProcess) -> None:
     data = ask().SerializeToString() + b"\xf8\x7f\x01"
     call = server.channel().unary_stream("/tokenpod.v1.GenerationService/Generate")

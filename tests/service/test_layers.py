@@ -9,7 +9,7 @@ from shape import imported
 SERVICE = Path(__file__).parents[2] / "service"
 #: From the lowest to the highest; "" are the modules of service/ itself.
 LAYERS = (
-    *("config", "calls", "download", "admission", "constraints"),
+    *("config", "calls", "download", "admission", "constraints", "workers", "images"),
     *("text", "pod", "rpc", "telemetry", "serving", "dialects", ""),
 )
 

@@ -23,6 +23,7 @@ from tokenpod.service.calls.call import (
     ShardStep,
     TokenList,
 )
+from tokenpod.service.calls.images import GivenImage
 
 log = logging.getLogger("tokenpod.shard")
 
@@ -80,10 +81,17 @@ class ShardCodec:
     def _request(self, request: Any) -> ShardRequest:
         parameters, stopping = request.parameters, request.stopping_parameters
         inputs, chunked = request.inputs, _given(request, "input_chunks")
+        images: list[GivenImage] = []
+        places: list[int] = []
         if chunked is not None and chunked.chunks:
-            # Authoritative where present; `inputs` is the same for shards that know no chunks. A
-            # model for text skips images.
-            inputs = "".join(c.text for c in chunked.chunks if c.WhichOneof("chunk") == "text")
+            # Authoritative where present; `inputs` is the same for shards that know no chunks.
+            inputs = ""
+            for at, each in enumerate(chunked.chunks):
+                if each.WhichOneof("chunk") == "image":
+                    images.append(GivenImage(each.image.data, f"input_chunks[{at}].image.data"))
+                    places.append(len(inputs))
+                else:
+                    inputs += each.text
         return ShardRequest(
             id=request.id,
             inputs=inputs,
@@ -108,6 +116,8 @@ class ShardCodec:
             adapter_id=_given(request, "adapter_id"),
             chunk_len=_given(request, "chunk_len"),
             several_tokens=not self._scalar,
+            images=images,
+            image_places=places,
         )
 
     # -- out -----------------------------------------------------------------------------------

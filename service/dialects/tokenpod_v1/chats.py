@@ -12,6 +12,7 @@ from google.protobuf.struct_pb2 import Struct, Value
 
 from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool, ToolCall
 from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.calls.limits import check_chat_length, few_entries
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2 as pb
 
@@ -25,8 +26,8 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
-async def chat_prompt(chat: pb.Chat) -> ChatPrompt:
-    """What `chat` says. Other tasks get their turn while it is copied.
+async def chat_prompt(chat: pb.Chat, images: list[GivenImage]) -> ChatPrompt:
+    """What `chat` says; its images are added to `images`. Others get their turn meanwhile.
 
     Raises InvalidArgument for what no template could be given.
     """
@@ -36,7 +37,7 @@ async def chat_prompt(chat: pb.Chat) -> ChatPrompt:
     for at, message in enumerate(chat.messages):
         if at % _SLICE == _SLICE - 1:
             await asyncio.sleep(0)
-        messages.append(_message(message, f"chat.messages[{at}]"))
+        messages.append(_message(message, f"chat.messages[{at}]", images))
     tools: dict[str, Tool] = {}
     for at, tool in enumerate(chat.tools):
         if at % _SLICE == _SLICE - 1:
@@ -60,17 +61,34 @@ def _unless_unset(message: Any, field: str) -> bool:
     return getattr(message, field) if message.HasField(field) else True
 
 
-def _message(message: pb.ChatMessage, path: str) -> ChatMessage:
+def _message(message: pb.ChatMessage, path: str, images: list[GivenImage]) -> ChatMessage:
     few_entries(f"{path}.tool_calls", len(message.tool_calls), MOST_CALLS)
-    parts = enumerate(message.content)
+    texts: list[str] = []
+    places: list[int] = []
+    size = 0
+    for number, part in enumerate(message.content):
+        field = f"{path}.content[{number}]"
+        if part.WhichOneof("part") == "image":
+            images.append(_image(part.image, f"{field}.image"))
+            places.append(size)
+        else:
+            texts.append(_text(part, field))
+            size += len(texts[-1])
     return ChatMessage(
         message.role,
-        "".join(_text(part, f"{path}.content[{number}]") for number, part in parts),
+        "".join(texts),
         message.reasoning,
         [ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls],
         message.tool_call_id,
         message.name,
+        places,
     )
+
+
+def _image(image: pb.Image, field: str) -> GivenImage:
+    if image.WhichOneof("source") is None:
+        raise InvalidArgument(field, "has no data")
+    return GivenImage(image.data, f"{field}.data")
 
 
 def _text(part: pb.ContentPart, path: str) -> str:

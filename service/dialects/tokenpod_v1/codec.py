@@ -22,6 +22,7 @@ from tokenpod.service.calls.call import (
     TokensCall,
 )
 from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
+from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.dialects.fields import copied, given, unless_unset
 from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
 from tokenpod.service.dialects.tokenpod_v1.features import check_built
@@ -85,8 +86,10 @@ async def generate_call(
         asked = given(request.sampling, Sampling)
         sampling = Sampling(**with_defaults(asked, defaults) if defaults else asked)
     _check(request, stream=stream)
+    images: list[GivenImage] = []
     return GenerateCall(
-        prompt=await _prompt(request),
+        prompt=await _prompt(request, images),
+        images=images,
         sampling=sampling,
         beam=beam,
         stopping=Stopping(
@@ -123,12 +126,14 @@ async def tokens_call(request: pb.TokenizeRequest) -> TokensCall:
     if is_chat and request.HasField("add_special_tokens"):
         problem = "is for a text: a chat has the special tokens that its template writes"
         raise InvalidArgument("add_special_tokens", problem)
-    prompt = await chat_prompt(request.chat) if is_chat else request.text
+    images: list[GivenImage] = []
+    prompt = await chat_prompt(request.chat, images) if is_chat else request.text
     return TokensCall(
         prompt,
         add_special_tokens=unless_unset(request, "add_special_tokens"),
         return_ids=request.return_token_ids,
         return_offsets=request.return_offsets,
+        images=images,
     )
 
 
@@ -228,14 +233,14 @@ def _constraint(request: generation_pb2.GenerateRequest) -> AskedConstraint | No
     return AskedConstraint(ConstraintKind[kind.upper()], field, text)
 
 
-async def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
+async def _prompt(request: generation_pb2.GenerateRequest, images: list[GivenImage]) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
         case "token_ids":
             return await copied(request.token_ids.ids)
         case "chat":
-            return await chat_prompt(request.chat)
+            return await chat_prompt(request.chat, images)
         case _:
             return None
 

@@ -19,7 +19,7 @@ from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 #: chats.
 NOT_BUILT = frozenset(
     {
-        "chat.messages.content.image",
+        "chat.messages.content.image.uri",
     }
 )
 #: Fields of requests with tools.
@@ -67,7 +67,9 @@ def _check(message: Any, places: Places, path: str) -> Generator[None]:
             yield from _check(each, below, f"{name}[{at}].")
 
 
-def features(*, chats: bool, tools: bool, adapters: bool, constraints: bool) -> list[str]:
+def features(
+    *, chats: bool, tools: bool, adapters: bool, constraints: bool, images: bool
+) -> list[str]:
     """Paths of the fields of a request that this server takes.
 
     Args:
@@ -75,10 +77,12 @@ def features(*, chats: bool, tools: bool, adapters: bool, constraints: bool) -> 
         tools: it shows the model its tools, and calls can be parsed from its text.
         adapters: there are slots for them.
         constraints: the model's tokens add bytes of their own to a text.
+        images: the model sees them.
     """
     left_out = () if chats and tools else _TOOLS if chats else ("chat",)
     left_out = left_out if adapters else (*left_out, "adapter")
     left_out = left_out if constraints else (*left_out, "constraint")
+    left_out = left_out if images else (*left_out, "chat.messages.content.image")
     paths = _paths(pb.GenerateRequest.DESCRIPTOR, "")
     return [path for path in paths if not f"{path}.".startswith(tuple(f"{x}." for x in left_out))]
 

@@ -48,6 +48,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
             tools=_tools(serving),
             adapters=adapters.taken,
             constraints=tokenizer.tells_bytes,
+            images=serving.images.served,
         ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),

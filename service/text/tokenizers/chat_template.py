@@ -19,13 +19,15 @@ from tokenpod.service.text.tokenizers.template_values import (
     tools_of,
 )
 
-__all__ = ["ChatTemplate", "ChatTemplateError", "roles_of", "takes_tools"]
+__all__ = ["ChatTemplate", "ChatTemplateError", "roles_of", "takes_tools", "wants_parts"]
 
 MAX_RENDERED_CHARS = 16 * 2**20
 MAX_RANGE_STEPS = 1_000_000
 #: The key of a message under which templates find who speaks.
 _ROLE = "role"
 _TOOLS = "tools"
+#: What was said, under the same name in messages and variables.
+_CONTENT = "content"
 #: What templates call; no argument of a request stands for them.
 _FUNCTIONS = ("raise_exception", "strftime_now", "namespace", "dict")
 
@@ -45,6 +47,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
         self._takes_tools = takes_tools(source)
+        self._in_parts = wants_parts(source)
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -67,7 +70,7 @@ class ChatTemplate:
             raise ChatTemplateError("is of no use: the model's template shows no tools", "tools")
         own: dict[str, Any] = {
             **self._special_tokens,
-            "messages": messages_of(chat),
+            "messages": messages_of(chat, in_parts=self._in_parts),
             _TOOLS: tools_of(chat.tools),
             "add_generation_prompt": chat.add_generation_prompt,
             "range": _BoundedRange(),
@@ -120,6 +123,37 @@ def takes_tools(source: str) -> bool:
     except (TemplateSyntaxError, RecursionError):
         return False
     return any(name.name == _TOOLS for name in tree.find_all(nodes.Name))
+
+
+def wants_parts(source: str) -> bool:
+    """Whether a template goes through the parts of a message, and knows no content that is a text.
+
+    Such a one, as LLaVA 1.5's, would go through the text's characters, and write nothing. As
+    `roles_of`.
+    """
+    try:
+        tree = _environment().parse(source)
+    except (TemplateSyntaxError, RecursionError):
+        return False
+    if any(test.name == "string" for test in tree.find_all(nodes.Test)):
+        return False
+    return any(_names_content(each) for loop in tree.find_all(nodes.For) for each in _walked(loop))
+
+
+def _walked(loop: nodes.For) -> list[nodes.Node]:
+    """What a loop goes through, and what that is filtered from."""
+    found: list[nodes.Node] = [loop.iter]
+    while isinstance(filtered := found[-1], nodes.Filter) and filtered.node is not None:
+        found.append(filtered.node)
+    return found
+
+
+def _names_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == _CONTENT
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == _CONTENT
+    return isinstance(node, nodes.Name) and node.name == _CONTENT
 
 
 def roles_of(source: str) -> list[str]:

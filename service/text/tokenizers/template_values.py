@@ -23,14 +23,17 @@ class ChatTemplateError(ValueError):
         self.field = field
 
 
-def messages_of(chat: ChatPrompt) -> list[dict[str, Any]]:
-    """A dict for each turn. What a turn lacks is not there: templates ask `is defined`."""
-    return [dict(_fields(message)) for message in chat.messages]
+def messages_of(chat: ChatPrompt, *, in_parts: bool = False) -> list[dict[str, Any]]:
+    """A dict for each turn. What a turn lacks is not there: templates ask `is defined`.
+
+    `in_parts`: every content is a list of parts, not those with images alone.
+    """
+    return [dict(_fields(message, in_parts)) for message in chat.messages]
 
 
-def _fields(message: ChatMessage) -> Iterator[tuple[str, Any]]:
+def _fields(message: ChatMessage, in_parts: bool) -> Iterator[tuple[str, Any]]:
     yield "role", message.role
-    yield "content", message.content
+    yield "content", _parts(message) if message.images or in_parts else message.content
     if message.reasoning:
         yield "reasoning_content", message.reasoning
     if message.tool_calls:
@@ -39,6 +42,20 @@ def _fields(message: ChatMessage) -> Iterator[tuple[str, Any]]:
         yield "tool_call_id", message.tool_call_id
     if message.name:
         yield "name", message.name
+
+
+def _parts(message: ChatMessage) -> list[dict[str, str]]:
+    """The content of a message, cut where images stand."""
+    parts: list[dict[str, str]] = []
+    at = 0
+    for place in message.images:
+        if place > at:
+            parts.append({"type": "text", "text": message.content[at:place]})
+        parts.append({"type": "image"})
+        at = place
+    if at < len(message.content):
+        parts.append({"type": "text", "text": message.content[at:]})
+    return parts
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

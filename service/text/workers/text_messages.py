@@ -7,13 +7,14 @@ unpacking a million Python integers would hold the event loop for 20 ms.
 from __future__ import annotations
 
 from array import array
-from enum import IntEnum
 
 import msgspec
 
 from tokenpod.core.constraints import Tagged
 from tokenpod.core.message import Message
 from tokenpod.service.calls.chats import ChatPrompt
+from tokenpod.service.images.image_text import ImageTexts
+from tokenpod.service.workers.worker_messages import Loaded, Refused
 
 #: `array`'s letter for token ids, and bytes of one.
 _ID = "I"
@@ -63,15 +64,13 @@ class EncodeChat(Message, frozen=True, array_like=True, tag=True):
         keep: as a text's.
         call_format: name of the format in which the model writes calls, to make a constraint of
             the chat's tools; "": none is wanted.
+        images: what stands for its images; None: the model sees none.
     """
 
     chat: ChatPrompt
     keep: int
     call_format: str = ""
-
-
-class Loaded(Message, frozen=True, array_like=True, tag=True):
-    """The worker is ready for its first job."""
+    images: ImageTexts | None = None
 
 
 class Encoded(Message, frozen=True, array_like=True, tag=True):
@@ -87,28 +86,6 @@ class Encoded(Message, frozen=True, array_like=True, tag=True):
     offsets: list[bytes]
     rendered_end: str = ""
     calls: Tagged | None = None
-
-
-class Refusal(IntEnum):
-    """Why a job has no tokens."""
-
-    #: The model's template refuses the messages or fails, or the tools are too much; the text says
-    #: how.
-    CHAT = 1
-    #: The tokenizer fails on the text: a panic of the library.
-    TOKENIZER = 2
-    #: The job takes more memory than a worker may.
-    MEMORY = 3
-    #: A bug of ours; the text is for the log.
-    FAULT = 4
-
-
-class Refused(Message, frozen=True, array_like=True, tag=True):
-    """The job has no tokens; the worker goes on. `field`: of the job, what is to blame."""
-
-    reason: Refusal
-    message: str
-    field: str = ""
 
 
 Job = EncodeTexts | EncodeChat

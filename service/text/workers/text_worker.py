@@ -2,7 +2,7 @@
 
 A template is a program, and its messages are the caller's; a tokenizer's time and memory hang on
 the text. Neither can be bounded from inside a process that must go on, so they run here: the kernel
-limits the memory, and the front end kills the process when a call's time is over (text_workers.py).
+limits the memory, and the front end kills the process when a call's time is over (worker_pool.py).
 Neither torch nor grpc is imported.
 """
 
@@ -24,21 +24,20 @@ from tokenpod.service.text.parsers.calls import ToolsError
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplateError
 from tokenpod.service.text.tokenizers.tokenizer import TextModel, Tokenizer, TokenizerPanic
+from tokenpod.service.text.workers.image_places import with_images
 from tokenpod.service.text.workers.text_messages import (
     EncodeChat,
     Encoded,
     EncodeTexts,
     FromWorker,
     Job,
-    Loaded,
-    Refusal,
-    Refused,
     Text,
     ToWorker,
     WorkerOptions,
     packed,
 )
 from tokenpod.service.text.workers.tool_constraints import calls_constraint
+from tokenpod.service.workers.worker_messages import Loaded, Refusal, Refused
 
 #: Characters at the end of a rendered chat that a front end is told.
 _RENDERED_END = 64
@@ -74,20 +73,22 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
             if isinstance(calls, Refused):
                 return calls
             rendered = tokenizer.render_chat(job.chat)
+            if job.images is not None:
+                rendered = with_images(rendered, job.chat, job.images)
             # Templates write special tokens: none is added.
             encoded = _encoded(tokenizer, EncodeTexts([Text(rendered, False, job.keep)]))
             end = rendered[-_RENDERED_END:]
             return structs.replace(encoded, rendered_end=end, calls=calls)
         return _encoded(tokenizer, job)
     except ChatTemplateError as error:
-        return Refused(Refusal.CHAT, str(error), error.field)
+        return Refused(Refusal.JOB, str(error), error.field)
     except TokenizerPanic as error:
-        return Refused(Refusal.TOKENIZER, str(error))
+        return Refused(Refusal.LIBRARY, str(error))
     except MemoryError:
         return Refused(Refusal.MEMORY, "")
     except Exception as error:
         traceback.print_exc()
-        return Refused(Refusal.TOKENIZER, type(error).__name__)
+        return Refused(Refusal.LIBRARY, type(error).__name__)
 
 
 def _calls(tokenizer: Tokenizer, job: EncodeChat) -> Tagged | Refused:
@@ -96,7 +97,7 @@ def _calls(tokenizer: Tokenizer, job: EncodeChat) -> Tagged | Refused:
     try:
         return calls_constraint(job.chat, calls, tokenizer.template_source or "")
     except ToolsError as error:
-        return Refused(Refusal.CHAT, str(error), "tools")
+        return Refused(Refusal.JOB, str(error), "tools")
     except MemoryError:
         raise
     except Exception as error:

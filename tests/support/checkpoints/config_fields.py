@@ -20,6 +20,11 @@ HARMLESS = {
     *("input_jitter_noise", "num_nextn_predict_layers"),
     # Of how tensors are stored: who opens the checkpoint reads it.
     "quantization_config",
+    # Of state spaces: how they begin in training, and how far transformers goes at a time.
+    *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+    *("z_loss_coefficient", "chunk_size", "mamba_chunk_size", "use_mamba_kernels"),
+    # Ours are float32 in any case, and heads say how wide they are; logits are those asked for.
+    *("mamba_ssm_cache_dtype", "expand", "num_logits_to_keep", "mtp_layers_block_type"),
     # How transformers computes the same.
     *("reorder_and_upcast_attn", "attention_softmax_in_fp32", "attn_implementation"),
     "enable_moe_fp32_combine",
@@ -31,7 +36,7 @@ HARMLESS = {
 #: Read where what transformers makes of them is not written: see `test_terse_configs`.
 DERIVED = {
     *("sliding_window_pattern", "no_rope_layer_interval", "num_key_value_heads"),
-    "max_window_layers",
+    *("max_window_layers", "full_attn_idxs"),
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tokenpod.core.images import ImagesEncoded
 from tokenpod.core.messages import ToEngine
 from tokenpod.core.outputs import FailureCode, FinishCode, StepOutputs
 from tokenpod.core.requests import Request
@@ -35,6 +36,8 @@ class Client:
         self.codes: dict[int, FailureCode] = {}
         #: [count, width] of each.
         self.vectors: dict[int, np.ndarray] = {}
+        #: By op.
+        self.encoded: dict[int, ImagesEncoded] = {}
 
     @property
     def finished(self) -> set[int]:
@@ -49,6 +52,9 @@ class Client:
 
     def send(self, message: object) -> None:
         """What the engine says."""
+        if isinstance(message, ImagesEncoded):
+            self.encoded[message.op] = message
+            return
         assert isinstance(message, StepOutputs)
         for i, sequence in enumerate(message.sequence_ids):
             assert sequence not in self.finishes, "a token after the end"

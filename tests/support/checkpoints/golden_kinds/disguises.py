@@ -11,6 +11,14 @@ Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 
+def without_experts(config: Config, tensors: Tensors) -> None:
+    """Nemotron-H as published, whose config says nothing of experts where it has none."""
+    del tensors
+    begins = ("moe_", "n_routed_", "n_shared_", "num_experts_", "norm_topk_", "routed_", "topk_")
+    for name in [name for name in config if name.startswith(begins) or name == "n_group"]:
+        del config[name]
+
+
 def _renamed(tensors: Tensors, names: dict[str, str]) -> None:
     for name in list(tensors):
         new = name

@@ -145,7 +145,7 @@ KINDS: dict[str, Kind] = {
             "tie_word_embeddings": True,
         },
     ),
-    "nemotron-h": Kind("NemotronH", _NEMOTRON),
+    "nemotron-h": Kind("NemotronH", _NEMOTRON, disguise=disguises.without_experts),
     "nemotron-h-varied": Kind(
         "NemotronH",
         {
@@ -160,6 +160,7 @@ KINDS: dict[str, Kind] = {
             "layer_norm_epsilon": 3e-2,
             "tie_word_embeddings": True,
         },
+        disguise=disguises.without_experts,
     ),
     "falcon-h1": Kind("FalconH1", _FALCON),
     "falcon-h1-varied": Kind(

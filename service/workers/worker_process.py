@@ -1,4 +1,4 @@
-"""One text worker, as the front end sees it: a child process and the link to it."""
+"""One worker, as the front end sees it: a child process and the link to it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import contextlib
 import socket
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
 
 from tokenpod.core.async_link import AsyncLink
-from tokenpod.service.text.workers.text_messages import (
-    Encoded,
-    FromWorker,
-    Job,
-    Loaded,
-    Refused,
-    WorkerOptions,
-)
+from tokenpod.service.workers.worker_messages import Loaded, Refused
 
-#: -P: nothing is imported from the working directory.
-_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.text.workers.text_worker")
+#: What a worker's first message is, once it is loaded, and what its jobs have as results.
+First = TypeVar("First", bound=Loaded)
+Result = TypeVar("Result", bound=msgspec.Struct)
 
 
 class WorkerEnded(Exception):
@@ -31,31 +28,46 @@ class WorkerEnded(Exception):
         self.status = status
 
 
-class TextProcess(AsyncLink[FromWorker]):
+class WorkerProcess(AsyncLink[Any], Generic[First, Result]):
     """One worker. Make it with `start`; it has one job at a time."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        super().__init__(FromWorker)  # type: ignore[arg-type]
+    def __init__(self, process: subprocess.Popen[bytes], answers: Any) -> None:
+        super().__init__(answers)
         self._process = process
         loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[None] = loop.create_future()
+        self._loaded: asyncio.Future[First] = loop.create_future()
         self._hung_up: asyncio.Future[None] = loop.create_future()
-        self._answer: asyncio.Future[Encoded | Refused] | None = None
+        self._answer: asyncio.Future[Result | Refused] | None = None
 
     @classmethod
-    async def start(cls, options: WorkerOptions) -> TextProcess:
-        """Start the process; it is not loaded yet (await `loaded`)."""
+    async def start(
+        cls, module: str, options: msgspec.Struct, answers: Any, *, inherited: Sequence[int] = ()
+    ) -> Self:
+        """Start the process; it is not loaded yet (await `loaded`).
+
+        Args:
+            module: what it runs, with the descriptor of its end of the link as its argument.
+            options: the first message to it.
+            answers: the union of the messages that come from it.
+            inherited: more descriptors that it gets.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
+            # -P: nothing is imported from the working directory.
             # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
             process = subprocess.Popen(  # noqa: ASYNC220
-                [*_COMMAND, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), options.model],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *inherited],
                 stdin=subprocess.DEVNULL,
             )
-        worker = await cls(process).open(ours)
+        worker = await cls(process, answers).open(ours)
         worker.send(options)
         return worker
+
+    @property
+    def pid(self) -> int:
+        """The process's, which nobody else has before `ended`."""
+        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
@@ -66,13 +78,15 @@ class TextProcess(AsyncLink[FromWorker]):
         """Wait until it ends."""
         await asyncio.wait([self._hung_up])
 
-    async def loaded(self) -> None:
-        """Wait until it takes jobs. Raises WorkerEnded."""
-        await asyncio.wait([self._loaded, self._hung_up], return_when="FIRST_COMPLETED")
+    async def loaded(self) -> First:
+        """Wait until it takes jobs; its first message. Raises WorkerEnded."""
+        either: list[asyncio.Future[Any]] = [self._loaded, self._hung_up]
+        await asyncio.wait(either, return_when="FIRST_COMPLETED")
         if not self._loaded.done():
             raise WorkerEnded(await self.ended())
+        return self._loaded.result()
 
-    async def ask(self, job: Job) -> Encoded | Refused:
+    async def ask(self, job: msgspec.Struct) -> Result | Refused:
         """Have `job` done. Raises WorkerEnded."""
         self._answer = asyncio.get_running_loop().create_future()
         self.send(job)
@@ -90,10 +104,10 @@ class TextProcess(AsyncLink[FromWorker]):
         """Wait until the process is gone; its status."""
         return await asyncio.to_thread(self._process.wait)
 
-    def receive(self, message: FromWorker) -> None:
+    def receive(self, message: Any) -> None:
         """Take one message of the worker."""
         if isinstance(message, Loaded):
-            self._loaded.set_result(None)
+            self._loaded.set_result(message)  # type: ignore[arg-type]
         elif self._answer is not None and not self._answer.done():
             self._answer.set_result(message)
 

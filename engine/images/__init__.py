@@ -1,0 +1,1 @@
+"""Images in the engine: their rows, computed beside the steps and kept for a while."""

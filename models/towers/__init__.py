@@ -1,0 +1,1 @@
+"""What makes rows of embeddings of images."""

@@ -1,0 +1,168 @@
+"""A model's tower and projector for images: transformers' own modules, by the checkpoint's names.
+
+A tower runs once per image, where the text model runs once per token, so its Python costs little;
+what it makes are rows that stand in for those of the embedding's table (`GivenEmbeddings`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from tokenpod.core.images import SIGHTS, RowCount
+from tokenpod.models.checkpoints.checkpoint import Checkpoint
+from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.nested import Nesting
+from tokenpod.models.folder import read_text
+
+#: Of the text model that comes with a tower's class, and is not wanted.
+_TEXT_TENSORS = ("language_model", "lm_head")
+#: Tokens of that text model's embedding: its class wants some.
+_FEW_TOKENS = 8
+#: Of an image, where preprocessor_config.json does not say how many it may have (Qwen2-VL's).
+_MOST_PIXELS = 28 * 28 * 1280
+
+
+class Tower:
+    """Computes the rows of images.
+
+    Args:
+        model: transformers' base model without its text model, on its device.
+        width: numbers of a row: as many as the text model's table has columns, and as many for each
+            of its layers behind which something is added.
+    """
+
+    def __init__(self, model: Any, width: int) -> None:
+        self._model, self.width = model, width
+        parameters = [*model.parameters()]
+        self._dtype, self._device = parameters[0].dtype, parameters[0].device
+        self.weight_bytes = sum(each.nbytes for each in parameters)
+
+    @torch.inference_mode()
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The rows of one image, [rows, width] float32 on a CPU.
+
+        Args:
+            tensors: what the model's processor made of it, on a CPU.
+
+        Raises what transformers' code does with tensors that are not for it.
+        """
+        given = {name: self._there(tensor) for name, tensor in tensors.items()}
+        made = self._model.get_image_features(**given)
+        # Of one image: lists of one, or a batch of one.
+        parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+        rows = torch.cat([part[0].flatten(0, -2) for part in parts], dim=-1)
+        return rows.float().cpu()
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self._device, dtype)
+
+
+def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device, most_rows: int) -> Tower:
+    """The tower of a checkpoint that `sees_images`.
+
+    On a GPU it takes its largest image once, so that what it needs for one is taken from then on;
+    one of more than `most_rows` fits into no prompt.
+
+    Raises ModelError if tensors are missing or left over.
+    """
+    nesting = read_text(folder).nesting
+    assert nesting is not None
+    with Checkpoint(folder) as checkpoint:
+        tower = _read(folder, checkpoint, nesting, dtype, device)
+    if device.type == "cuda":
+        tower(largest_image(folder, most_rows))
+    return tower
+
+
+def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
+    """What a model's processor makes of the largest image, with 0 for all numbers.
+
+    `most_rows`: of those that have at most so many.
+    """
+    config = read_fields(folder / "config.json")
+    vision, channels = config.fields("vision_config"), 3
+    patch = vision.integer("patch_size")
+    if SIGHTS[config.texts("architectures")[0]].rows is not RowCount.GRID:
+        side = vision.integer("image_size")
+        return {"pixel_values": torch.zeros(1, channels, side, side)}
+    processor = read_fields(folder / "preprocessor_config.json")
+    merge, time = processor.integer("merge_size", 2), processor.integer("temporal_patch_size", 2)
+    size = processor.fields("size") if "size" in processor else processor
+    pixels = size.integer("longest_edge", processor.integer("max_pixels", _MOST_PIXELS))
+    side = max(min(math.isqrt(pixels) // (patch * merge), math.isqrt(most_rows)), 1) * merge
+    numbers = channels * time * patch**2
+    grid = torch.tensor([[1, side, side]])
+    return {"pixel_values": torch.zeros(side * side, numbers), "image_grid_thw": grid}
+
+
+def _read(
+    folder: Path, checkpoint: Checkpoint, nesting: Nesting, dtype: torch.dtype, device: torch.device
+) -> Tower:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    (name,) = config.architectures
+    text = config.get_text_config(decoder=True)
+    width = text.hidden_size
+    _shrink(config, text)
+    parts = tuple(part for part in nesting.unused if not part.endswith("mtp"))
+    stored = {x: _Stored(checkpoint, x) for x in checkpoint.names if x.startswith(parts)}
+    library: Any = logging
+    library.disable_progress_bar()
+    library.set_verbosity_error()  # what is missing is an error of ours
+    found = cast(Any, getattr(transformers, name))
+    whole, told = found.from_pretrained(
+        None,
+        config=config,
+        state_dict=stored,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,  # told by us
+        output_loading_info=True,
+    )
+    for kind, problem in (
+        ("missing_keys", "is missing from the checkpoint"),
+        ("mismatched_keys", "has another shape than config.json says"),
+        ("unexpected_keys", "is none of those that the model's tower has"),
+    ):
+        names = (each if isinstance(each, str) else str(each[0]) for each in told[kind])
+        wrong = sorted(x for x in names if not any(part in x for part in _TEXT_TENSORS))
+        if wrong:
+            without = "with --max-images 0 the model is served as text alone"
+            raise ModelError(f"{folder}: tensor {wrong[0]} {problem}; {without}")
+    base = whole.model
+    del base.language_model
+    # Qwen3-VL's: one for each layer of the text model behind which its rows are added.
+    deeper = len(getattr(getattr(base, "visual", None), "deepstack_merger_list", ()))
+    return Tower(base.eval().requires_grad_(False).to(device), width * (1 + deeper))
+
+
+def _shrink(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Leave next to nothing of the text model, which is read and served by itself."""
+    # What is quantised is the text model: a tower that is, too, has other tensors.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    text.num_hidden_layers = 0
+    text.vocab_size = _FEW_TOKENS
+    text.pad_token_id = None
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    for each in (config, text):
+        each.tie_word_embeddings = False
+
+
+class _Stored:
+    """A tensor that transformers has not asked for yet: it does by `stored[...]`."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._checkpoint.read(self._name)[index]

@@ -1,0 +1,65 @@
+"""What crosses between a front end and its image workers."""
+
+from __future__ import annotations
+
+from tokenpod.core.images import TensorPlace
+from tokenpod.core.message import Message
+from tokenpod.service.workers.worker_messages import Loaded, Refused
+
+
+class ImageWorkerOptions(Message, frozen=True, array_like=True, tag=True):
+    """The first message to a new worker.
+
+    Args:
+        folder: the model's, with preprocessor_config.json and config.json.
+        memory_bytes: what the worker may take on top of what it has once that is loaded.
+    """
+
+    folder: str
+    memory_bytes: int
+
+
+class ProcessorLoaded(Loaded, frozen=True, array_like=True, tag=True):
+    """The worker is ready.
+
+    Args:
+        settings: SHA-256 of all that decides what the processor makes of an image.
+    """
+
+    settings: bytes
+
+
+class ReadImage(Message, frozen=True, array_like=True, tag=True):
+    """Decode an image and let the model's processor make tensors of it.
+
+    Args:
+        data: the file.
+        format, width, height: what its header says.
+    """
+
+    data: bytes
+    format: str
+    width: int
+    height: int
+
+
+class ImageRead(Message, frozen=True, array_like=True, tag=True):
+    """What an image has become.
+
+    Args:
+        out: descriptor of a file with tensors, in the worker's process until its next job.
+        size: bytes of the file.
+        tensors: where they lie in it.
+        rows: how many tokens stand for it in a prompt.
+        grid: how many lie above and beside each other, if they bring positions; else empty.
+    """
+
+    out: int
+    size: int
+    tensors: list[TensorPlace]
+    rows: int
+    grid: tuple[int, ...] = ()
+
+
+ToImageWorker = ImageWorkerOptions | ReadImage
+FromImageWorker = ProcessorLoaded | ImageRead | Refused

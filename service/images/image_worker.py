@@ -1,0 +1,195 @@
+"""A process that decodes images: `python -m tokenpod.service.images.image_worker FD`.
+
+An image's file is a program for its decoder, and what it costs shows only when it runs. So it runs
+here: the kernel limits the memory, and the front end kills the process when its time is over
+(worker_pool.py). The model's own processor, transformers' by the name in preprocessor_config.json,
+then makes tensors of the pixels. They lie in memory that has a descriptor, which the front end
+and the engine open by its number: tens of megabytes cross no socket.
+
+Texts of libraries never leave this process: some name addresses of objects (CVE-2026-22778).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, TensorPlace
+from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
+from tokenpod.service.images.image_messages import (
+    FromImageWorker,
+    ImageRead,
+    ImageWorkerOptions,
+    ProcessorLoaded,
+    ReadImage,
+    ToImageWorker,
+)
+from tokenpod.service.workers.worker_messages import Refusal, Refused
+
+#: Bytes between tensors in a file begin at multiples of this.
+_ALIGNMENT = 64
+#: What decides what a processor makes of an image, besides its own code.
+_MODEL_CONFIG = "config.json"
+
+Pixels = npt.NDArray[np.uint8]
+Tensors = dict[str, npt.NDArray[Any]]
+
+
+def main() -> int:
+    """Answer one job after another until the front end hangs up."""
+    die_with_parent()
+    # The front end decides when to stop; a terminal's Ctrl-C reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    be_first_to_go()
+    # Python's own way to say that a module is not there: transformers then goes without torch,
+    # which would take 600 MB and seconds here, for nothing.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    link = Link[Any](socket.socket(fileno=int(sys.argv[1])), ToImageWorker)  # type: ignore[arg-type]
+    try:
+        options = link.receive(None)[0]
+        assert isinstance(options, ImageWorkerOptions), "the first message is ImageWorkerOptions"
+        processor = Processor(Path(options.folder))
+        limit_memory(options.memory_bytes)
+        link.send(ProcessorLoaded(processor.settings))
+        out = -1
+        while True:
+            for job in link.receive(None):
+                if out >= 0:
+                    os.close(out)
+                out = os.memfd_create("tokenpod-image")
+                link.send(_answer(processor, job, out))
+    except LinkClosed:
+        return 0
+
+
+class Processor:
+    """A model's processor of images, from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        # Not above: it takes seconds, and asks whether there is torch.
+        import transformers
+
+        self._config = json.loads((folder / _MODEL_CONFIG).read_text(encoding="utf-8"))
+        self._sight = SIGHTS[self._config["architectures"][0]]
+        # "pil": what torchvision makes of an image differs from version to version.
+        auto: Any = transformers.AutoImageProcessor
+        self._process = auto.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+        digest = hashlib.sha256()
+        for part in (type(self._process).__qualname__, transformers.__version__):
+            digest.update(part.encode() + b"\0")
+        for name in (PROCESSOR, _MODEL_CONFIG):
+            digest.update((folder / name).read_bytes() + b"\0")
+        self.settings = digest.digest()
+
+    def __call__(self, pixels: Pixels) -> Tensors:
+        """[height, width, 3] to the tower's arguments, for one image."""
+        # Said, not guessed: 1 or 3 pixels of height look like channels (CVE-2026-22773).
+        made = self._process(pixels, input_data_format="channels_last", return_tensors=None)
+        return {name: np.ascontiguousarray(np.asarray(value)) for name, value in made.items()}
+
+    def grid(self, tensors: Tensors) -> tuple[int, ...]:
+        """How many rows lie above and beside each other, if they bring positions; else empty."""
+        if not self._sight.axes:
+            return ()
+        _, height, width = tensors["image_grid_thw"].reshape(-1).tolist()
+        merge = int(self._process.merge_size)
+        return int(height) // merge, int(width) // merge
+
+    def rows(self, tensors: Tensors) -> int:
+        """How many rows of embeddings the tower will make of it."""
+        match self._sight.rows:
+            case RowCount.GRID:
+                merge = int(self._process.merge_size)
+                return int(tensors["image_grid_thw"].prod()) // merge**2
+            case RowCount.PATCHES:
+                vision = self._config["vision_config"]
+                height, width = tensors["pixel_values"].shape[-2:]
+                patches = (height // vision["patch_size"]) * (width // vision["patch_size"])
+                # CLIP's towers have a class token, which "default" leaves out.
+                classes = vision.get("model_type") == "clip_vision_model"
+                whole = self._config.get("vision_feature_select_strategy", "default") == "full"
+                return int(patches) + int(classes) - (0 if whole else 1)
+
+
+def _answer(processor: Processor, job: ReadImage, out: int) -> FromImageWorker:
+    try:
+        pixels = decoded(job)
+        if isinstance(pixels, Refused):
+            return pixels
+        tensors = processor(pixels)
+        places, size = _written(tensors, out)
+        return ImageRead(out, size, places, processor.rows(tensors), processor.grid(tensors))
+    except MemoryError:
+        return Refused(Refusal.MEMORY, "")
+    except Exception as error:
+        traceback.print_exc()
+        return Refused(Refusal.LIBRARY, type(error).__name__)
+
+
+def decoded(job: ReadImage) -> Pixels | Refused:
+    """[height, width, 3] upright, or why it can't be.
+
+    Raises MemoryError, as the decoder does.
+    """
+    # Not above: tests of other modules do without.
+    from PIL import Image, ImageOps, PngImagePlugin
+
+    # The front end has checked the size; a file that says another one later is refused here.
+    Image.MAX_IMAGE_PIXELS = job.width * job.height
+    PngImagePlugin.MAX_TEXT_MEMORY = PngImagePlugin.MAX_TEXT_CHUNK
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(job.data), formats=(job.format,)) as image:
+                if image.size != (job.width, job.height):
+                    problem = f"{job.width} x {job.height} pixels by its header, and others inside"
+                    return Refused(Refusal.JOB, f"has {problem}")
+                # Of several pictures in a JPEG (MPF) the first is the photograph.
+                frames = getattr(image, "n_frames", 1)
+                if job.format != "JPEG" and frames > 1:
+                    problem = f"has {frames} frames; images of one frame are taken"
+                    return Refused(Refusal.JOB, problem)
+                image.load()
+                upright = ImageOps.exif_transpose(image)
+                return np.asarray(upright.convert("RGB"))
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders raise whatever they like
+            cut = isinstance(error, OSError) and "truncated" in str(error)
+            problem = "is cut off" if cut else "can't be decoded"
+            return Refused(Refusal.JOB, f"is a {job.format} by its header, and {problem}")
+
+
+def _written(tensors: Tensors, descriptor: int) -> tuple[list[TensorPlace], int]:
+    """Write tensors to a file; where each lies, and the file's bytes."""
+    places, at = [], 0
+    for name, tensor in tensors.items():
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        numbers = tensor.astype(tensor.dtype.newbyteorder("<"), copy=False)
+        places.append(TensorPlace(name, numbers.dtype.name, [*numbers.shape], at))
+        data = memoryview(numbers.data).cast("B")
+        while data:
+            done = os.pwrite(descriptor, data, at)
+            data, at = data[done:], at + done
+    return places, at
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Images through a whole engine: greedy tokens are those of transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+from PIL import Image
+
+from support.checkpoints.golden import golden_config
+from support.engines.engine_link import Client
+from support.engines.planner_probe import preempt_sequence
+from support.engines.small_engines import Engine
+from support.images.files import picture
+from support.images.seeing import Seeing
+from tokenpod.core.images import SIGHTS, DropImages, EncodeImages, PreparedImage, TensorPlace
+from tokenpod.core.outputs import FailureCode
+from tokenpod.core.requests import ImageRows, ImageRun, Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.images.image_encoder import ImageEncoder
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.models.towers.tower import largest_image, load_tower
+from tokenpod.scheduler.scheduler import Scheduler
+
+#: Their towers or texts differ, and what comes before and behind does not.
+RARER = (
+    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"),
+    *("glm4v", "glm4.6v", "glm4v-moe"),
+)
+KINDS = ["llava", "qwen3-vl", *(pytest.param(x, marks=pytest.mark.slow) for x in RARER)]
+NEW_TOKENS = 10
+CPU = torch.device("cpu")
+
+
+class Eyes:
+    """An engine with a tower, and whoever asks it."""
+
+    def __init__(self, seeing: Seeing, cache_bytes: int = 1 << 20) -> None:
+        self.seeing = seeing
+        self.engine = Engine(seeing.folder)
+        tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+        self.client = Client()
+        self.calls = 0
+
+        def counted(tensors):
+            self.calls += 1
+            return tower(tensors)
+
+        counted.width = tower.width
+        self.encoder = ImageEncoder(counted, CPU, cache_bytes, self.client.send)
+        self.scheduler = Scheduler(self.engine.limits)
+        self.loop = EngineLoop(
+            self.client, self.scheduler, self.engine.executor, images=self.encoder
+        )
+        self.ids = iter(range(1 << 20))
+
+    def image(self, image: Image.Image, *, sent: bool = True) -> PreparedImage:
+        """As a front end sends it."""
+        tensors = self.seeing.prepared(image)
+        key = hashlib.sha256(image.tobytes() + repr(image.size).encode()).digest()
+        rows = self.seeing.rows(image)
+        if not sent:
+            return PreparedImage(key, rows, self.grid(image))
+        descriptor, places, at = os.memfd_create("test"), [], 0
+        for name, tensor in tensors.items():
+            places.append(TensorPlace(name, tensor.dtype.name, [*tensor.shape], at))
+            at += os.pwrite(descriptor, tensor.tobytes(), at)
+        return PreparedImage(key, rows, self.grid(image), descriptor, tuple(places))
+
+    def grid(self, image: Image.Image) -> tuple[int, ...]:
+        grid = self.seeing.prepared(image).get("image_grid_thw")
+        return () if grid is None else tuple((grid[0, 1:] // 2).tolist())
+
+    def encode(self, *images: PreparedImage) -> int:
+        """The op, once it has been answered."""
+        op = next(self.ids)
+        self.client.inbox.append(EncodeImages(op, os.getpid(), [*images]))
+        while op not in self.client.encoded:
+            self.loop.turn()
+        for image in images:
+            if image.descriptor >= 0:
+                os.close(image.descriptor)
+        return op
+
+    def prompt(self, *parts: str | Image.Image) -> tuple[list[int], list[ImageRun]]:
+        """Tokens, and where the images are."""
+        ids, runs, number = [], [], 0
+        for part in parts:
+            if isinstance(part, str):
+                ids += self.seeing.tokenizer.encode(part, add_special_tokens=False).ids
+                continue
+            ids += self.seeing.around[0]
+            count = self.seeing.rows(part)
+            runs.append(ImageRun(number, 0, len(ids), count))
+            number += 1
+            ids += [self.seeing.token_id] * count + self.seeing.around[1]
+        return ids, runs
+
+    def request(self, *parts: str | Image.Image) -> Request:
+        """A request whose images have been computed."""
+        ids, runs = self.prompt(*parts)
+        images = [part for part in parts if not isinstance(part, str)]
+        found = None
+        if images:
+            found = ImageRows(self.encode(*map(self.image, images)), runs)
+        return Request(
+            [next(self.ids)],
+            ids,
+            SamplingParams(),
+            StoppingParams(max_new_tokens=NEW_TOKENS),
+            images=found,
+        )
+
+    def answer(self, *requests: Request, preempt: float = 0.0) -> list[list[int]]:
+        """The tokens of each."""
+        chance, self.preempted = random.Random(5), 0
+        self.client.inbox += requests
+        ids = [request.sequence_ids[0] for request in requests]
+        self.client.left |= {*ids}
+        while self.client.left:
+            self.loop.turn()
+            for sequence in sorted(self.client.left):
+                if chance.random() < preempt:
+                    self.preempted += preempt_sequence(self.scheduler, sequence)
+        return [self.client.tokens[i] for i in ids]
+
+    def truth(self, *parts: str | Image.Image) -> list[int]:
+        """The same by transformers."""
+        images = [part for part in parts if not isinstance(part, str)]
+        return self.seeing.greedy(self.prompt(*parts)[0], images, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def eyes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Eyes:
+    return Eyes(Seeing(request.param, tmp_path_factory.mktemp("seeing") / request.param))
+
+
+RED, WIDE = picture(20, 20, 1), picture(60, 20, 2)
+#: Longer than a step's prompt tokens, with an image across its pieces.
+LONG = ("def f(x):\n    return x\n" * 2, RED, " and ", WIDE, "what?")
+
+
+def test_tokens_are_those_of_transformers(eyes: Eyes) -> None:
+    """Two images, one in the middle of pieces of a prompt, and a text beside them."""
+    texts = [("A: ", RED, " say"), LONG, ("only text here",), (WIDE, RED, "x")]
+    assert len(eyes.prompt(*LONG)[0]) > eyes.engine.options.max_batch_prefill_tokens
+    assert eyes.answer(*(eyes.request(*parts) for parts in texts)) == [
+        eyes.truth(*parts) for parts in texts
+    ]
+
+
+def test_what_an_image_shows_decides_the_tokens(eyes: Eyes) -> None:
+    said = {
+        tuple(eyes.answer(eyes.request("A: ", picture(20, 20, seed), " say"))[0])
+        for seed in range(6)
+    }
+    assert len(said) > 1
+
+
+def test_two_images_behind_the_same_tokens_share_no_prefix(eyes: Eyes) -> None:
+    begin = "x = 1\n" * 4
+    one, other = (begin, picture(20, 20, 31), " say"), (begin, picture(20, 20, 32), " say")
+    assert eyes.prompt(*one)[0] == eyes.prompt(*other)[0]
+    first, second, third = (eyes.request(*parts) for parts in (one, other, one))
+    assert eyes.answer(first, second) == [eyes.truth(*one), eyes.truth(*other)]
+    # The same again is found in the cache, beyond the image; it is computed no second time.
+    assert eyes.answer(third) == [eyes.truth(*one)]
+    cached = eyes.client.cached
+    before = len(eyes.prompt(begin)[0])
+    assert cached[third.sequence_ids[0]] > before + eyes.seeing.rows(one[1])
+    assert cached.get(second.sequence_ids[0], 0) <= before
+
+
+def test_a_preempted_prompt_has_its_images_again(eyes: Eyes) -> None:
+    requests = [eyes.request(*LONG), eyes.request("B: ", WIDE, "y")]
+    assert eyes.answer(*requests, preempt=0.3) == [eyes.truth(*LONG), eyes.truth("B: ", WIDE, "y")]
+    assert eyes.preempted > 3
+
+
+def test_rows_are_computed_once_and_kept_for_a_while(tmp_path: Path) -> None:
+    width = 64
+    eyes = Eyes(Seeing("llava", tmp_path / "llava"), cache_bytes=2 * 4 * 4 * width)
+    one, other, third = (picture(20, 20, seed) for seed in (1, 2, 3))
+    eyes.encode(eyes.image(one), eyes.image(other), eyes.image(one))
+    assert eyes.calls == 2
+    op = eyes.encode(eyes.image(one, sent=False))
+    assert eyes.client.encoded[op].missing == ()
+    # Two fit: the one that was used longest ago goes.
+    eyes.encode(eyes.image(third))
+    assert (eyes.calls, len(eyes.encoder._cache)) == (3, 2)
+    for op in [*eyes.encoder._ops]:
+        eyes.encoder.drop(DropImages(op))
+    op = eyes.encode(eyes.image(one, sent=False), eyes.image(other, sent=False))
+    assert eyes.client.encoded[op].missing == (eyes.image(other, sent=False).key,)
+    assert op not in eyes.encoder._ops
+
+
+def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:
+    wrong = eyes.image(RED)
+    wrong = structs.replace(wrong, key=b"another" * 5, rows=wrong.rows + 1)
+    op = eyes.encode(wrong)
+    assert eyes.client.encoded[op].failure is FailureCode.INTERNAL
+    assert not eyes.encoder.busy
+    assert eyes.answer(eyes.request("A: ", RED)) == [eyes.truth("A: ", RED)]
+
+
+def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
+    """The thread ends what it has, and begins nothing else of it."""
+    images = [eyes.image(picture(24, 24, 900 + seed)) for seed in range(8)]
+    before = eyes.calls
+    eyes.client.inbox += [EncodeImages(70_000, os.getpid(), images), DropImages(70_000)]
+    eyes.loop.turn()
+    while eyes.encoder.busy:
+        eyes.loop.turn()
+    assert eyes.calls - before <= 2
+    assert eyes.client.encoded[70_000].failure is FailureCode.UNAVAILABLE
+
+
+def test_every_architecture_is_tried() -> None:
+    tried = {golden_config(kind)["architectures"][0] for kind in ("llava", "qwen3-vl", *RARER)}
+    assert tried == {*SIGHTS}
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3-vl"])
+def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path) -> None:
+    """A GPU is given it first, so that later ones need no more memory."""
+    seeing = Seeing(kind, tmp_path / kind)
+    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    rows = len(tower(largest_image(seeing.folder, 64)))
+    assert rows >= seeing.rows(picture(400, 400)) // 2
+    if kind == "qwen3-vl":
+        assert len(tower(largest_image(seeing.folder, 2))) == 1

@@ -172,7 +172,8 @@ def test_two_images_behind_the_same_tokens_share_no_prefix(eyes: Eyes) -> None:
     assert eyes.answer(third) == [eyes.truth(*one)]
     cached = eyes.client.cached
     before = len(eyes.prompt(begin)[0])
-    assert cached[third.sequence_ids[0]] > before + eyes.seeing.rows(one[1])
+    if not eyes.engine.model.config.state_layouts:  # else a prefix ends where states were kept
+        assert cached[third.sequence_ids[0]] > before + eyes.seeing.rows(one[1])
     assert cached.get(second.sequence_ids[0], 0) <= before
 
 

@@ -52,7 +52,6 @@ _TGI = {
     "--model": "--model-id, or just the model after serve",
     "--sharded": "--num-shard",
     "--max-input-length": "--max-input-tokens",
-    "--max-client-batch-size": "nothing: a call has one prompt",
     "--shard-uds-path": "--uds-path",
     "--master-shard-uds-path": "--uds-path",
     "--cuda-memory-fraction": "--memory-fraction, of what is free once the model is loaded",

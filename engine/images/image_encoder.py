@@ -99,7 +99,9 @@ class ImageEncoder:
         known = {image.key: self._known(image.key) for image in asked.images}
         new = [image for image in asked.images if known[image.key] is None]
         coming = self._queue.keys() | self._computing
-        missing = {image.key for image in new if image.descriptor < 0} - coming
+        # An image that is there twice has a file once.
+        sent = {image.key: image for image in new if image.descriptor >= 0}
+        missing = {image.key for image in new} - coming - sent.keys()
         if missing:
             self._send(ImagesEncoded(asked.op, tuple(missing)))
             return
@@ -107,11 +109,11 @@ class ImageEncoder:
         op.rows = {key: rows for key, rows in known.items() if rows is not None}
         self._ops[asked.op] = op
         try:
-            for image in new:
-                if image.key not in coming and image.key not in self._queue:
+            for key, image in sent.items():
+                if key not in coming:
                     # Opened now: the sender keeps the descriptor until it has an answer.
                     path = f"/proc/{asked.process}/fd/{image.descriptor}"
-                    self._queue[image.key] = image, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._queue[key] = image, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             log.exception("the tensors of an image can't be opened")
             self._fail([asked.op])

@@ -15,9 +15,10 @@ from pathlib import Path
 from tokenpod.core.images import PROCESSOR, SIGHTS, PreparedImage
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.images.expansions import ImageTexts
 from tokenpod.service.images.headers import Header
 from tokenpod.service.images.image_checks import check_images
-from tokenpod.service.images.image_text import ImageTexts, ImageTokens
+from tokenpod.service.images.image_text import ImageTokens
 from tokenpod.service.images.image_workers import ImageWorkers, TensorFile
 
 log = logging.getLogger("tokenpod.images")

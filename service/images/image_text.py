@@ -6,23 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from tokenpod.core.images import SIGHTS
 from tokenpod.core.requests import ImageRun
 from tokenpod.service.calls.errors import InvalidArgument
-
-
-class ImageTexts(msgspec.Struct, frozen=True, array_like=True):
-    """What a rendered chat has in place of its images. It travels to the text workers.
-
-    Args:
-        token: what a chat template writes for an image. A client's texts must not have it.
-        expansions: what takes its place, one for each image.
-    """
-
-    token: str
-    expansions: list[str]
+from tokenpod.service.images.expansions import ImageTexts, no_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +78,3 @@ class ImageTokens:
                     found.append(ImageRun(image, first, own[first], at - first))
                     first = at
         return found
-
-
-def no_token(token: str) -> str:
-    """What is wrong with a text that has a token for images."""
-    return f"has {token!r}, which stands for an image and can't be written as text"

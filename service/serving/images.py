@@ -94,7 +94,8 @@ class SeenImages:
             op, missing = await self._client.encode_images(prepared, self._returned)
             if not missing:
                 break
-            for image in self.images:
+            # Once, of an image that is there twice.
+            for image in {image.key: image for image in self.images}.values():
                 if image.key in missing:
                     await self._reader.decode(image)
         self._op = op

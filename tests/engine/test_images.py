@@ -201,6 +201,18 @@ def test_rows_are_computed_once_and_kept_for_a_while(tmp_path: Path) -> None:
     assert op not in eyes.encoder._ops
 
 
+@pytest.mark.parametrize("sent", [(True, False), (False, True)])
+def test_one_file_is_enough_for_an_image_that_is_there_twice(
+    eyes: Eyes, sent: tuple[bool, bool]
+) -> None:
+    image = picture(20, 20, 700 + sent[0])
+    before = eyes.calls
+    op = eyes.encode(*(eyes.image(image, sent=each) for each in sent))
+    assert eyes.client.encoded[op].missing == ()
+    assert eyes.calls == before + 1
+    eyes.encoder.drop(DropImages(op))
+
+
 def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:
     wrong = eyes.image(RED)
     wrong = structs.replace(wrong, key=b"another" * 5, rows=wrong.rows + 1)

@@ -12,7 +12,7 @@ import pytest
 
 from support.clients import wirefuzz
 from support.clients.public_api import generate, violations
-from support.clients.wirefuzz import F, Rpc
+from support.clients.wirefuzz import GARBAGE, F, Rpc
 from support.examples import ALL as EVERY
 from support.pods.harness import ServerProcess
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
@@ -128,16 +128,6 @@ def test_text_that_is_not_utf8_is_refused_by_its_field(channel: grpc.Channel, rp
         assert _names(field) == name
         assert "is not valid UTF-8" in problem
         assert "byte 3" in problem
-
-
-GARBAGE = {
-    "a tag and no value": b"\x0a",
-    "a length beyond the end": b"\x0a\xff\xff\xff\xff\x0f",
-    "an endless varint": b"\x80" * 64,
-    "no such wire type": b"\x0f\x01",
-    "a group that never ends": b"\x0b" * 200,
-    "noise": bytes(range(255, 0, -1)),
-}
 
 
 @pytest.mark.parametrize("kind", GARBAGE)

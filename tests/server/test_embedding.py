@@ -153,9 +153,9 @@ def test_what_is_wrong_is_named(pod: ServerProcess, fields: Any, field: str) -> 
     assert set(violations(refused.value)) == {field}
 
 
-def test_each_field_at_its_extremes(pod: ServerProcess) -> None:
+@pytest.mark.parametrize("rpc", wirefuzz.embedding_rpcs(), ids=str)
+def test_each_field_at_its_extremes(pod: ServerProcess, rpc: wirefuzz.Rpc) -> None:
     channel = pod.channel()
-    rpc = wirefuzz.embedding_rpc("Embed")
     codes = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
     for case in wirefuzz.cases(rpc):
         error = None
@@ -169,6 +169,22 @@ def test_each_field_at_its_extremes(pod: ServerProcess) -> None:
             blamed, own = re.sub(r"\[\d+\]", "", field), case.path
             assert blamed.startswith(own) or own.startswith(blamed), f"{case}: {field}"
     pod.wait_until_idle()
+
+
+@pytest.mark.parametrize("rpc", wirefuzz.embedding_rpcs(), ids=str)
+def test_what_is_no_message_is_refused(pod: ServerProcess, rpc: wirefuzz.Rpc) -> None:
+    def refused(data: bytes) -> dict[str, str]:
+        with pytest.raises(grpc.RpcError) as caught:
+            rpc.send(pod.channel(), data)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return violations(caught.value)
+
+    for garbage in wirefuzz.GARBAGE.values():
+        assert len(refused(garbage)) == 1
+    for path in wirefuzz.string_fields(rpc.method.input_type):
+        ((field, problem),) = refused(wirefuzz.raw(path, b"ok \xff\xfe")).items()
+        assert re.sub(r"\[\d+\]", "", field) == ".".join(each.name for each in path)
+        assert "is not valid UTF-8" in problem
 
 
 def test_another_rpc_is_refused_with_the_right_one(pod: ServerProcess) -> None:

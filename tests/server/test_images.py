@@ -197,6 +197,13 @@ def test_calls_that_are_given_up_leave_nothing(server: ServerProcess, stub: Any)
     wait_for(lambda: not [*server_files(server)])
 
 
+def test_an_image_that_is_there_twice_leaves_nothing(server: ServerProcess, stub: Any) -> None:
+    """The second has no file of its own: its rows are those of the first."""
+    twice = file_of(picture(40, 20, 77))
+    assert said(stub, twice, " and ", twice)
+    wait_for(lambda: not [*server_files(server)])
+
+
 def server_files(server: ServerProcess) -> Iterator[str]:
     """Memory of images that the front end holds."""
     for name in os.listdir(f"/proc/{server.process.pid}/fd"):

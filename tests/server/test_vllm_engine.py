@@ -245,9 +245,15 @@ def test_the_tokenizer_comes_as_a_zip(engine: Any, tmp_path: Path) -> None:
     assert there.eos_token_ids == demo.eos_token_ids
 
 
-def test_embeddings_and_profiles_are_not_served(engine: Any) -> None:
+def test_a_model_made_to_generate_names_the_rpc_for_it(engine: Any) -> None:
+    request = pb.EmbedRequest(tokenized={"input_ids": [1]})
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    error = refused(code, lambda each: engine.Embed(each, **CALL), request)
+    assert "call tokenpod.v1.GenerationService/Generate" in error.details()
+
+
+def test_profiles_are_not_served(engine: Any) -> None:
     calls = [
-        (engine.Embed, pb.EmbedRequest(tokenized={"input_ids": [1]})),
         (engine.StartProfile, common.StartProfileRequest()),
         (engine.StopProfile, common.StopProfileRequest()),
     ]

@@ -39,7 +39,7 @@ def prefill(requests: int) -> bytes:
     return bytes(pb.PrefillRequest(batch={"requests": [request] * requests}).SerializeToString())
 
 
-@pytest.mark.parametrize("rpc", wirefuzz.rpcs(), ids=str)
+@pytest.mark.parametrize("rpc", wirefuzz.rpcs() + wirefuzz.embedding_rpcs(), ids=str)
 def test_every_rpc_has_a_limit_and_its_plain_request_fits(rpc: wirefuzz.Rpc) -> None:
     path = f"/{rpc.method.containing_service.full_name}/{rpc.method.name}"
     assert fits(path, rpc.method.input_type, rpc.plain().SerializeToString())

@@ -22,8 +22,9 @@ from tokenpod.service.calls.call import (
 )
 from tokenpod.service.calls.errors import Unimplemented
 from tokenpod.service.calls.limits import RequestLimits
+from tokenpod.service.serving.images import Images
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.serving.shard_requests import ShardRequests
+from tokenpod.service.serving.shard_requests import Opened, ShardRequests
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
@@ -60,9 +61,14 @@ def serving() -> Failing:
     tokenizer = Tokenizer(backend, eos_token_ids=frozenset([1]))
     workers: Any = None  # short texts need none
     ids = count()
-    client = SimpleNamespace(new_sequence_ids=lambda n: [next(ids) for _ in range(n)])
+    client: Any = SimpleNamespace(new_sequence_ids=lambda n: [next(ids) for _ in range(n)])
     none: dict[str, Any] = {field.name: None for field in dataclasses.fields(Serving)}
-    given = {"client": client, "encoder": Encoder(tokenizer, workers, DEMO), "limits": LIMITS}
+    given: dict[str, Any] = {
+        "client": client,
+        "encoder": Encoder(tokenizer, workers, DEMO),
+        "limits": LIMITS,
+    }
+    given |= {"images": Images(None, client)}
     adapters = SimpleNamespace(get=lambda name: None)
     return Failing(**{**none, **given, "adapters": adapters})
 
@@ -110,7 +116,8 @@ async def test_what_goes_wrong_with_one_request_is_its_own(
 ) -> None:
     monkeypatch.setattr(Failing, "problems", {"bad": problem})
     batch = ShardBatch(1, [asked(5), asked(6, "bad"), asked(7, "good")])
-    opened = await ShardRequests(serving()).open(batch)
+    opened = Opened()
+    await ShardRequests(serving()).open(batch, opened)
     assert [sequence.request_id for sequence in opened.sequences] == [5, 7]
     assert [request.constraint for request in opened.requests] == [None, Regex("good")]
     (refused,) = opened.refused

@@ -174,7 +174,7 @@ async def test_raw_text_is_all_that_the_model_writes() -> None:
 
 
 async def test_tools_are_refused_where_their_calls_would_be_text() -> None:
-    with pytest.raises(FailedPrecondition, match="--tool-parser none"):
+    with pytest.raises(FailedPrecondition, match="--tool-parser is none"):
         await Turns(QWEN, "none").answered(asking(), "x")
     with pytest.raises(ChatTemplateError, match="shows no tools") as caught:
         await Turns(FAMILIES["deepseek"].template).rendered(asking())

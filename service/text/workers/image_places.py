@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.images.image_text import ImageTexts, no_token
+from tokenpod.service.images.expansions import ImageTexts, no_token
 from tokenpod.service.text.tokenizers.template_values import ChatTemplateError
 
 

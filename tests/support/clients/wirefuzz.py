@@ -48,6 +48,17 @@ EXTREMES: dict[int, Sequence[Any]] = {
 }
 
 
+#: Bytes that are no message of any kind.
+GARBAGE = {
+    "a tag and no value": b"\x0a",
+    "a length beyond the end": b"\x0a\xff\xff\xff\xff\x0f",
+    "an endless varint": b"\x80" * 64,
+    "no such wire type": b"\x0f\x01",
+    "a group that never ends": b"\x0b" * 200,
+    "noise": bytes(range(255, 0, -1)),
+}
+
+
 @dataclass(frozen=True)
 class Rpc:
     """One rpc of one protocol: of one of TGI's wire generations, or by the protocol's name."""
@@ -96,6 +107,7 @@ OTHERS_MESSAGES = ("GenerateOnce", "SubscribeKvEvents")
 
 
 def rpcs() -> list[Rpc]:
+    """Those that a pod answers whose model generates; it refuses others before it reads them."""
     services = {
         name: pb.DESCRIPTOR.services_by_name["TextGenerationService"]
         for name, pb in GENERATIONS.items()
@@ -108,14 +120,17 @@ def rpcs() -> list[Rpc]:
         Rpc(name, method)
         for name, service in services.items()
         for method in service.methods
-        if method.name not in OTHERS_MESSAGES
+        if method.name not in OTHERS_MESSAGES and method.name != "Embed"
     ]
 
 
-def embedding_rpc(name: str) -> Rpc:
-    """One of those that pods answer whose models make numbers of texts."""
-    service = embedding_pb.DESCRIPTOR.services_by_name["EmbeddingService"]
-    return Rpc(EMBEDDING, service.methods_by_name[name])
+def embedding_rpcs() -> list[Rpc]:
+    """Those that give a pod's vectors, where its model embeds."""
+    services = {
+        EMBEDDING: embedding_pb.DESCRIPTOR.services_by_name["EmbeddingService"],
+        VLLM: vllm_pb.DESCRIPTOR.services_by_name["VllmEngine"],
+    }
+    return [Rpc(name, service.methods_by_name["Embed"]) for name, service in services.items()]
 
 
 #: Of the protocols whose clients ask for text: requests that are fine, by the rpcs' names.

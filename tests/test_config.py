@@ -145,7 +145,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
     odd |= {"admission": "optimistic", "batching": "alternate", "queue_order": "shortest"}
-    odd |= {"preemption": "swap"}
+    odd |= {"preemption": "swap", "task": "embed"}
     given = {name: odd.get(name, "12") for name in ServerSettings.model_fields}
     for name, value in given.items():
         monkeypatch.setenv(variable(name), value)

@@ -61,6 +61,15 @@ KINDS = {
         "block_auto_adjust_ff_dim": False,
     },
 }
+#: Those whose rows may have drafts.
+DRAFTING = ("delta net", "convolution")
+#: Kind, drafts, and whether steps are captured: what every test run tries.
+QUICK = {
+    ("delta net", DRAFTS, True),
+    ("state space", 0, False),
+    ("convolution", 0, False),
+    ("convolution", DRAFTS, True),
+}
 
 
 def spec(kind="delta net", vocab_size=VOCABULARY, positions=POSITIONS):
@@ -154,13 +163,19 @@ def expected():
     return tokens
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+# Interpreted, the large kernels take half a minute: by default each runs in one of its forms.
 @pytest.mark.parametrize(
-    ("kind", "drafts"),
+    ("kind", "drafts", "captured"),
     [
-        *((kind, 0) for kind in KINDS),
-        pytest.param("delta net", DRAFTS, id="delta net, with drafts"),
-        pytest.param("convolution", DRAFTS, id="convolution, with drafts"),
+        pytest.param(
+            kind,
+            drafts,
+            captured,
+            id=f"{kind}-{drafts}-{'captured' if captured else 'launched'}",
+            marks=() if (kind, drafts, captured) in QUICK else pytest.mark.slow,
+        )
+        for kind, drafts in (*((kind, 0) for kind in KINDS), *((kind, DRAFTS) for kind in DRAFTING))
+        for captured in (False, True)
     ],
 )
 def test_tokens_are_those_of_a_cpu(expected, kind, drafts, captured):

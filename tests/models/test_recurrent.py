@@ -25,8 +25,7 @@ DRAFTS, VOCABULARY = 4, 96
 KINDS = (
     "qwen3-5",
     "lfm2",
-    "granite4",
-    pytest.param("falcon-h1", marks=pytest.mark.slow),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("granite4", "falcon-h1")),
 )
 
 

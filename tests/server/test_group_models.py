@@ -69,6 +69,7 @@ def test_windows_over_two_ranks_say_what_transformers_says_together_and_from_the
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_rows_with_states_are_used_again_on_both_ranks(
     golden: SharedGoldens, tmp_path: Path
 ) -> None:

@@ -101,7 +101,7 @@ def test_a_pool_of_int8(batch, window, dtype, draw):
 
 def test_options_over_a_pool_of_int8(row, step_over, draw):
     batch = step_over([row(*spec) for spec in STEPS["mixed"]], SLOTS)
-    options = AttentionOptions(0.7, 1.5, draw(4).abs(), draw(4))
+    options = AttentionOptions(0.7, 1.5, draw(4).abs(), sinks=draw(4))
     agree(batch, 7, 4, 2, 16, draw, options=options, eight_bits=True)
 
 
@@ -121,7 +121,7 @@ def test_every_option(batch, window, name, draw):
         "softcap": AttentionOptions(softcap=1.5),
         "alibi": AttentionOptions(alibi_slopes=slopes),
         "sinks": AttentionOptions(sinks=sinks),
-        "all": AttentionOptions(0.7, 1.5, slopes, sinks),
+        "all": AttentionOptions(0.7, 1.5, slopes, sinks=sinks),
     }[name]
     agree(batch, window, 4, 2, 16, draw, options=options)
 

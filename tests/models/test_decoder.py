@@ -9,7 +9,7 @@ import torch
 
 from support.steps.hand_scheduler import HandScheduler
 from support.steps.lockstep import LockstepGroup, in_lockstep
-from support.steps.walks import TOLERANCE, walk
+from support.steps.walks import walk
 from tokenpod.kernels.backends import reference
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoints.errors import ModelError
@@ -75,7 +75,7 @@ def test_its_ranks_say_what_transformers_says(kind, world, golden, text, monkeyp
     tokens, other = text(30, seed=5), text(9, seed=6)
     expected = torch.cat(checkpoint.logprobs_of([tokens, other]))
     ours = walk_of_ranks(checkpoint.folder, world, tokens, other)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=checkpoint.tolerance)
 
 
 def test_a_shared_expert_costs_ranks_no_sum_of_its_own(golden, text, monkeypatch):

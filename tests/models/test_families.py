@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from support.checkpoints.config_fields import DERIVED, HARMLESS, Noted
+from support.checkpoints.embedding_models import KINDS as EMBEDDING_KINDS
 from support.checkpoints.golden import golden_config
 from support.checkpoints.golden_kinds import KINDS
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
@@ -55,6 +57,15 @@ def configs_of(family: Family) -> list[dict[str, Any]]:
     """Those of the golden checkpoints of a family, but for those that are part of a model."""
     configs = map(golden_config, KINDS)
     return [x for x in configs if x["architectures"][0] in family.architectures]
+
+
+def encoders_of(family: Family) -> Iterator[ModelSpec]:
+    """Of embedding models that are a family's but that tokens see those behind them, too."""
+    for kind in EMBEDDING_KINDS.values():
+        name = re.sub("(Text)?Model$", "ForCausalLM", kind.model)
+        if name in family.architectures and "use_bidirectional_attention" in kind.settings:
+            config = getattr(transformers, kind.model).config_class(**kind.settings).to_dict()
+            yield spec_of({**config, **kind.settings, "architectures": [name]})
 
 
 def model_of(architecture: str) -> type | None:
@@ -133,7 +144,7 @@ def test_golden_checkpoints_vary_what_the_config_decides(family):
     """What a change of one field changes in the spec has two values, or is there in some only."""
     configs = configs_of(family)
     specs = [spec_of(config) for config in configs]
-    found = values_of(specs)
+    found = values_of([*specs, *encoders_of(family)])
     some = {name for spec in specs for name in found.keys() - values_of([spec]).keys()}
     decided = set()
     for config, spec in zip(configs, specs, strict=True):
@@ -287,7 +298,7 @@ def test_what_the_config_of_a_text_model_leaves_out_is_gemma_3s(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(whole))
     spec = read_config(tmp_path)
     assert (spec.head_counts[0], spec.vocab_size, spec.max_positions) == (8, 262_208, 131_072)
-    assert spec.windows == tuple(None if i % 6 == 5 else 1024 for i in range(34))
+    assert spec.kv_windows == tuple(None if i % 6 == 5 else 1024 for i in range(34))
     assert spec.eos_token_ids == {1, 106}
     assert spec.dtype is torch.bfloat16
     assert spec.head.tied

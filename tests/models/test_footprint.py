@@ -41,7 +41,7 @@ def test_config_alone_tells_the_same(folder: Path, tmp_path: Path):
 def test_a_rank_alone_holds_all_weights(folder: Path, load_folder: Callable):
     model = load_folder(folder, dtype=torch.bfloat16)
     wider = [weight for weight in read_layout(folder, None).weights if weight.dtype]
-    biases = ("experts.router_bias", "experts.correction", "sinks", "log_rate", "shift")
+    biases = ("experts.router_bias", "experts.correction", "sinks", "log_rate", "shift", "skip")
     assert all("norm" in x.sources[0].name or x.name.endswith(biases) for x in wider)
     more = 2 * Shard().numbers(wider)  # kept in float32
     assert footprint_of(folder).weight_bytes(1, 2) + more == model.weight_bytes

@@ -146,7 +146,7 @@ def test_end_of_text_tokens_come_from_the_generation_config_first(folder):
 def test_the_window_of_a_model_is_that_of_all_its_layers(golden):
     assert read_config(golden("mistral-window").folder).sliding_window == 7
     assert read_config(golden("mistral").folder).sliding_window is None
-    assert read_config(golden("qwen2-window").folder).windows == (None, 9, 9)
+    assert read_config(golden("qwen2-window").folder).kv_windows == (None, 9, 9)
     assert read_config(golden("qwen2-window").folder).sliding_window is None
 
 

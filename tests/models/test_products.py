@@ -81,7 +81,7 @@ def test_norms_and_sums_are_part_of_products_where_they_can_be(
 
         return call
 
-    def recording(device, dtype):
+    def recording(device):
         ops = reference.OPERATIONS
         found = {field.name: getattr(ops, field.name) for field in fields(ops)}
         plain = {n: noted(n, op) for n, op in found.items() if op and not n.startswith("prepare")}

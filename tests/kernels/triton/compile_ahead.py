@@ -144,7 +144,7 @@ def attend_plainly() -> None:
 
 
 def attend_with_everything() -> None:
-    options = AttentionOptions(0.1, 2.0, torch.ones(HEADS), torch.ones(HEADS))
+    options = AttentionOptions(0.1, 2.0, torch.ones(HEADS), sinks=torch.ones(HEADS))
     attend(False, options, 100)
 
 

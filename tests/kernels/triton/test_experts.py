@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -300,6 +301,22 @@ SOFTMAX, SIGMOID = Routing(3, True), Routing(3, False, Score.SIGMOID)
 GROUPS = Routing(3, True, Score.SIGMOID, groups=4, chosen_groups=2, group_best=2)
 
 
+def _multiply_in_order(monkeypatch):
+    """Sum the products of interpreted dots one after the other.
+
+    NumPy's own asks a BLAS, whose order depends on the machine and on the number of rows; that of
+    a GPU's matrix unit doesn't.
+    """
+
+    def matmul(a, b, dtype):
+        total = np.zeros((a.shape[0], b.shape[1]), dtype)
+        for k in range(a.shape[1]):
+            total += a[:, k : k + 1].astype(dtype) * b[k : k + 1].astype(dtype)
+        return total
+
+    monkeypatch.setattr(np, "matmul", matmul)
+
+
 @pytest.mark.parametrize(
     ("routing", "dtype"),
     [
@@ -318,6 +335,7 @@ def test_a_row_chooses_the_same_experts_alone_and_at_every_place(
     """To the last bit, and with the same weights, by what `prepare_experts` launches."""
     count, rows, sizes = 128, 256, (2, 16, 65, 256, 2048)
     if INTERPRETED:
+        _multiply_in_order(monkeypatch)
         count, rows, sizes = 32, 12, (2, 16, 65, 256)
         # Few programs, so that the largest sizes sum segments in one, as thousands of tokens do.
         monkeypatch.setattr(expert_routing, "SCORE_PROGRAMS", 4)

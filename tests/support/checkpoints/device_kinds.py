@@ -134,6 +134,7 @@ _WINDOW = {**_WIDE, "sliding_window": 100}
 #: Of every family that MODELS lacks.
 ONCE: tuple[Once, ...] = (
     Once("arcee", _WIDE),
+    Once("bamba", {**_WIDE, **SPACE}),
     # The tests' slopes are of four heads.
     Once(
         "baichuan-13b",
@@ -174,6 +175,8 @@ ONCE: tuple[Once, ...] = (
     Once("granite-varied", {**_WIDE, "hidden_act": "silu"}),
     Once("internlm2", _WIDE),
     Once("internlm3", {**_WIDE, "head_dim": 64}),
+    Once("lfm2-moe", {**_WIDE, "moe_intermediate_size": 512}),
+    Once("mimo", _WIDE),
     Once("ministral", {**_WINDOW, "head_dim": 128}),
     Once("ministral3", {**_WIDE, "head_dim": 128}),
     Once("mpt", _MPT),

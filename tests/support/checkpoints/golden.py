@@ -57,6 +57,8 @@ class Golden:
         self._kind, self._dtype, self._spread = _KINDS[name], dtype, spread
         self._disguised, self._more = disguised, more
         made_of = repr((dtype, spread, disguised, sorted(more.items())))
+        #: How far log probabilities in float32 may be from the model's.
+        self.tolerance = self._kind.tolerance
         #: Of a folder: the same for the same arguments.
         self.name = f"{name}-{zlib.crc32(made_of.encode()):08x}"
 

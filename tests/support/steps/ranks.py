@@ -236,7 +236,9 @@ def said_of(job: Job) -> list[list[Said]]:
     torch.set_num_threads(1)
     said = []
     for world, port, folders in job.groups:
-        group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
+        group = None
+        if world > 1:
+            group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
         said.append(
             [
                 answer(
@@ -252,5 +254,6 @@ def said_of(job: Job) -> list[list[Said]]:
                 for f in folders
             ]
         )
-        group.close()
+        if group is not None:
+            group.close()
     return said

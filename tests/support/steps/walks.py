@@ -10,7 +10,6 @@ import torch
 from support.examples import ALL
 from support.steps.hand_scheduler import HandScheduler, Sequence
 
-TOLERANCE = 1e-4
 #: Of the longest text's: beyond every window, and beyond twice what any rotation begins with.
 NEW_TOKENS = 64 if ALL else 44
 
@@ -48,7 +47,7 @@ class Walk:
         for sequence, prompt, truth in zip(self.sequences, self.prompts, expected, strict=True):
             ours = torch.cat(self.logprobs[sequence.row])
             assert ours.dtype == torch.float32
-            torch.testing.assert_close(ours, truth[-len(ours) :], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(ours, truth[-len(ours) :], rtol=0, atol=golden.tolerance)
             assert sequence.tokens[prompt:] == truth[prompt - 1 :].argmax(-1).tolist()
 
 

@@ -10,6 +10,7 @@ import torch
 
 VOCABULARY = 96
 MAX_POSITIONS = 256
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Kind:
     patch: Callable[[Any], None] | None = None
     #: Whether the settings are all that there are, without `BASES`.
     whole: bool = False
+    #: How far log probabilities in float32 may be from transformers'.
+    tolerance: float = TOLERANCE
 
 
 _TOKENS = {

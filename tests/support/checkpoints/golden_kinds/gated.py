@@ -66,7 +66,11 @@ KINDS: dict[str, Kind] = {
             "final_logit_softcapping": 4.0,
         },
     ),
-    "gemma4": Kind("Gemma4", {**GEMMA4, **_NEAR_FAR_FAR, "num_kv_shared_layers": 0}),
+    # Its attention has no scale: at one token of the tests' texts, float32 rounds by up to 1.5e-4
+    # (against float64; 4e-5 at the others).
+    "gemma4": Kind(
+        "Gemma4", {**GEMMA4, **_NEAR_FAR_FAR, "num_kv_shared_layers": 0}, tolerance=3e-4
+    ),
     # The last layer reads what the one before it has stored.
     "gemma4-shared": Kind(
         "Gemma4",

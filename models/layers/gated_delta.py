@@ -6,34 +6,31 @@ queries, keys and values, a memory of each head that tokens read and correct, an
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
-from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
-from tokenpod.kernels.operations.ops import Operations
+from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaWeights,
     MemoryShape,
-    RecurrentPlan,
-    RecurrentStates,
 )
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layers.layer_tensors import LayerTensors
 from tokenpod.models.layers.mixer import Cache, MixerParts
 from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.recurrent import RecurrentMixer, states_of
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.shard import Shard
 from tokenpod.models.weights.weights import Axis, Division, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
+class GatedDeltaNet(RecurrentMixer):
     """A mixer whose memory is as large whatever the text's length."""
 
     shape: MemoryShape
@@ -62,18 +59,6 @@ class GatedDeltaNet:
         # Besides its inputs a token says of each head what is written, and the decay.
         layout = StateLayout((shape.channels, shape.width), memory, beside=2 * shape.value_heads)
         return Cache(None, None, layout)
-
-    @property
-    def reads_layer(self) -> None:
-        """Each layer has its own states."""
-
-    @property
-    def turned(self) -> None:
-        """Positions change nothing."""
-
-    @property
-    def expansion(self) -> None:
-        """Nothing is made of the cache."""
 
     @property
     def _axes(self) -> tuple[Axis, Axis, Axis]:
@@ -109,11 +94,6 @@ class GatedDeltaNet:
         yield from tensors.norm("delta_norm", norm, names.norm, Axis(self.shape.value_dim))
         yield from tensors.product("output", names.output, tensors.hidden, values, False)
 
-    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
-        """There are none."""
-        del tensors
-        return ()
-
     def problem(self, world: int) -> str | None:
         """Ranks divide heads of keys, and those of values with them."""
         if self.shape.key_heads % world:
@@ -128,20 +108,6 @@ class GatedDeltaNet:
         )
         return replace(self, shape=own)
 
-    @property
-    def plan_key(self) -> Hashable:
-        """One plan for all layers with states."""
-        return CHUNKS
-
-    def plan(self, ops: Operations, batch: ForwardBatch) -> RecurrentPlan:
-        """The step's rows, and what their chunks are."""
-        return ops.plan_recurrent(batch)
-
-    def captured(self, dtype: torch.dtype, device: torch.device) -> TileKind:
-        """Rows of several tokens are walked along in chunks."""
-        del dtype, device
-        return CHUNKS
-
     def make(self, parts: MixerParts, norm: Norm | None) -> GatedDeltaLayer:
         """With the layer's weights."""
         return GatedDeltaLayer(self, parts, norm)
@@ -153,7 +119,6 @@ class GatedDeltaLayer:
     def __init__(self, spec: GatedDeltaNet, parts: MixerParts, norm: Norm | None) -> None:
         products, shape = parts.products, spec.shape
         self._ops, self._shape, self._cache = products.ops, shape, parts.state
-        self._plan_key = spec.plan_key
         self._in = normed_product(
             products, parts.named("delta_in"), norm, parts.named("attention_in")
         )
@@ -167,9 +132,6 @@ class GatedDeltaLayer:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The states of the step's rows have gone on afterwards."""
-        pool = step.pool
-        assert isinstance(pool, StatePool)
-        states = RecurrentStates(*pool.states[self._cache])
+        states, plan = states_of(step, self._cache)
         inputs = DeltaInputs(*torch.split(self._in(x, step.batch), self._parts, dim=1))
-        plan = step.plans[self._plan_key]
         return self._ops.gated_delta(inputs, self._weights, self._shape, states, plan)

@@ -6,26 +6,24 @@ gates that a token sets itself.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
-from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
-from tokenpod.kernels.operations.ops import Operations
-from tokenpod.kernels.operations.recurrent_ops import RecurrentPlan, RecurrentStates
+from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.models.layers.layer_tensors import LayerTensors
 from tokenpod.models.layers.mixer import Cache, MixerParts
 from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.recurrent import RecurrentMixer, states_of
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.shard import Shard
 from tokenpod.models.weights.weights import Axis, Division, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolution:
+class ShortConvolution(RecurrentMixer):
     """A mixer that sees a few tokens back."""
 
     channels: int
@@ -44,18 +42,6 @@ class ShortConvolution:
         """The last inputs, and no memory."""
         return Cache(None, None, StateLayout((self.channels, self.width), (0,), beside=0))
 
-    @property
-    def reads_layer(self) -> None:
-        """Each layer has its own states."""
-
-    @property
-    def turned(self) -> None:
-        """Positions change nothing."""
-
-    @property
-    def expansion(self) -> None:
-        """Nothing is made of the cache."""
-
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """One product of all that a token says, the convolution, and `output`."""
         names, hidden = tensors.names.short, tensors.hidden
@@ -71,11 +57,6 @@ class ShortConvolution:
             yield tensors.single("conv_bias", f"{names.conv}.bias", channels)
         yield from tensors.product("output", names.output, hidden, channels, self.bias)
 
-    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
-        """There are none."""
-        del tensors
-        return ()
-
     def problem(self, world: int) -> str | None:
         """Ranks divide channels."""
         if self.channels % world:
@@ -85,20 +66,6 @@ class ShortConvolution:
     def on_rank(self, shard: Shard) -> ShortConvolution:
         """With a rank's channels."""
         return replace(self, channels=self.channels // shard.world)
-
-    @property
-    def plan_key(self) -> Hashable:
-        """One plan for all layers with states."""
-        return CHUNKS
-
-    def plan(self, ops: Operations, batch: ForwardBatch) -> RecurrentPlan:
-        """The step's rows, and what their chunks are."""
-        return ops.plan_recurrent(batch)
-
-    def captured(self, dtype: torch.dtype, device: torch.device) -> TileKind:
-        """Rows of several tokens are cut into chunks."""
-        del dtype, device
-        return CHUNKS
 
     def make(self, parts: MixerParts, norm: Norm | None) -> ShortConvolutionLayer:
         """With the layer's weights."""
@@ -110,7 +77,7 @@ class ShortConvolutionLayer:
 
     def __init__(self, spec: ShortConvolution, parts: MixerParts, norm: Norm | None) -> None:
         products = parts.products
-        self._ops, self._cache, self._plan_key = products.ops, parts.state, spec.plan_key
+        self._ops, self._cache = products.ops, parts.state
         self._in = normed_product(
             products, parts.named("short_in"), norm, parts.named("attention_in")
         )
@@ -119,8 +86,6 @@ class ShortConvolutionLayer:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The states of the step's rows have gone on afterwards."""
-        pool = step.pool
-        assert isinstance(pool, StatePool)
-        states = RecurrentStates(*pool.states[self._cache])
-        said, plan = self._in(x, step.batch), step.plans[self._plan_key]
+        states, plan = states_of(step, self._cache)
+        said = self._in(x, step.batch)
         return self._ops.short_convolution(said, self._weight, self._bias, states, plan)

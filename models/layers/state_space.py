@@ -7,21 +7,17 @@ tokens write, and a gate and a norm over groups of heads.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from tokenpod.kernels.cache.state_pool import StateLayout, StatePool
-from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, TileKind
+from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.kernels.operations.group import Group
-from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
-    RecurrentPlan,
-    RecurrentStates,
     SpaceInputs,
     SpaceWeights,
 )
@@ -30,6 +26,7 @@ from tokenpod.models.layers.layer_tensors import LayerTensors, times
 from tokenpod.models.layers.mixer import Cache, MixerParts
 from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
+from tokenpod.models.layers.recurrent import RecurrentMixer, states_of
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.shard import Shard
 from tokenpod.models.weights.weights import Axis, Division, Source, Weight
@@ -50,7 +47,7 @@ UNSCALED = Multipliers()
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpace:
+class StateSpace(RecurrentMixer):
     """A mixer whose memory is as large whatever the text's length."""
 
     shape: MemoryShape
@@ -90,18 +87,6 @@ class StateSpace:
         shape = self.shape
         memory = (shape.value_heads, shape.key_dim, shape.value_dim)
         return Cache(None, None, StateLayout((shape.channels, shape.width), memory))
-
-    @property
-    def reads_layer(self) -> None:
-        """Each layer has its own states."""
-
-    @property
-    def turned(self) -> None:
-        """Positions change nothing."""
-
-    @property
-    def expansion(self) -> None:
-        """Nothing is made of the cache."""
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """One product of all that a token says, the convolution, rates, the norm, and `output`."""
@@ -144,11 +129,6 @@ class StateSpace:
             times(steps, by.steps),
         )
 
-    def idle_names(self, tensors: LayerTensors) -> tuple[str, ...]:
-        """There are none."""
-        del tensors
-        return ()
-
     def problem(self, world: int) -> str | None:
         """Ranks divide heads, and groups of keys or those among them."""
         heads, groups = self.shape.value_heads, self.shape.key_heads
@@ -176,20 +156,6 @@ class StateSpace:
         groups = 1 if shared or self.epsilon is None else self.norm_groups // world
         return replace(self, shape=own, norm_groups=groups, norm_shared=shared)
 
-    @property
-    def plan_key(self) -> Hashable:
-        """One plan for all layers with states."""
-        return CHUNKS
-
-    def plan(self, ops: Operations, batch: ForwardBatch) -> RecurrentPlan:
-        """The step's rows, and what their chunks are."""
-        return ops.plan_recurrent(batch)
-
-    def captured(self, dtype: torch.dtype, device: torch.device) -> TileKind:
-        """Rows of several tokens are walked along in chunks."""
-        del dtype, device
-        return CHUNKS
-
     def make(self, parts: MixerParts, norm: Norm | None) -> StateSpaceLayer:
         """With the layer's weights."""
         return StateSpaceLayer(self, parts, norm)
@@ -201,7 +167,6 @@ class StateSpaceLayer:
     def __init__(self, spec: StateSpace, parts: MixerParts, norm: Norm | None) -> None:
         products, shape = parts.products, spec.shape
         self._ops, self._shape, self._cache = products.ops, shape, parts.state
-        self._plan_key = spec.plan_key
         self._in = normed_product(
             products, parts.named("space_in"), norm, parts.named("attention_in")
         )
@@ -223,11 +188,8 @@ class StateSpaceLayer:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The states of the step's rows have gone on afterwards."""
-        pool = step.pool
-        assert isinstance(pool, StatePool)
-        states = RecurrentStates(*pool.states[self._cache])
+        states, plan = states_of(step, self._cache)
         inputs = SpaceInputs(*torch.split(self._in(x, step.batch), self._parts, dim=1))
-        plan = step.plans[self._plan_key]
         found = self._ops.state_space(inputs, self._weights, self._shape, states, plan)
         return found if self._after is None else self._after(found)
 

@@ -43,7 +43,16 @@ def batch_of(tokens, first):
     )
 
 
-@pytest.fixture(scope="module", params=PREDICTING)
+#: Variants of kinds that every test run tries.
+SLOW = {"glm4-moe-lite", "qwen3-5-moe-varied", "qwen3-next"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in PREDICTING
+    ],
+)
 def made(request, tmp_path_factory):
     predicting = make_predicting(request.param, tmp_path_factory.mktemp("mtp") / "model")
     served = served_by(predicting.folder)

@@ -402,7 +402,7 @@ class EngineLoop:
 def _vectors(step: Step, result: StepResult) -> tuple[list[Vectors], set[int]]:
     """The vectors of a step for sequences that have not ended, and rows where some are no numbers.
 
-    Vectors of those are not told.
+    Vectors of those rows are left out.
     """
     found, spoiled = list[Vectors](), set[int]()
     for part in result.pooled:

@@ -141,13 +141,13 @@ def measure_steps(sizes: list[int], report: Report) -> None:
 
 
 def measure_encoding(sizes: list[int], report: Report) -> None:
-    """A plan for other ranks, and what front ends are told of a step, as bytes and back."""
+    """Encode and decode a plan for other ranks, and the outputs of a step for front ends."""
     encoder = msgspec.msgpack.Encoder()
     reader = msgspec.msgpack.Decoder(FromEngine)
     for rows in sizes:
         scheduler = scheduler_with(rows)
         plan = scheduler.plan(0).plan
-        told = StepOutputs(
+        outputs = StepOutputs(
             step=1,
             at=1,
             sequence_ids=list(range(rows)),
@@ -156,11 +156,11 @@ def measure_encoding(sizes: list[int], report: Report) -> None:
             finishes=[int(FinishCode.RUNNING)] * rows,
             load=Load(rows, 0, 0, rows, rows, 0),
         )
-        frame, data = encode_frame(encoder, told), plan.to_bytes()
+        frame, data = encode_frame(encoder, outputs), plan.to_bytes()
         ways = {
             "plan_encode_us": plan.to_bytes,
             "plan_read_us": partial(StepPlan.from_bytes, data),
-            "outputs_encode_us": partial(encode_frame, encoder, told),
+            "outputs_encode_us": partial(encode_frame, encoder, outputs),
             "outputs_read_us": partial(reader.decode, frame[4:]),
         }
         report.row("encoding", rows=rows, **{name: _least_us(way) for name, way in ways.items()})

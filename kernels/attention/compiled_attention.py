@@ -92,10 +92,8 @@ def attention(
 ) -> torch.Tensor:
     """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
 
-    Scales of int8 alone.
-
     Raises:
-        NotImplementedError: there are others.
+        NotImplementedError: keys and values with scales that are not int8.
     """
     assert isinstance(plan, LoopPlan)
     refuse_other_scales(keys, scales)

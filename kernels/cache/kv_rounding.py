@@ -24,7 +24,10 @@ def store(
 
 
 def refuse_other_scales(keys: torch.Tensor, scales: KVScales | None) -> None:
-    """A CPU reads those of int8. The engine asks for no others. Raises NotImplementedError."""
+    """Raise NotImplementedError for scaled keys and values that are not int8: CPUs read no others.
+
+    Settings refuse them at start, so this is a fault of the caller.
+    """
     if scales is not None and keys.dtype != torch.int8:
         raise NotImplementedError(f"keys and values of {keys.dtype} need a GPU")
 

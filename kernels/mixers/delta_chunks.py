@@ -142,8 +142,8 @@ def scan_chunks(
     chunk = chunks + tl.program_id(0) * FIELDS
     head = tl.program_id(1)
     block = tl.program_id(2)
-    first, position, told = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
-    count = tl.abs(told)
+    first, position, signed = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    count = tl.abs(signed)
     await_inputs(OVERLAP)
     if count > 0:
         row = tl.load(t_row + first)
@@ -193,11 +193,11 @@ def scan_chunks(
             left = tl.where(some, tl.exp(whole - fall), 0.0)
             rest = (wide_k * left[:, None]).to(q.dtype)
             kept = kept * tl.exp(whole) + tl.dot(tl.trans(rest), written, input_precision=PRECISION)
-        tl.store(held, kept, mask=some_held & (told > 0))
+        tl.store(held, kept, mask=some_held & (signed > 0))
         if block == 0:
             end = position + count
             through = tl.maximum(tl.load(seen + state), position)
-            tl.store(seen + state, tl.where(told > 0, end, through))
+            tl.store(seen + state, tl.where(signed > 0, end, through))
             # The ring gets the row's last inputs; the convolution has been made of the old ones.
             ring = inputs + row * pitch
             for back in range(0, RING):

@@ -78,7 +78,7 @@ class PoolingSpec:
         return [name for layer in self.layers if not layer.folder for name in layer.tensors]
 
     def facts(self, second_text: int) -> VectorFacts:
-        """What clients are told; `second_text` as there."""
+        """What `GetModel` and the limits of calls need; `second_text`: `ModelSpec.second_text`."""
         return VectorFacts(
             width=self.width,
             token_width=self.hidden_size,

@@ -164,7 +164,7 @@ class ModelSpec:
 
     @property
     def second_text(self) -> int:
-        """What is added to the id of a token of a second text; 0: it is told apart by nothing."""
+        """Added to the token ids of the second text of a pair; 0: both texts have the same ids."""
         return self.vocab_size if self.embedding.token_types > 1 else 0
 
     @cached_property

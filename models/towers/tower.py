@@ -119,12 +119,12 @@ def _read(
     library.disable_progress_bar()
     library.set_verbosity_error()  # what is missing is an error of ours
     found = cast(Any, getattr(transformers, name))
-    whole, told = found.from_pretrained(
+    whole, report = found.from_pretrained(
         None,
         config=config,
         state_dict=stored,
         dtype=dtype,
-        ignore_mismatched_sizes=True,  # told by us
+        ignore_mismatched_sizes=True,  # we report them
         output_loading_info=True,
     )
     for kind, problem in (
@@ -132,7 +132,7 @@ def _read(
         ("mismatched_keys", "has another shape than config.json says"),
         ("unexpected_keys", "is none of those that the model's tower has"),
     ):
-        names = (each if isinstance(each, str) else str(each[0]) for each in told[kind])
+        names = (each if isinstance(each, str) else str(each[0]) for each in report[kind])
         wrong = sorted(x for x in names if not any(part in x for part in _TEXT_TENSORS))
         if wrong:
             without = "with --max-images 0 the model is served as text alone"

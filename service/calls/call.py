@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -9,6 +10,9 @@ from enum import Enum, auto
 from tokenpod.core.requests import BeamParams
 from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.calls.images import GivenImage
+
+#: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
+_FOREVER_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +283,13 @@ class ShardStep:
     decode_ns: int
     total_ns: int
     concat_ns: int | None = None
+
+
+def deadline_of(remaining: float | None) -> int | None:
+    """When a call's deadline passes, in CLOCK_MONOTONIC nanoseconds; None: it has none.
+
+    `remaining`: seconds from now on; None, or more than fits into 64 bits of nanoseconds: none.
+    """
+    if remaining is None or remaining >= _FOREVER_SECONDS:
+        return None
+    return time.monotonic_ns() + int(remaining * 1e9)

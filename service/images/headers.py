@@ -1,7 +1,8 @@
 """What the first bytes of an image's file say: its format and size. Nothing is decoded.
 
-Formats are told by content (PNG 3rd edition, 5.2; ITU-T T.81 annex B; RFC 9649), whatever a client
-calls them. Those that are not read are named, so that a client learns what is wrong.
+The format is recognised by content (PNG 3rd edition, 5.2; ITU-T T.81 annex B; RFC 9649); the name
+or MIME type that a client gives does not count. Formats that are not served are recognised, too,
+so that the error can name them.
 """
 
 from __future__ import annotations

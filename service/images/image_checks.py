@@ -1,4 +1,4 @@
-"""Every limit on a request's images that can be told without decoding them."""
+"""Every limit on a request's images that can be checked without decoding them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,13 @@ from tokenpod.service.admission.admission import Admission, Place
 from tokenpod.service.admission.aside import Aside
 from tokenpod.service.admission.call_names import NamedCalls
 from tokenpod.service.admission.memory_budget import Lease
-from tokenpod.service.calls.call import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
+from tokenpod.service.calls.call import (
+    ID_BYTES,
+    GenerateCall,
+    TokensCall,
+    deadline_of,
+    prompt_bytes,
+)
 from tokenpod.service.calls.errors import AlreadyExists, NotFound, Unimplemented
 from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.images import image_bytes
@@ -60,8 +66,6 @@ from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokenpod.service.telemetry.server_calls import ServerCall
 
-#: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
-_FOREVER_SECONDS = 1e9
 #: Tokens that are decoded before others get their turn: a few milliseconds of the slowest decoder.
 _SLICE_TOKENS = 128
 #: Characters of a name that an error repeats.
@@ -294,9 +298,7 @@ class AdmittedCall:
         assert self._lease is not None, "a call is checked before it is submitted"
         if self._recorded is not None:
             self._recorded.named(request_id, call.labels)
-        deadline_at = None
-        if remaining is not None and remaining < _FOREVER_SECONDS:
-            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
+        deadline_at = deadline_of(remaining)
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
         if call.images:

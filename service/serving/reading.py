@@ -19,7 +19,7 @@ from tokenpod.core.requests import PoolingParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.admission.admission import Admission, Place
 from tokenpod.service.admission.memory_budget import Lease
-from tokenpod.service.calls.call import ID_BYTES
+from tokenpod.service.calls.call import ID_BYTES, deadline_of
 from tokenpod.service.calls.embedding import (
     AskedText,
     ReadCall,
@@ -35,9 +35,6 @@ from tokenpod.service.text.encoder import Tokenised
 from tokenpod.service.text.tokenizers.special_tokens import SpecialTokens
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod.service.text.workers.text_messages import Text
-
-#: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
-_FOREVER_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +167,7 @@ class AdmittedTexts:
         limits.check(call, texts_field)
         if self._recorded is not None:
             self._recorded.named(request_id, call.labels)
-        deadline_at = None
-        if remaining is not None and remaining < _FOREVER_SECONDS:
-            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
+        deadline_at = deadline_of(remaining)
         asked = sum(text.memory for text in call.texts)
         self._lease = self._admission.memory.reserve(asked)
         framed = await self._framed(call, limits)

@@ -54,7 +54,7 @@ class Serving:
     since: int = field(default_factory=time.time_ns)
 
     def formats_for(self, call: GenerateCall) -> Formats:
-        """What is to be told from the text that answers a call."""
+        """What is parsed from the text that answers a call."""
         chat = call.prompt
         if call.output.raw_text or not isinstance(chat, ChatPrompt):
             return _NOT_TOLD
@@ -63,7 +63,7 @@ class Serving:
         return self.formats if looked_for else replace(self.formats, calls=None)
 
     def samples_of(self, call: GenerateCall, request: Request, prompt_end: str) -> list[Sample]:
-        """The samples of a call, fresh: how each becomes text, where it stops, what is told apart.
+        """New samples of a call: how tokens become text, where it stops, how tool calls are parsed.
 
         Args:
             call: what the client asks for.
@@ -114,7 +114,7 @@ class Serving:
         return TextReader(detokenizer, stops, parser)
 
     async def constraint_of(self, asked: AskedConstraint | None) -> Constraint | None:
-        """What the engine is told of a constraint. Raises InvalidArgument or Unimplemented."""
+        """The constraint in the engine's form. Raises InvalidArgument or Unimplemented."""
         if asked is None:
             return None
         self._check_bytes(asked.field)

@@ -90,7 +90,7 @@ class WorkerPool(ABC, Generic[Job, First, Result]):
     Args:
         limits: how many workers, and what a job may take.
         kind: of worker, for the log, such as "text".
-        log: where the pool's life is told.
+        log: of workers' starts and ends.
     """
 
     def __init__(self, limits: PoolLimits, kind: str, log: logging.Logger) -> None:
@@ -120,7 +120,7 @@ class WorkerPool(ABC, Generic[Job, First, Result]):
         return answer
 
     def _at_fault(self, job: Job, field: str, refused: Refused) -> InvalidArgument:
-        """What the caller is told of a job that is at fault."""
+        """The error for the caller of a job that is at fault."""
         del job
         field = f"{field}.{refused.field}" if refused.field else field
         return InvalidArgument(field, refused.message)
@@ -139,7 +139,7 @@ class WorkerPool(ABC, Generic[Job, First, Result]):
         """Have `job` done.
 
         Args:
-            field: what the caller is told is wrong, if it is.
+            field: that the error names, if there is one.
             size: small jobs go first.
 
         InvalidArgument: the job is at fault, a library fails, or time or memory is over.
@@ -285,7 +285,7 @@ class WorkerPool(ABC, Generic[Job, First, Result]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- what callers are told -------------------------------------------------------------------
+    # -- errors for callers ----------------------------------------------------------------------
 
     def _failure(self, job: Job, field: str, status: int | None) -> ServiceError:
         """Why a worker has ended: its exit status; None: its time was over."""

@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints.config_fields import DERIVED, HARMLESS, Noted
+from support.checkpoints.config_fields import DERIVED, HARMLESS
 from support.checkpoints.embedding_models import KINDS as EMBEDDING_KINDS
 from support.checkpoints.golden import golden_config
 from support.checkpoints.golden_kinds import KINDS
@@ -25,6 +25,7 @@ from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.checkpoints.nested import text_of
+from tokenpod.models.checkpoints.unread import Noted
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.folder import read_config, read_layout
 from tokenpod.models.layers.reading import read_weights

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints.config_fields import DERIVED, HARMLESS, Noted
+from support.checkpoints.config_fields import DERIVED, HARMLESS
 from support.checkpoints.golden import golden_config
 from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
 from support.engines.small_engines import Engine, requests_of
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.checkpoints.nested import NESTED, TEXT_MODELS, text_of
+from tokenpod.models.checkpoints.unread import Noted
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.folder import read_config
 from tokenpod.models.footprint import footprint_of

@@ -111,7 +111,7 @@ class BetweenTags(CallFormat):
         return Tagged(made, separator="\n", triggers=() if must else (mark,))
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
-        """All calls behind one mark. Each argument is told once it is whole."""
+        """All calls behind one mark. Each argument is sent once it is complete."""
         tags = self._tags
         yield from space(source)
         if tags.call:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 #: Fields that change nothing of what a model computes, or nothing of what is served.
 HARMLESS = {
     *("architectures", "auto_map", "model_type", "transformers_version", "use_cache"),
@@ -38,19 +35,3 @@ DERIVED = {
     *("sliding_window_pattern", "no_rope_layer_interval", "num_key_value_heads"),
     *("max_window_layers", "full_attn_idxs"),
 }
-
-
-class Noted(dict[str, Any]):
-    """A config that knows which of its fields were asked for."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.asked: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
-        return super().get(name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
-        return super().__getitem__(name)

@@ -105,6 +105,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
 
     JITFunction.run = run
     choosing = (
+        adapters,
         launch,
         product,
         experts,

@@ -299,6 +299,10 @@ def experts_with_everything() -> None:
         add = experts.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
         for tokens in (1, 40):
             add(draw(tokens, HIDDEN))
+    plain = ExpertWeights(draw(8, HIDDEN), draw(8, 256, HIDDEN), draw(8, HIDDEN, 256))
+    for tokens in (1, 40):
+        add = experts.prepare_experts(plain, None, Activation.RELU_SQUARED, groups)
+        add(draw(tokens, HIDDEN))
 
 
 def stored_experts(every: bool = False) -> None:

@@ -6,29 +6,34 @@ what it makes are rows that stand in for those of the embedding's table (`GivenE
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 from transformers.utils import logging
 
-from tokenpod.core.images import SIGHTS, RowCount
+from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, Sight, processor_of
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
-from tokenpod.models.checkpoints.fields import read_fields
+from tokenpod.models.checkpoints.fields import Fields, read_fields
 from tokenpod.models.checkpoints.nested import Nesting
 from tokenpod.models.folder import read_text
 
 #: Of the text model that comes with a tower's class, and is not wanted.
-_TEXT_TENSORS = ("language_model", "lm_head")
+_TEXT_MODELS = ("language_model", "text_model")
+_TEXT_TENSORS = (*_TEXT_MODELS, "lm_head")
 #: Tokens of that text model's embedding: its class wants some.
 _FEW_TOKENS = 8
 #: Of an image, where preprocessor_config.json does not say how many it may have (Qwen2-VL's).
 _MOST_PIXELS = 28 * 28 * 1280
+#: Heights and widths of images that processors cut into as many tiles as into any.
+_LARGE = ((2048, 2048), (1536, 2048), (512, 6144))
 
 
 class Tower:
@@ -45,6 +50,8 @@ class Tower:
         parameters = [*model.parameters()]
         self._dtype, self._device = parameters[0].dtype, parameters[0].device
         self.weight_bytes = sum(each.nbytes for each in parameters)
+        #: What it computes by; processors say more, of which prompts alone depend.
+        self._takes = inspect.signature(model.get_image_features).parameters.keys()
 
     @torch.inference_mode()
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -55,11 +62,14 @@ class Tower:
 
         Raises what transformers' code does with tensors that are not for it.
         """
-        given = {name: self._there(tensor) for name, tensor in tensors.items()}
+        given = {
+            name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
+        }
         made = self._model.get_image_features(**given)
-        # Of one image: lists of one, or a batch of one.
+        # Of one image: lists of one, or tiles.
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
-        rows = torch.cat([part[0].flatten(0, -2) for part in parts], dim=-1)
+        parts = [part if isinstance(part, torch.Tensor) else part[0] for part in parts]
+        rows = torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
         return rows.float().cpu()
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,11 +101,11 @@ def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
     """
     config = read_fields(folder / "config.json")
     vision, channels = config.fields("vision_config"), 3
+    sight = SIGHTS[config.texts("architectures")[0]]
+    if sight.rows is not RowCount.GRID:
+        return _most_numbers(folder, sight)
     patch = vision.integer("patch_size")
-    if SIGHTS[config.texts("architectures")[0]].rows is not RowCount.GRID:
-        side = vision.integer("image_size")
-        return {"pixel_values": torch.zeros(1, channels, side, side)}
-    processor = read_fields(folder / "preprocessor_config.json")
+    processor = Fields(processor_of(folder) or {}, str(folder / PROCESSOR))
     merge, time = processor.integer("merge_size", 2), processor.integer("temporal_patch_size", 2)
     size = processor.fields("size") if "size" in processor else processor
     pixels = size.integer("longest_edge", processor.integer("max_pixels", _MOST_PIXELS))
@@ -103,6 +113,20 @@ def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
     numbers = channels * time * patch**2
     grid = torch.tensor([[1, side, side]])
     return {"pixel_values": torch.zeros(side * side, numbers), "image_grid_thw": grid}
+
+
+def _most_numbers(folder: Path, sight: Sight) -> dict[str, torch.Tensor]:
+    """What the processor makes of large images of several shapes: that with most numbers."""
+    load: Any = AutoImageProcessor
+    process = load.from_pretrained(
+        folder, backend="pil", local_files_only=True, trust_remote_code=False
+    )
+    found: list[dict[str, torch.Tensor]] = []
+    for height, width in _LARGE:
+        pixels = np.zeros((height, width, 3), np.uint8)
+        made = process(pixels, input_data_format="channels_last", **sight.options)
+        found.append({name: torch.from_numpy(np.asarray(each)) for name, each in made.items()})
+    return max(found, key=lambda tensors: tensors["pixel_values"].numel())
 
 
 def _read(
@@ -138,7 +162,9 @@ def _read(
             without = "with --max-images 0 the model is served as text alone"
             raise ModelError(f"{folder}: tensor {wrong[0]} {problem}; {without}")
     base = whole.model
-    del base.language_model
+    for name in _TEXT_MODELS:
+        if hasattr(base, name):
+            delattr(base, name)
     # Qwen3-VL's: one for each layer of the text model behind which its rows are added.
     deeper = len(getattr(getattr(base, "visual", None), "deepstack_merger_list", ()))
     return Tower(base.eval().requires_grad_(False).to(device), width * (1 + deeper))

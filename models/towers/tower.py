@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,14 @@ _FEW_TOKENS = 8
 _MOST_PIXELS = 28 * 28 * 1280
 #: Heights and widths of images that processors cut into as many tiles as into any.
 _LARGE = ((2048, 2048), (1536, 2048), (512, 6144))
+
+
+class TowerSize(NamedTuple):
+    """What a tower takes, in numbers of its dtype."""
+
+    weights: int
+    #: While it computes the largest image, at most; about.
+    working: int
 
 
 class Tower:
@@ -115,6 +123,26 @@ def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.zeros(side * side, numbers), "image_grid_thw": grid}
 
 
+def tower_size(folder: Path, most_rows: int) -> TowerSize:
+    """Of a checkpoint that `sees_images`: no weights are read."""
+    config, _ = _config(folder)
+    with torch.device("meta"):
+        base = _without_text(_class_of(config)(config))
+    numbers = sum(each.numel() for each in base.parameters())
+    vision: Any = config.vision_config
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    wide = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
+    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
+    # Of a layer: the stream with queries, keys and values before and behind rotation, or with the
+    # gated product. Some projectors choose among the outputs of all layers, which are kept.
+    each = max(9 * hidden, 3 * (hidden + wide))
+    each += layers * hidden if hasattr(config, "vision_feature_layer") else 0
+    pixels = largest_image(folder, most_rows)["pixel_values"].numel()
+    patch = math.prod(np.broadcast_to(vision.patch_size, 2).tolist()) * 3
+    patch *= getattr(vision, "temporal_patch_size", 1)
+    return TowerSize(numbers, pixels * 2 + pixels // patch * each)
+
+
 def _most_numbers(folder: Path, sight: Sight) -> dict[str, torch.Tensor]:
     """What the processor makes of large images of several shapes: that with most numbers."""
     load: Any = AutoImageProcessor
@@ -132,18 +160,13 @@ def _most_numbers(folder: Path, sight: Sight) -> dict[str, torch.Tensor]:
 def _read(
     folder: Path, checkpoint: Checkpoint, nesting: Nesting, dtype: torch.dtype, device: torch.device
 ) -> Tower:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    (name,) = config.architectures
-    text = config.get_text_config(decoder=True)
-    width = text.hidden_size
-    _shrink(config, text)
+    config, width = _config(folder)
     parts = tuple(part for part in nesting.unused if not part.endswith("mtp"))
     stored = {x: _Stored(checkpoint, x) for x in checkpoint.names if x.startswith(parts)}
     library: Any = logging
     library.disable_progress_bar()
     library.set_verbosity_error()  # what is missing is an error of ours
-    found = cast(Any, getattr(transformers, name))
-    whole, report = found.from_pretrained(
+    whole, report = _class_of(config).from_pretrained(
         None,
         config=config,
         state_dict=stored,
@@ -161,13 +184,32 @@ def _read(
         if wrong:
             without = "with --max-images 0 the model is served as text alone"
             raise ModelError(f"{folder}: tensor {wrong[0]} {problem}; {without}")
+    base = _without_text(whole)
+    # Qwen3-VL's: one for each layer of the text model behind which its rows are added.
+    deeper = len(getattr(getattr(base, "visual", None), "deepstack_merger_list", ()))
+    return Tower(base.eval().requires_grad_(False).to(device), width * (1 + deeper))
+
+
+def _config(folder: Path) -> tuple[PreTrainedConfig, int]:
+    """The whole model's, with next to no text model; and the width of what that reads."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    width = text.hidden_size
+    _shrink(config, text)
+    return config, width
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    (name,) = cast(Any, config).architectures
+    return getattr(transformers, name)
+
+
+def _without_text(whole: Any) -> Any:
     base = whole.model
     for name in _TEXT_MODELS:
         if hasattr(base, name):
             delattr(base, name)
-    # Qwen3-VL's: one for each layer of the text model behind which its rows are added.
-    deeper = len(getattr(getattr(base, "visual", None), "deepstack_merger_list", ()))
-    return Tower(base.eval().requires_grad_(False).to(device), width * (1 + deeper))
+    return base
 
 
 def _shrink(config: PreTrainedConfig, text: PreTrainedConfig) -> None:

@@ -18,6 +18,7 @@ from support.engines.planner_probe import preempt_sequence
 from support.engines.small_engines import Engine
 from support.images.files import picture
 from support.images.seeing import Seeing
+from support.kernels.live_tensors import LiveTensors
 from tokenpod.core.images import (
     SIGHTS,
     DropImages,
@@ -31,7 +32,8 @@ from tokenpod.core.requests import ImageRows, ImageRun, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.models.towers.tower import largest_image, load_tower
+from tokenpod.models.footprint import footprint_of
+from tokenpod.models.towers.tower import largest_image, load_tower, tower_size
 from tokenpod.scheduler.scheduler import Scheduler
 
 #: Their towers or texts differ, and what comes before and behind does not.
@@ -253,12 +255,25 @@ def test_every_architecture_is_tried() -> None:
     assert tried == {*SIGHTS}
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3-vl"])
+def _of_text(seeing: Seeing) -> int:
+    """Numbers of a text model and its head."""
+    text, head = seeing.model.model.language_model, seeing.model.lm_head
+    tied = head.weight is text.embed_tokens.weight
+    return sum(p.numel() for p in text.parameters()) + (0 if tied else head.weight.numel())
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3-vl", "gemma3-images"])
 def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path) -> None:
     """A GPU is given it first, so that later ones need no more memory."""
     seeing = Seeing(kind, tmp_path / kind)
     tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
-    rows = len(tower(largest_image(seeing.folder, 64)))
+    with LiveTensors() as live:
+        rows = len(tower(largest_image(seeing.folder, 64)))
+    size = tower_size(seeing.folder, 64)
+    assert size.weights * 4 == tower.weight_bytes
+    assert live.most_bytes <= size.working * 4
+    found = footprint_of(seeing.folder)
+    assert (found.tower_numbers, found.parameters) == (size.weights, _of_text(seeing))
     assert rows >= seeing.rows(picture(400, 400)) // 2
     if kind == "qwen3-vl":
         assert len(tower(largest_image(seeing.folder, 2))) == 1

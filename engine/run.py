@@ -101,7 +101,11 @@ def run(
             followers=member.followers if member else None,
         )
     images = ImageEncoder(
-        tower, torch.device(options.device), options.image_cache_bytes or 0, link.send
+        tower,
+        torch.device(options.device),
+        options.image_cache_bytes or 0,
+        link.send,
+        mutual=scheduler.limits.mutual > 0,
     )
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
@@ -260,6 +264,7 @@ def load(
         scores_prompts=own is None or own.scores_prompts,
         pools=pooling is not None,
         whole_prompts=config.encodes,
+        mutual=config.mutual,
         own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),

@@ -65,15 +65,21 @@ class PagedPlan(AttentionPlan):
     paged: PagedRows
     window: int | None
     causal: bool = True
-    _tiles: dict[int, TileList] = field(default_factory=dict)
+    _tiles: dict[tuple[int, bool], TileList] = field(default_factory=dict)
 
-    def tiles(self, queries: int) -> TileList:
-        """Tiles of up to `queries` queries."""
+    def tiles(self, queries: int, *, causal: bool) -> TileList:
+        """Tiles of up to `queries` queries, of the rows that are, or are not, causal."""
         if self.paged.tiles is not None:
             return unpack_tiles(self.paged.tiles[self.window, queries])
-        if queries not in self._tiles:
-            self._tiles[queries] = list_tiles(self.batch, self.window, queries, causal=self.causal)
-        return self._tiles[queries]
+        kind = queries, causal
+        if kind not in self._tiles:
+            self._tiles[kind] = list_tiles(self.batch, self.window, queries, causal=causal)
+        return self._tiles[kind]
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether rows with several tokens are causal: all are, none is, or some are."""
+        return (self.causal,) if self.batch.b_mutual is None else (True, False)
 
 
 def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> PagedPlan:
@@ -188,20 +194,21 @@ def attention(
     if batch.rows > batch.single_rows:
         # By the queries' type, as `prepare_capture` has it: a pool may be of fewer bits.
         extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
-        tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended))
-        extend(
-            q,
-            keys,
-            values,
-            out,
-            batch.row_table,
-            tiles,
-            plan.window,
-            extended,
-            options,
-            scales,
-            causal=plan.causal,
-        )
+        for causal in plan.kinds:
+            tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended), causal=causal)
+            extend(
+                q,
+                keys,
+                values,
+                out,
+                batch.row_table,
+                tiles,
+                plan.window,
+                extended,
+                options,
+                scales,
+                causal=causal,
+            )
     return out
 
 

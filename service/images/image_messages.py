@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tokenpod.core.images import TensorPlace
 from tokenpod.core.message import Message
+from tokenpod.service.images.expansions import Layout
 from tokenpod.service.workers.worker_messages import Loaded, Refused
 
 
@@ -11,7 +12,7 @@ class ImageWorkerOptions(Message, frozen=True, array_like=True, tag=True):
     """The first message to a new worker.
 
     Args:
-        folder: the model's, with preprocessor_config.json and config.json.
+        folder: the model's, with config.json and the settings of its processor.
         memory_bytes: what the worker may take on top of what it has once that is loaded.
     """
 
@@ -50,14 +51,14 @@ class ImageRead(Message, frozen=True, array_like=True, tag=True):
         out: descriptor of a file with tensors, in the worker's process until its next job.
         size: bytes of the file.
         tensors: where they lie in it.
-        rows: how many tokens stand for it in a prompt.
+        layout: how it stands in a prompt.
         grid: how many lie above and beside each other, if they bring positions; else empty.
     """
 
     out: int
     size: int
     tensors: list[TensorPlace]
-    rows: int
+    layout: Layout
     grid: tuple[int, ...] = ()
 
 

@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenpod.core.images import PROCESSOR, SIGHTS, PreparedImage
+from tokenpod.core.images import SIGHTS, PreparedImage, processor_of
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.images.expansions import ImageTexts
+from tokenpod.service.images.expansions import ImageTexts, Layout, rows_of
 from tokenpod.service.images.headers import Header
 from tokenpod.service.images.image_checks import check_images
 from tokenpod.service.images.image_text import ImageTokens
@@ -29,14 +29,19 @@ _MOST_KNOWN = 1 << 14
 
 @dataclass(slots=True)
 class SeenImage:
-    """An image of a request: how many rows it has, and its tensors, unless it was seen before."""
+    """An image of a request: how it stands in a prompt; its tensors, unless it was seen before."""
 
     given: GivenImage
     header: Header
     key: bytes
-    rows: int = 0
+    layout: Layout = ()
     grid: tuple[int, ...] = ()
     file: TensorFile | None = None
+
+    @property
+    def rows(self) -> int:
+        """Tokens that stand for it, one row of embeddings each."""
+        return rows_of(self.layout)
 
     @property
     def prepared(self) -> PreparedImage:
@@ -61,8 +66,8 @@ class ImageReader:
     ) -> None:
         self._workers, self._settings = workers, settings
         self.tokens = tokens
-        #: Rows and grid of images that were seen.
-        self._known: OrderedDict[bytes, tuple[int, tuple[int, ...]]] = OrderedDict()
+        #: Layout and grid of images that were seen.
+        self._known: OrderedDict[bytes, tuple[Layout, tuple[int, ...]]] = OrderedDict()
 
     @classmethod
     async def start(
@@ -77,7 +82,7 @@ class ImageReader:
         `name_of`: of a token's id. Raises CantStart.
         """
         config_file = folder / "config.json"
-        if not (settings.max_images and (folder / PROCESSOR).is_file() and config_file.is_file()):
+        if not (settings.max_images and processor_of(folder) and config_file.is_file()):
             return None
         try:
             config = json.loads(await asyncio.to_thread(config_file.read_bytes))
@@ -98,7 +103,7 @@ class ImageReader:
         return check_images(images, self._settings)
 
     async def read(self, images: Sequence[GivenImage]) -> list[SeenImage]:
-        """How many rows each has; decoded are those that were not seen before.
+        """How each stands in a prompt; decoded are those that were not seen before.
 
         Raises InvalidArgument, also if a worker's time or memory is over, and Unavailable.
         """
@@ -111,7 +116,7 @@ class ImageReader:
                 seen.append(image)
                 if key in self._known:
                     self._known.move_to_end(key)
-                    image.rows, image.grid = self._known[key]
+                    image.layout, image.grid = self._known[key]
                 else:
                     await self.decode(image)
         except BaseException:
@@ -123,13 +128,14 @@ class ImageReader:
         """Have its tensors made. Raises as `read` does."""
         data, field = image.given.data, image.given.field
         image.file = await self._workers.read(data, image.header, field=field)
-        image.rows, image.grid = self._known[image.key] = image.file.rows, image.file.grid
+        found = self._known[image.key] = image.file.layout, image.file.grid
+        image.layout, image.grid = found
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
     def texts(self, seen: Sequence[SeenImage]) -> ImageTexts:
         """What stands for them in a chat."""
-        return self.tokens.texts([image.rows for image in seen])
+        return self.tokens.texts([image.layout for image in seen])
 
     def _key(self, data: bytes) -> bytes:
         return hashlib.sha256(self._workers.processor + hashlib.sha256(data).digest()).digest()

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from tokenpod.core.images import TensorPlace
 from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.images.expansions import Layout
 from tokenpod.service.images.headers import Header
 from tokenpod.service.images.image_messages import (
     FromImageWorker,
@@ -36,14 +37,13 @@ class TensorFile:
         descriptor: of that memory, in this process.
         size: its bytes.
         tensors: where they lie in it.
-        rows: how many tokens stand for the image in a prompt.
-        grid: as `ImageRead` has it.
+        layout, grid: as `ImageRead` has them.
     """
 
     descriptor: int
     size: int
     tensors: list[TensorPlace]
-    rows: int
+    layout: Layout
     grid: tuple[int, ...] = ()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
         """Decode an image whose header has been checked; `run` says what it raises."""
         pixels = header.width * header.height
         made = await self.run(ReadImage(data, *header), field=field, size=pixels)
-        return TensorFile(made.out, made.size, made.tensors, made.rows, made.grid)
+        return TensorFile(made.out, made.size, made.tensors, made.layout, made.grid)
 
     async def _start_worker(self) -> WorkerProcess[ProcessorLoaded, ImageRead]:
         options = ImageWorkerOptions(str(self._folder), self._limits.memory_bytes)

@@ -72,8 +72,8 @@ class SeenImages:
         """A text with these images at these offsets. Raises InvalidArgument; see `ImageTokens`."""
         if self._reader is None:
             return text
-        rows = [image.rows for image in self.images]
-        return self._reader.tokens.within(text, places, rows, field)
+        layouts = [image.layout for image in self.images]
+        return self._reader.tokens.within(text, places, layouts, field)
 
     @property
     def file_bytes(self) -> int:

@@ -285,7 +285,7 @@ def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["llava", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-images"])
 def test_a_gpu_says_the_same(kind: str, tmp_path: Path) -> None:
     seeing = Seeing(kind, tmp_path / kind)
     texts: list[tuple[str | Image.Image, ...]] = [("a ", RED), (WIDE, "and", RED), ("text",)]

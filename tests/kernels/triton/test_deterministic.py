@@ -38,11 +38,9 @@ def product(what, x, weight, norm, operations):
     return operations.prepare_linear(weight, None)(x)
 
 
-@pytest.mark.sampled(2, "gpu")
 @pytest.mark.parametrize("what", ["plain", "gated", "added"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_product_of_a_token_does_not_depend_on_the_others(what, dtype, draw, device):
-    n, k = 160, 136
+def test_a_product_of_a_token_does_not_depend_on_the_others(what, draw, device):
+    n, k, dtype = 96, 136, torch.bfloat16
     x, weight = draw(300, k, dtype=dtype).to(device), (draw(n, k) * k**-0.5).to(dtype).to(device)
     norm = RowNorm(draw(k, dtype=dtype).to(device), 1e-6)
     whole = product(what, x, weight, norm, DETERMINISTIC)
@@ -92,10 +90,10 @@ def attend(specs, drawn, window, dtype, device, options, operations):
     return list(zip(batch.t_place.tolist(), got, strict=True))
 
 
-@pytest.mark.sampled(2, "gpu")
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_attention_of_a_token_does_not_depend_on_how_its_text_is_cut(
     window, dtype, heads, draw, device
 ):

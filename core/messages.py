@@ -287,6 +287,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     constraints: ConstraintLimits = ConstraintLimits()
     #: Tokens that a step may draft for a sequence; 0: nothing is drafted.
     speculate: int = 0
+    #: What a token yields does not depend on the steps that its request was in.
+    deterministic: bool = False
     #: None: this engine is alone.
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.

@@ -214,6 +214,7 @@ def load(
         fuse=fused_folder(options),
         task=options.task,
         drafts=options.speculate,
+        deterministic=options.deterministic,
     )
     config, pooling = model.config, model.pooling
     adapters = read_given(model.adapters, options)

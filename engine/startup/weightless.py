@@ -20,7 +20,7 @@ from tokenpod.engine.gpu.graphs import ladder
 from tokenpod.engine.startup.assemble import device_executor, kv_dtype, make_pool
 from tokenpod.engine.startup.kv_scales import EIGHT_BITS
 from tokenpod.engine.steps.first_steps import warm_up, worst_step
-from tokenpod.kernels.backends.triton import OPERATIONS
+from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
 from tokenpod.kernels.gpu.compiling import Kernel, Notes
 from tokenpod.kernels.gpu.launch import Gpu, stand_in
 from tokenpod.kernels.operations.attention_ops import KVScales
@@ -168,7 +168,8 @@ def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
             reader=layout.reader,
         )
     pooling = None if layout.pooling is None else PoolingHead(layout.pooling)
-    return Decoder(spec.on_rank(shard), tensors, OPERATIONS, pooling=pooling)
+    ops = DETERMINISTIC if options.deterministic else OPERATIONS
+    return Decoder(spec.on_rank(shard), tensors, ops, pooling=pooling)
 
 
 def _few_layers(spec: ModelSpec) -> ModelSpec:

@@ -22,8 +22,7 @@ from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, Sight, processor_o
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields, read_fields
-from tokenpod.models.checkpoints.nested import Nesting
-from tokenpod.models.folder import read_text
+from tokenpod.models.checkpoints.nested import Nesting, text_of
 
 #: Of the text model that comes with a tower's class, and is not wanted.
 _TEXT_MODELS = ("language_model", "text_model")
@@ -93,7 +92,7 @@ def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device, most_r
 
     Raises ModelError if tensors are missing or left over.
     """
-    nesting = read_text(folder).nesting
+    nesting = text_of(read_fields(folder / "config.json")).nesting
     assert nesting is not None
     with Checkpoint(folder) as checkpoint:
         tower = _read(folder, checkpoint, nesting, dtype, device)

@@ -27,8 +27,17 @@ class Images:
         """Whether the model sees."""
         return self._reader is not None
 
+    @property
+    def fetched(self) -> bool:
+        """Whether images may be named by URL."""
+        return self._reader is not None and self._reader.urls is not None
+
+    def bytes_of(self, images: Sequence[GivenImage]) -> int:
+        """Of their files, at most."""
+        return self._reader.bytes_of(images) if self._reader is not None else 0
+
     def check(self, images: Sequence[GivenImage]) -> None:
-        """All that can be said by their first bytes. Raises InvalidArgument or Unimplemented."""
+        """All that can be said at once. Raises InvalidArgument or Unimplemented."""
         if images:
             self._reading(images).check(images)
 
@@ -44,7 +53,7 @@ class Images:
 
     def _reading(self, images: Sequence[GivenImage]) -> ImageReader:
         if self._reader is None:
-            field = images[0].field.removesuffix(".data")
+            field = images[0].field.removesuffix(".data").removesuffix(".uri")
             raise Unimplemented(field, "is not supported: this server has no model that sees")
         return self._reader
 

@@ -38,7 +38,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
 @pytest.fixture(scope="module")
 def server(seeing: Seeing) -> Iterator[ServerProcess]:
     flags = ("--model-id", str(seeing.folder), "--max-images", "3", "--max-total-tokens", "200")
-    with serve(*flags) as running:
+    with serve(*flags, "--image-url-hosts", "localhost:80, 192.0.2.1") as running:
         yield running
 
 
@@ -118,7 +118,7 @@ def test_tokenize_tells_what_an_image_costs(seeing: Seeing, stub: Any) -> None:
 def test_the_model_says_that_it_sees(stub: Any) -> None:
     features = stub.GetModel(service.GetModelRequest()).model.features
     assert "chat.messages.content.image.data" in features
-    assert "chat.messages.content.image.uri" not in features
+    assert "chat.messages.content.image.uri" in features
 
 
 AT = "chat.messages[0].content[1].image.data"
@@ -154,12 +154,21 @@ def test_a_prompt_that_is_cut_within_its_images_is_refused(seeing: Seeing, stub:
     assert "tokens that stand for images" in found["truncate"]
 
 
-def test_urls_are_not_fetched(stub: Any) -> None:
+@pytest.mark.parametrize(
+    ("uri", "problem"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "which is not allowed (--image-url-hosts)"),
+        ("https://localhost:80/x", "names a host whose address is not public"),
+        ("http://192.0.2.1/x", "names a host whose address is not public"),
+    ],
+)
+def test_urls_lead_to_allowed_hosts_and_never_inside(stub: Any, uri: str, problem: str) -> None:
     request = asked("x")
-    part = request.chat.messages[0].content.add()
-    part.image.uri = "http://169.254.169.254/latest/meta-data"
-    error = refused(grpc.StatusCode.UNIMPLEMENTED, stream, stub, request)
-    assert [*violations(error)] == ["chat.messages[0].content[1].image.uri"]
+    request.chat.messages[0].content.add().image.uri = uri
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, stream, stub, request)
+    ((field, description),) = violations(error).items()
+    assert field == "chat.messages[0].content[1].image.uri"
+    assert problem in description
 
 
 def test_hostile_images_disturb_nobody(seeing: Seeing, server: ServerProcess, stub: Any) -> None:

@@ -10,15 +10,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenpod.core.images import SIGHTS, PreparedImage, processor_of
 from tokenpod.service.calls.errors import Unimplemented
-from tokenpod.service.calls.images import GivenImage, image_bytes
+from tokenpod.service.calls.images import GivenImage, GivenTensors, image_bytes
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.images.expansions import ImageTexts, Layout, rows_of
-from tokenpod.service.images.headers import Header
+from tokenpod.service.images.given_tensors import check_tensors
 from tokenpod.service.images.image_checks import check_count, check_image
 from tokenpod.service.images.image_text import ImageTokens
 from tokenpod.service.images.image_workers import ImageWorkers, TensorFile
@@ -37,7 +38,6 @@ class SeenImage:
     """An image of a request: how it stands in a prompt; its tensors, unless it was seen before."""
 
     given: GivenImage
-    header: Header
     key: bytes
     layout: Layout = ()
     grid: tuple[int, ...] = ()
@@ -145,9 +145,9 @@ class ImageReader:
             for given in images:
                 if given.uri and self.urls is not None:
                     given = await self.urls.fetch(given)
-                header = check_image(given, self._settings)
+                check_image(given, self._settings)
                 key = await asyncio.to_thread(self._key, given.data)
-                image = SeenImage(given, header, key)
+                image = SeenImage(given, key)
                 seen.append(image)
                 if key in self._known:
                     self._known.move_to_end(key)
@@ -162,11 +162,36 @@ class ImageReader:
     async def decode(self, image: SeenImage) -> None:
         """Have its tensors made. Raises as `read` does."""
         data, field = image.given.data, image.given.field
-        image.file = await self._workers.read(data, image.header, field=field)
+        header = check_image(image.given, self._settings)
+        image.file = await self._workers.read(data, header, field=field)
         found = self._known[image.key] = image.file.layout, image.file.grid
         image.layout, image.grid = found
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
+
+    async def check_tensors(self, given: GivenTensors, prompt: Sequence[int]) -> list[SeenImage]:
+        """A prompt's images that came as tensors. Raises InvalidArgument."""
+        checking = partial(
+            check_tensors,
+            *(given, prompt, self.tokens.token_id, self._workers.shapes),
+            most=self._settings.max_images,
+            axes=self.tokens.axes,
+        )
+        seen: list[SeenImage] = []
+
+        def check() -> None:
+            for image in checking():
+                whole = GivenImage(b"", given.field)
+                key = hashlib.sha256(self._workers.processor + image.key).digest()
+                layout = (("", image.rows),)
+                seen.append(SeenImage(whole, key, layout, image.grid, image.file))
+
+        try:
+            await asyncio.to_thread(check)
+        except BaseException:
+            close_all(seen)
+            raise
+        return seen
 
     def texts(self, seen: Sequence[SeenImage]) -> ImageTexts:
         """What stands for them in a chat."""

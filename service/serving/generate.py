@@ -278,6 +278,8 @@ class AdmittedCall:
         if call.images:
             self._serving.images.check(call.images)
             size += self._serving.images.bytes_of(call.images)
+        if call.tensors is not None:
+            size += call.tensors.size
         self._lease = self._admission.memory.reserve(size)
 
     async def submit(
@@ -313,6 +315,9 @@ class AdmittedCall:
         prompt = tokenised.ids
         before = self._adapter_of(call)
         new_tokens = self._new_tokens(call, tokenised.count, len(prompt), before)
+        if call.tensors is not None:
+            seen = self._seen = await serving.images.read_tensors(call.tensors, prompt)
+            lease.resize(lease.size + seen.file_bytes)
         check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = list[list[int]]()
         if call.sampling.bad_words:

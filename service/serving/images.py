@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenpod.core.requests import ImageRows
-from tokenpod.service.calls.errors import Unimplemented
-from tokenpod.service.calls.images import GivenImage
+from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
+from tokenpod.service.calls.images import GivenImage, GivenTensors
 from tokenpod.service.images.image_reader import ImageReader, SeenImage, close_all
 from tokenpod.service.pod.client import EngineClient
 
@@ -50,6 +50,17 @@ class Images:
             return SeenImages([], None, self._client)
         reader = self._reading(images)
         return SeenImages(await reader.read(images), reader, self._client)
+
+    async def read_tensors(self, given: GivenTensors, prompt: Sequence[int]) -> SeenImages:
+        """Of a prompt that has their tokens. `close` what is returned.
+
+        Raises InvalidArgument, which names the tensor.
+        """
+        if self._reader is None:
+            problem = "is not supported: this server has no model that sees"
+            raise InvalidArgument(given.field, problem)
+        seen = await self._reader.check_tensors(given, prompt)
+        return SeenImages(seen, self._reader, self._client)
 
     def _reading(self, images: Sequence[GivenImage]) -> ImageReader:
         if self._reader is None:

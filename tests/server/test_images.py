@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from PIL import Image
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_rpc
 
 from support.clients.public_api import generate, refused, stream, violations
 from support.images.files import file_of, hostile, moving, picture, png
@@ -274,6 +277,48 @@ def test_routers_send_images_as_chunks_and_inline(seeing: Seeing, server: Server
     text = seeing.tokenizer.encode("only text", add_special_tokens=False).ids
     assert answers[:3] == [said, said, seeing.greedy(text, [], NEW)]
     assert [len(answer) for answer in answers[3:]] == [1, 1]
+
+
+def prepared(seeing: Seeing, *parts: str | Image.Image) -> vllm.GenerateRequest:
+    """As vLLM's gateways send it: tokens, and what they have made of the images."""
+    text = "".join(part if isinstance(part, str) else seeing.shown(part) for part in parts)
+    ids = seeing.tokenizer.encode(text, add_special_tokens=False).ids
+    images = [seeing.prepared(part) for part in parts if not isinstance(part, str)]
+    rows = [seeing.rows(part) for part in parts if not isinstance(part, str)]
+    runs = seeing.tokens.runs(ids, rows)
+    whole = {name: np.concatenate([each[name] for each in images]) for name in images[0]}
+    tensors = {
+        name: vllm.TensorData(shape=x.shape, dtype=x.dtype.name, inline=x.tobytes())
+        for name, x in whole.items()
+    }
+    return vllm.GenerateRequest(
+        tokenized={"input_ids": ids},
+        sampling_params={"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True},
+        mm_inputs=vllm.MultimodalInputs(
+            pixel_values=tensors.pop("pixel_values"),
+            model_specific_tensors=tensors,
+            mm_placeholders=[{"offset": run.start, "length": run.count} for run in runs],
+            mm_hashes=["00" * 32] * len(runs),
+            batched_keys=["image_grid_thw"],
+        ),
+    )
+
+
+def test_gateways_send_images_as_tensors(seeing: Seeing, server: ServerProcess) -> None:
+    engine = vllm_rpc.VllmEngineStub(server.channel())
+    # The same hash for another image: it is no key.
+    for parts in (("A: ", RED, " say"), (WIDE, "and", RED), ("A: ", WIDE, " say")):
+        request = prepared(seeing, *parts)
+        (answer,) = engine.Generate(request, timeout=60)
+        ids = [*request.tokenized.input_ids]
+        images = [part for part in parts if not isinstance(part, str)]
+        assert list(answer.complete.output_ids) == seeing.greedy(ids, images, NEW)
+    lying = prepared(seeing, "A: ", RED)
+    lying.mm_inputs.pixel_values.shape[0] += 4
+    field = "mm_inputs.pixel_values"
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, list, engine.Generate(lying, timeout=60))
+    assert [*violations(error)] == [field]
+    wait_for(lambda: not [*server_files(server)])
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.core.images import TensorPlace
+from tokenpod.core.images import RowCount, TensorPlace
 from tokenpod.core.message import Message
 from tokenpod.service.images.expansions import Layout
 from tokenpod.service.workers.worker_messages import Loaded, Refused
@@ -20,14 +20,34 @@ class ImageWorkerOptions(Message, frozen=True, array_like=True, tag=True):
     memory_bytes: int
 
 
+class TensorShapes(Message, frozen=True, array_like=True):
+    """What a processor makes of images, of those models whose tensors are taken as they are.
+
+    Args:
+        rows: how rows are counted.
+        patch: numbers of one patch, with a grid.
+        merge: patches of a row, beside each other and above each other.
+        side: pixels of a square, without a grid.
+        most_rows: of one image; without a grid each has as many.
+    """
+
+    rows: RowCount
+    patch: int = 0
+    merge: int = 1
+    side: int = 0
+    most_rows: int = 0
+
+
 class ProcessorLoaded(Loaded, frozen=True, array_like=True, tag=True):
     """The worker is ready.
 
     Args:
         settings: SHA-256 of all that decides what the processor makes of an image.
+        shapes: of what it makes.
     """
 
     settings: bytes
+    shapes: TensorShapes
 
 
 class ReadImage(Message, frozen=True, array_like=True, tag=True):

@@ -22,6 +22,7 @@ class ImageTokens:
         token: what a chat template writes once for an image; empty: the same.
         opening, closing: what the template writes around that, for texts without one.
         before, behind: what it does not write, and rows have around them.
+        axes: rows bring positions of three axes.
     """
 
     token_id: int
@@ -31,6 +32,7 @@ class ImageTokens:
     closing: str = ""
     before: str = ""
     behind: str = ""
+    axes: bool = False
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class ImageTokens:
             closing,
             sight.spacing + before,
             behind + sight.spacing,
+            sight.axes,
         )
 
     @property

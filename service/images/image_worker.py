@@ -29,13 +29,14 @@ import numpy.typing as npt
 from tokenpod.core.images import PROCESSOR, SIGHTS, WHOLE_PROCESSOR, RowCount, TensorPlace
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
-from tokenpod.service.images.expansions import Layout
+from tokenpod.service.images.expansions import Layout, rows_of
 from tokenpod.service.images.image_messages import (
     FromImageWorker,
     ImageRead,
     ImageWorkerOptions,
     ProcessorLoaded,
     ReadImage,
+    TensorShapes,
     ToImageWorker,
 )
 from tokenpod.service.images.image_rows import layout_of
@@ -67,7 +68,7 @@ def main() -> int:
         assert isinstance(options, ImageWorkerOptions), "the first message is ImageWorkerOptions"
         processor = Processor(Path(options.folder))
         limit_memory(options.memory_bytes)
-        link.send(ProcessorLoaded(processor.settings))
+        link.send(ProcessorLoaded(processor.settings, processor.shapes))
         out = -1
         while True:
             for job in link.receive(None):
@@ -115,6 +116,22 @@ class Processor:
             pixels, input_data_format="channels_last", return_tensors=None, **self._options
         )
         return {name: np.ascontiguousarray(np.asarray(value)) for name, value in made.items()}
+
+    @property
+    def shapes(self) -> TensorShapes:
+        """Of what it makes."""
+        rows, vision = self._sight.rows, self._config.vision_config
+        if rows is RowCount.GRID:
+            merge, time = int(vision.spatial_merge_size), int(vision.temporal_patch_size)
+            patch = vision.patch_size**2 * time
+            size: Any = self._process.size
+            most = size["longest_edge"] // (vision.patch_size * merge) ** 2
+            return TensorShapes(rows, 3 * patch, merge, most_rows=int(most))
+        if rows in (RowCount.PATCHES, RowCount.FIXED):
+            side = int(vision.image_size)
+            square = {"pixel_values": np.empty((1, 3, side, side), np.bool_)}
+            return TensorShapes(rows, side=side, most_rows=rows_of(self.layout(square)))
+        return TensorShapes(rows)
 
     def grid(self, tensors: Tensors) -> tuple[int, ...]:
         """How many rows lie above and beside each other, if they bring positions; else empty."""

@@ -20,6 +20,7 @@ from tokenpod.service.images.image_messages import (
     ImageWorkerOptions,
     ProcessorLoaded,
     ReadImage,
+    TensorShapes,
 )
 from tokenpod.service.workers.worker_pool import PoolLimits, WorkerPool
 from tokenpod.service.workers.worker_process import WorkerEnded, WorkerProcess
@@ -61,6 +62,8 @@ class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
 
     #: SHA-256 of what decides what the processor makes of an image; set by `start`.
     processor: bytes = b""
+    #: Of what it makes; set by `start`.
+    shapes: TensorShapes
 
     def __init__(self, folder: Path, settings: ServerSettings) -> None:
         limits = PoolLimits(
@@ -77,7 +80,8 @@ class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
     async def start(cls, folder: Path, settings: ServerSettings) -> ImageWorkers:
         """All workers, loaded. Raises CantStart if one can't be."""
         pool = cls(folder, settings)
-        pool.processor = (await pool.open())[0].settings
+        loaded = (await pool.open())[0]
+        pool.processor, pool.shapes = loaded.settings, loaded.shapes
         return pool
 
     async def read(self, data: bytes, header: Header, *, field: str) -> TensorFile:

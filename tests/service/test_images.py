@@ -19,7 +19,7 @@ from support.images.files import file_of, hostile, moving, picture, png, sideway
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.images.image_checks import check_images
+from tokenpod.service.images.image_checks import check_image
 from tokenpod.service.images.image_workers import ImageWorkers, TensorFile
 
 pytestmark = [pytest.mark.pod, pytest.mark.asyncio(loop_scope="module")]
@@ -66,7 +66,7 @@ async def workers(folder: Path) -> AsyncIterator[ImageWorkers]:
 
 async def read(workers: ImageWorkers, data: bytes, **more: Any) -> TensorFile:
     """By way of all checks."""
-    (header,) = check_images([GivenImage(data, FIELD)], ServerSettings(**more))
+    header = check_image(GivenImage(data, FIELD), ServerSettings(**more))
     return await workers.read(data, header, field=FIELD)
 
 

@@ -49,6 +49,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
             adapters=adapters.taken,
             constraints=tokenizer.tells_bytes,
             images=serving.images.served,
+            urls=serving.images.fetched,
         ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),

@@ -27,6 +27,7 @@ def model_info(serving: Serving) -> pb.GetModelInfoResponse:
         model_path=serving.model_id,
         served_model_name=serving.model_id,
         is_generation=True,
+        supports_vision=serving.images.served,
         max_context_length=limits.max_total_tokens,
         max_req_input_len=limits.max_input_tokens,
         vocab_size=limits.vocab_size,

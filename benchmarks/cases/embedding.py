@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ import transformers
 from benchmarks.support.engine import Bench, Client, Engine
 from benchmarks.support.limits import MATRIX_RATE
 from benchmarks.support.report import Report
-from benchmarks.support.timing import DEVICE, synchronise
+from benchmarks.support.timing import DEVICE, profiled, synchronise
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import PoolingParams
 from tokenpod.models.load import load_model
@@ -74,6 +75,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=8192 if DEVICE.type == "cuda" else 1024)
     parser.add_argument("--dtype", default="bfloat16" if DEVICE.type == "cuda" else "float32")
     parser.add_argument("--peer-attention", default="sdpa", choices=["sdpa", "eager", "none"])
+    parser.add_argument("--kernels", action="store_true", help="on a GPU: what takes the time")
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
@@ -90,10 +92,11 @@ def _shape(
     settings = dict(SHAPES[name])
     model_class = getattr(transformers, settings.pop("model"))
     kind = {} if asked.peer_attention == "none" else {"attn_implementation": asked.peer_attention}
-    peer = model_class._from_config(model_class.config_class(**settings), dtype=dtype, **kind)
+    with DEVICE:
+        peer = model_class._from_config(model_class.config_class(**settings), dtype=dtype, **kind)
     peer = peer.eval()
     peer.save_pretrained(folder)
-    peer.to(DEVICE)
+    _say(f"{name}: random weights are made")
     if model_class is transformers.Qwen3Model:
         # What makes a decoder one of texts' vectors.
         _last_token(folder)
@@ -102,6 +105,7 @@ def _shape(
     )
     rows = 256 if DEVICE.type == "cuda" else 64
     engine = Engine(model, DEVICE, rows=rows, positions=512, prefill=asked.prefill)
+    _say(f"{name}: the engine is warm after {engine.warm_s:.1f} s")
     draw = random.Random(5)
     vocabulary = settings["vocab_size"]
     texts = [
@@ -110,7 +114,14 @@ def _shape(
     ]
     tokens = sum(map(len, texts))
     _read(engine, model, texts)
-    _padded(peer, texts)
+    _say(f"{name}: texts have been read once")
+    if asked.peer_attention != "none":
+        _padded(peer, texts)
+    if asked.kernels:
+        share, kernels = profiled(lambda: _read(engine, model, texts))
+        report.row("busy", shape=name, busy_share=share)
+        for kernel, microseconds in kernels[:12]:
+            report.row("kernels", kernel=kernel[:60], ms=microseconds / 1e3)
     ours, theirs = [], []
     for _ in range(asked.runs):
         ours.append(tokens / _read(engine, model, texts))
@@ -129,6 +140,7 @@ def _shape(
         "texts_per_s": [each * len(texts) / tokens for each in ours],
         "tokens_per_s": ours,
         "matrix_rate_share": 2 * numbers * best / rate,
+        "start_s": engine.warm_s,
         "least_cosine": _least_cosine(engine, model, peer, texts[:8]),
     }
     if theirs:
@@ -206,6 +218,11 @@ def _padded(peer: Any, texts: list[list[int]]) -> float:
         torch.nn.functional.normalize(means.float()).cpu()
     synchronise()
     return time.perf_counter() - began
+
+
+def _say(what: str) -> None:
+    """Progress: on a GPU whose kernels are not compiled yet, a shape takes a minute."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def _last_token(folder: Path) -> None:

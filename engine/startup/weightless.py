@@ -114,11 +114,21 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
     executor = device_executor(model, options, pool, positions, META)
     rows = 1 if config.own_state is not None else limits.rows
     drafts = limits.drafts, min(options.speculate, positions - 1)
+    pools = model.pooling is not None
 
-    def step(rows: int, prompt: int, drafts: tuple[int, int], *, edited: bool) -> None:
+    def step(
+        rows: int, prompt: int, drafts: tuple[int, int], *, edited: bool, scattered: bool = False
+    ) -> None:
         executor.release(range(rows))
         plan = worst_step(
-            rows, prompt, positions, scattered=False, drafts=drafts, edited=edited, scored=False
+            rows,
+            prompt,
+            positions,
+            scattered=scattered,
+            drafts=drafts,
+            edited=edited,
+            scored=False,
+            pools=pools,
         )
         executor.launch(plan).wait()
 
@@ -130,13 +140,14 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
         pool = make_pool(model, limits.tokens, META, dtype, own)
         executor.use(pool)
     pool.reserve(limits.rows)
-    step(rows, limits.prompt, drafts, edited=True)
+    # Captured steps read all slots as if they were scattered.
+    step(rows, limits.prompt, drafts, edited=True, scattered=not model.captures)
     if model.captures:
         executor.capture()
     # Steps that are not captured are of any size up to the largest.
     for tokens in ladder(limits.prompt):
         step(1, tokens, (0, 0), edited=False)
-    warm_up(executor, [0] * min(limits.prompt, positions, 64))
+    warm_up(executor, [0] * min(limits.prompt, positions, 64), pools=pools)
 
 
 def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:

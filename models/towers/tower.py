@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 
 from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, Sight, processor_of

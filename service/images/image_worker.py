@@ -84,15 +84,18 @@ class Processor:
     """A model's processor of images, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        # Not above: it takes seconds, and asks whether there is torch.
+        # Not above: it takes seconds, and asks whether there is torch. The class by its module:
+        # 5.17 of `transformers` itself has it only beside torchvision.
         import transformers
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         auto: Any = transformers
         local = {"local_files_only": True, "trust_remote_code": False}
         self._config = auto.AutoConfig.from_pretrained(folder, **local)
         self._sight = SIGHTS[self._config.architectures[0]]
         # "pil": what torchvision makes of an image differs from version to version.
-        self._process = auto.AutoImageProcessor.from_pretrained(folder, backend="pil", **local)
+        processors: Any = AutoImageProcessor
+        self._process = processors.from_pretrained(folder, backend="pil", **local)
         self._options = dict(self._sight.options)
         if self._sight.rows is RowCount.LINES:
             # transformers' processor of the whole gives it what a row takes.

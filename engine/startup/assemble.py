@@ -259,6 +259,7 @@ def _on_device(
         adapter,
         context,
         unknown=draft is not None,
+        mutual=model.config.mutual > 0,
     )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
@@ -290,6 +291,7 @@ def _on_device(
         adapter,
         context,
         unknown=draft is not None,
+        mutual=model.config.mutual > 0,
     )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))

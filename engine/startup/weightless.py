@@ -115,12 +115,10 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
     rows = 1 if config.own_state is not None else limits.rows
     drafts = limits.drafts, min(options.speculate, positions - 1)
 
-    def step(rows: int, prompt: int, drafts: tuple[int, int], *, edited: bool) -> None:
+    def step(rows: int, prompt: int, drafts: tuple[int, int] = (0, 0), **more: bool) -> None:
         executor.release(range(rows))
-        plan = worst_step(
-            rows, prompt, positions, scattered=False, drafts=drafts, edited=edited, scored=False
-        )
-        executor.launch(plan).wait()
+        kind = {"scattered": False, "scored": False} | more
+        executor.launch(worst_step(rows, prompt, positions, drafts=drafts, **kind)).wait()
 
     step(rows, limits.prompt, drafts, edited=True)
     if (dtype := kv_dtype(model, options, META)) != model.dtype:
@@ -135,7 +133,10 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
         executor.capture()
     # Steps that are not captured are of any size up to the largest.
     for tokens in ladder(limits.prompt):
-        step(1, tokens, (0, 0), edited=False)
+        step(1, tokens)
+    # Where images' tokens see each other: in one run of slots, and strewn.
+    for scattered in (False, True) if config.mutual else ():
+        step(1, limits.prompt // 2, mutual=True, scattered=scattered)
     warm_up(executor, [0] * min(limits.prompt, positions, 64))
 
 

@@ -55,7 +55,8 @@ def launched(options: EngineOptions) -> list[Kernel]:
         pool = make_pool(model, 8192, CPU)
         pool.reserve(ROWS + 1)
         executor = device_executor(model, options, pool, POSITIONS, CPU)
-        run_worst_steps(executor, ROWS, 1200, POSITIONS)
+        mutual = model.config.mutual > 0
+        run_worst_steps(executor, ROWS, 1200, POSITIONS, mutual=mutual)
         executor.capture()
         for rows, prompt in ((1, 1), (3, 5), (17, 1), (40, 90), (2, 700), (40, 1100)):
             plan = worst_step(rows, prompt, POSITIONS, scattered=rows == 3)

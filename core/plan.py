@@ -307,6 +307,8 @@ class PlanRow:
     given: Floats | None = None
     #: Of a new row, by how much positions are further on than places.
     shift: int = 0
+    #: Its tokens see each other.
+    mutual: bool = False
 
 
 def plan_of(
@@ -346,6 +348,7 @@ def plan_of(
         copy_to=[slot for _, slot in copies],
         r_adapter=[row.adapter for row in rows] if any(row.adapter for row in rows) else [],
         r_masked=[row.masked for row in rows] if any(row.masked for row in rows) else [],
+        r_mutual=[row.mutual for row in rows] if any(row.mutual for row in rows) else [],
         given=np.concatenate(given) if given else _NO_VECTORS,
         put_slot=[slot for slot, _ in puts],
         put_adapter=[adapter for _, adapter in puts],

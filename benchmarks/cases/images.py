@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.support.models import make_tokenizer
 from benchmarks.support.pod import Pod
 from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE
@@ -169,7 +170,8 @@ def make(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     kind, text, vision, processor, mark = SHAPES[name]
     demo = Path(__file__).resolve().parents[2] / "models" / "demo"
-    tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    make_tokenizer(folder, text["vocab_size"] - len(_MARKS))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in _MARKS])
     ids = [tokenizer.token_to_id(each) for each in _MARKS]
     fields = {"image_token_id": ids[0], "image_token_index": ids[0], "eos_token_id": 1}

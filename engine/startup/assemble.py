@@ -263,6 +263,7 @@ def _on_device(
         context,
         unknown=draft is not None,
         pools=pools,
+        mutual=model.config.mutual > 0,
     )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
@@ -295,6 +296,7 @@ def _on_device(
         context,
         unknown=draft is not None,
         pools=pools,
+        mutual=model.config.mutual > 0,
     )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64), pools=pools)

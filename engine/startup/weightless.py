@@ -116,21 +116,10 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
     drafts = limits.drafts, min(options.speculate, positions - 1)
     pools = model.pooling is not None
 
-    def step(
-        rows: int, prompt: int, drafts: tuple[int, int], *, edited: bool, scattered: bool = False
-    ) -> None:
+    def step(rows: int, prompt: int, drafts: tuple[int, int] = (0, 0), **more: bool) -> None:
         executor.release(range(rows))
-        plan = worst_step(
-            rows,
-            prompt,
-            positions,
-            scattered=scattered,
-            drafts=drafts,
-            edited=edited,
-            scored=False,
-            pools=pools,
-        )
-        executor.launch(plan).wait()
+        kind = {"scattered": False, "scored": False, "pools": pools} | more
+        executor.launch(worst_step(rows, prompt, positions, drafts=drafts, **kind)).wait()
 
     step(rows, limits.prompt, drafts, edited=True)
     if (dtype := kv_dtype(model, options, META)) != model.dtype:
@@ -146,7 +135,10 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
         executor.capture()
     # Steps that are not captured are of any size up to the largest.
     for tokens in ladder(limits.prompt):
-        step(1, tokens, (0, 0), edited=False)
+        step(1, tokens)
+    # Where images' tokens see each other: in one run of slots, and strewn.
+    for scattered in (False, True) if config.mutual else ():
+        step(1, limits.prompt // 2, mutual=True, scattered=scattered)
     warm_up(executor, [0] * min(limits.prompt, positions, 64), pools=pools)
 
 

@@ -42,15 +42,18 @@ def run_worst_steps(
     *,
     unknown: bool = False,
     pools: bool = False,
+    mutual: bool = False,
 ) -> None:
     """Two of them under way at a time, as in serving.
 
     The largest first, then smaller ones: the allocator learns to cut up what it has. See
-    `worst_step` for the arguments.
+    `worst_step` for the arguments; with `mutual`, rows of some of them are.
     """
     under_way: deque[Launched] = deque()
     smaller = prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8
-    for number, tokens in enumerate((prompt, prompt, *smaller)):
+    sizes = [(tokens, False) for tokens in (prompt, prompt, *smaller)]
+    sizes += [(tokens, True) for tokens in smaller[:2] if mutual]
+    for number, (tokens, see_each_other) in enumerate(sizes):
         executor.release(range(rows))
         scattered = tokens == prompt // 2
         plan = worst_step(
@@ -64,6 +67,7 @@ def run_worst_steps(
             unknown=unknown,
             edited=number == 0,
             pools=pools,
+            mutual=see_each_other,
         )
         under_way.append(executor.launch(plan))
         if len(under_way) > 1:
@@ -209,6 +213,7 @@ def worst_step(
     edited: bool = False,
     scored: bool = True,
     pools: bool = False,
+    mutual: bool = False,
 ) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
 
@@ -226,6 +231,7 @@ def worst_step(
         unknown: the executor finds the drafts.
         edited: what a row draws changes its next scores, so drafts are checked one by one.
         scored: False spares prompts their scores, which torch makes in many small pieces.
+        mutual: tokens of prompts see each other.
     """
     lengths = [1] * rows
     guessed = [0] * rows
@@ -266,6 +272,7 @@ def worst_step(
                 new=new,
                 prefix=prefix,
                 adapter=adapter,
+                mutual=mutual and length > 1 + guessed[row],
             )
         )
         at += length

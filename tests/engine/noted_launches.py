@@ -58,7 +58,8 @@ def launched(options: EngineOptions) -> list[Kernel]:
         pool = make_pool(model, 8192, CPU)
         pool.reserve(ROWS + 1)
         executor = device_executor(model, options, pool, positions, CPU)
-        run_worst_steps(executor, ROWS, 1200, positions, pools=pools)
+        mutual = model.config.mutual > 0
+        run_worst_steps(executor, ROWS, 1200, positions, pools=pools, mutual=mutual)
         if model.captures:
             executor.capture()
         for rows, prompt in ((1, 1), (3, 5), (17, 1), (40, 90), (2, 700), (40, 1100)):

@@ -45,7 +45,7 @@ def answer_of(script: str, *arguments: str, cache: Path | None = None):
     [
         ("llama", ()),
         ("llama", ("int4",)),
-        ("gemma3", ()),
+        ("gemma3-images", ()),
         ("mixtral", ()),
         ("deepseek-v2-lite", ()),
         ("qwen3-5", ()),

@@ -338,12 +338,23 @@ def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
             assert [*answers] == truths
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["llava", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-images"])
-def test_a_gpu_says_the_same(kind: str, tmp_path: Path) -> None:
+_GPU = ("llava", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-images")
+_CPU = ("gemma3-images", "idefics3", "llava-next", "mistral3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in _GPU),
+        *(pytest.param(kind, "cpu", marks=pytest.mark.slow) for kind in _CPU),
+    ],
+)
+def test_servers_of_other_models_say_what_transformers_says(
+    kind: str, device: str, tmp_path: Path
+) -> None:
     seeing = Seeing(kind, tmp_path / kind)
     texts: list[tuple[str | Image.Image, ...]] = [("a ", RED), (WIDE, "and", RED), ("text",)]
-    flags = ("--model-id", str(seeing.folder), "--max-total-tokens", "200", "--device", "cuda")
+    flags = ("--model-id", str(seeing.folder), "--max-total-tokens", "200", "--device", device)
     with serve(*flags, "--dtype", "float32", "--max-batch-size", "8") as server:
         stub = GenerationServiceStub(server.channel())
         for parts in texts:

@@ -141,6 +141,8 @@ _MORE_OF_TEXT: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCABULARY,
     },
 }
+#: Kinds whose processor lies within that of the whole, as newer files have it.
+_NESTED = ("gemma3-images", "gemma4-images")
 
 
 class Seeing:
@@ -181,13 +183,19 @@ class Seeing:
         (folder / "tokenizer_config.json").write_text(
             json.dumps(config | {"chat_template": template})
         )
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+        if kind in _NESTED:
+            whole = {"image_processor": processor, "processor_class": "AnyProcessor"}
+            (folder / "processor_config.json").write_text(json.dumps(whole))
+        else:
+            (folder / "preprocessor_config.json").write_text(json.dumps(processor))
         self._process = AutoImageProcessor.from_pretrained(folder, backend="pil")
         self.config = json.loads((folder / "config.json").read_text())
         self.sight = SIGHTS[self.config["architectures"][0]]
         tokens = ImageTokens.of(self.config, tokenizer.id_to_token)
         assert tokens is not None
         self.tokens = tokens
+        #: What the template writes behind an image.
+        self._behind = "\n" if "<image>\\n" in template else ""
         self._options = dict(self.sight.options)
         if self.sight.rows is RowCount.LINES:
             vision = self.model.config.vision_config
@@ -219,7 +227,9 @@ class Seeing:
     def shown(self, image: Image.Image) -> str:
         """What the template writes for it, with a token for each row."""
         text = self.tokens.expansion(self.layout(image))
-        return f"<|vision_start|>{text}<|vision_end|>" if self.sight.wrapping else f"{text}\n"
+        if self.sight.wrapping:
+            return f"<|vision_start|>{text}<|vision_end|>"
+        return text + self._behind
 
     def greedy(self, prompt: list[int], images: list[Image.Image], count: int) -> list[int]:
         """So many tokens by transformers, each from the whole text anew.

@@ -85,7 +85,7 @@ def _fit(
             ignore_mismatched_sizes=True,
             device_map={"": meta},
             dtype=dtype,
-            weight_mapping=get_model_conversion_mapping(model, None, None),
+            weight_mapping=cast(Any, get_model_conversion_mapping)(model, None, None),
         )
         stored = {name: _Stored(tensors.outline, name) for name in tensors.names}
         told, _ = owner._load_pretrained_model(model, stored, None, loading)

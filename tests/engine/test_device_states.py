@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -61,12 +62,10 @@ KINDS = {
         "block_auto_adjust_ff_dim": False,
     },
 }
-#: Those whose rows may have drafts.
-DRAFTING = ("delta net", "convolution")
 #: Kind, drafts, and whether steps are captured: what every test run tries.
 QUICK = {
     ("delta net", DRAFTS, True),
-    ("state space", 0, False),
+    ("state space", DRAFTS, False),
     ("convolution", 0, False),
     ("convolution", DRAFTS, True),
 }
@@ -174,7 +173,7 @@ def expected():
             id=f"{kind}-{drafts}-{'captured' if captured else 'launched'}",
             marks=() if (kind, drafts, captured) in QUICK else pytest.mark.slow,
         )
-        for kind, drafts in (*((kind, 0) for kind in KINDS), *((kind, DRAFTS) for kind in DRAFTING))
+        for kind, drafts in itertools.product(KINDS, (0, DRAFTS))
         for captured in (False, True)
     ],
 )

@@ -212,6 +212,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     vectors: VectorFacts | None = None
     #: How layers with a window keep tokens, for the operator; empty: there are none.
     windows_kept: str = ""
+    #: Why prefixes of prompts are not cached, in words; empty: they are.
+    no_prefix_cache: str = ""
     #: Whether rows of images are computed here.
     images: bool = False
 

@@ -33,6 +33,7 @@ from tokenpod.engine.startup.compile_ahead import CompileAhead
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_offload_room
+from tokenpod.engine.startup.room import no_prefix_cache
 from tokenpod.engine.steps.executor import Executor
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.decoders.facts import LoadedModel
@@ -310,6 +311,9 @@ def load(
         task=Task.GENERATE if pooling is None else pooling.spec.task,
         vectors=None if pooling is None else pooling.spec.facts(config.second_text),
         windows_kept=room.windows_kept,
+        no_prefix_cache="nothing is kept of a text"
+        if config.encodes
+        else no_prefix_cache(options, own, room.snapshots),
         images=tower is not None,
     )
     return assembled, ready, limits, tower

@@ -369,7 +369,10 @@ def delta_nets() -> None:
 
 
 def state_spaces() -> None:
-    """Heads of Granite 4, Nemotron-H and Falcon-H1: one token each, prompts, and both."""
+    """Heads of Granite 4, Nemotron-H and Falcon-H1: one token each, prompts, and both.
+
+    And what is launched where there may be drafts.
+    """
     shapes = (
         MemoryShape(1, 128, 128, 64, 4),
         MemoryShape(8, 128, 128, 64, 4),
@@ -385,6 +388,8 @@ def state_spaces() -> None:
             )
             plan = OPERATIONS.plan_recurrent(batch)
             OPERATIONS.state_space(inputs, weights, shape, states, plan)
+            longer = with_ring(states, shape, 4, beside=1)
+            OPERATIONS.state_space(inputs, weights, shape, longer, plan)
 
 
 def short_convolutions() -> None:

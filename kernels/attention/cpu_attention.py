@@ -106,6 +106,7 @@ def attend_rows(
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
+    out[batch.tokens :] = 0
     for row in range(batch.rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
         if not causal or is_mutual(batch, row):

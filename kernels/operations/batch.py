@@ -115,7 +115,8 @@ class ForwardBatch:
     attention find their rows as a slice.
     """
 
-    #: [T] int64: token ids.
+    #: [T] int64: token ids. Columns of tokens may be longer: what follows belongs to no row, and
+    #: what is computed of it means nothing.
     t_token: torch.Tensor
     #: [T] int64: places in their sequences, from 0: what masks, windows, ALiBi and the row table go
     #: by. A row's context is one more than the place of its last token.

@@ -18,7 +18,7 @@ from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Sh
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.layers.linear import AddProduct, Product, Products
 from tokenpod.models.layers.mixer import Mix, Mixer, MixerParts
-from tokenpod.models.layers.normed import ActivatedProduct, normed_product
+from tokenpod.models.layers.normed import ActivatedProduct, NormedProduct, normed_product
 from tokenpod.models.layers.norms import Norm, NormRows, make_norm
 from tokenpod.models.layers.step import Step
 from tokenpod.models.specs.layer_spec import (
@@ -328,6 +328,12 @@ def _up(spec: Mlp, products: Products, name: str, norm: Norm | None, norm_name: 
     """The first product of a block, of the stream behind a norm, activated."""
     if spec.gated:
         return normed_product(products, name, norm, norm_name, spec.activation)
+    if norm is None or norm.kind == "layer":
+        fused = products.activated_linear(name, spec.activation)
+        if fused is not None:
+            if norm is None:
+                return fused
+            return NormedProduct(make_norm(norm, products, norm_name), fused)
     product = normed_product(products, name, norm, norm_name)
     return ActivatedProduct(product, products.ops.activate, spec.activation)
 

@@ -95,6 +95,7 @@ def test_tokens_are_those_of_transformers(seeing: Seeing, stub: Any) -> None:
         ("no image",),
         (WIDE, WIDE, RED),
     ]
+    expected = [truth(seeing, *parts) for parts in texts]
     with ThreadPoolExecutor(4) as pool:
         for kind in ("PNG", "WEBP"):
             sent = [
@@ -102,7 +103,7 @@ def test_tokens_are_those_of_transformers(seeing: Seeing, stub: Any) -> None:
                 for parts in texts
             ]
             answers = list(pool.map(lambda parts: said(stub, *parts), sent))
-            assert answers == [truth(seeing, *parts) for parts in texts]
+            assert answers == expected
 
 
 LOSSLESS: dict[str, dict[str, Any]] = {"PNG": {}, "WEBP": {"lossless": True}}

@@ -86,6 +86,7 @@ SIGHTS: Mapping[str, Sight] = {
         written="boi_token_index",
         enclosing=("boi_token_index", "eoi_token_index"),
         spacing="\n\n",
+        options={"do_pan_and_scan": False},
     ),
     "Gemma4ForConditionalGeneration": Sight(
         RowCount.SAID, enclosing=("boi_token_id", "eoi_token_id")

@@ -161,7 +161,8 @@ def _read(
     folder: Path, checkpoint: Checkpoint, nesting: Nesting, dtype: torch.dtype, device: torch.device
 ) -> Tower:
     config, width = _config(folder)
-    parts = tuple(part for part in nesting.unused if not part.endswith("mtp"))
+    others = ("mtp", "audio_tower", "embed_audio")
+    parts = tuple(part for part in nesting.unused if not part.endswith(others))
     stored = {x: _Stored(checkpoint, x) for x in checkpoint.names if x.startswith(parts)}
     library: Any = logging
     library.disable_progress_bar()
@@ -193,6 +194,8 @@ def _read(
 def _config(folder: Path) -> tuple[PreTrainedConfig, int]:
     """The whole model's, with next to no text model; and the width of what that reads."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "audio_config"):
+        cast(Any, config).audio_config = None  # it hears, too
     text = config.get_text_config(decoder=True)
     width = text.hidden_size
     _shrink(config, text)

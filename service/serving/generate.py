@@ -30,8 +30,10 @@ from tokenpod.service.calls.call import (
     ID_BYTES,
     GenerateCall,
     TokensCall,
+    check_allowed,
     deadline_of,
     prompt_bytes,
+    sampling_params,
 )
 from tokenpod.service.calls.errors import AlreadyExists, NotFound, Unimplemented
 from tokenpod.service.calls.generation import Generation
@@ -49,7 +51,6 @@ from tokenpod.service.calls.limits import (
     check_tokens,
     max_new_tokens,
 )
-from tokenpod.service.calls.sampler_params import check_allowed, sampling_params
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.serving.adapters import Adapters, with_adapter

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import grpc
 
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import (
     AuthInterceptor,
+    Closing,
     ErrorInterceptor,
     Interceptor,
     Layers,

@@ -40,8 +40,8 @@ from tokenpod.service.rpc.listen import (
     public_server,
     reason,
 )
+from tokenpod.service.rpc.methods import Services
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.rpc.services import Services
 from tokenpod.service.telemetry.recorder import Telemetry
 
 #: Seconds that calls get which run while connections are closed: those for health.

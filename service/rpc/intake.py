@@ -31,8 +31,7 @@ from tokenpod.service.rpc.interceptors import (
     behaviour_of,
     unparsed,
 )
-from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits
-from tokenpod.service.rpc.services import Services
+from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits, Services
 from tokenpod.service.rpc.wire import (
     LENIENT,
     WHOLE,

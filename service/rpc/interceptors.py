@@ -175,7 +175,8 @@ def caller_of(context: Any) -> str:
 
 # -- handlers of every kind --------------------------------------------------------------------
 
-_ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
+#: How a handler is called and made, by whether requests and answers are streams.
+ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
@@ -185,7 +186,7 @@ _ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
 
 def behaviour_of(handler: Handler) -> Behaviour:
     """The coroutine function behind `handler`; of a generator, one that writes what it yields."""
-    name, _ = _ARITIES[handler.request_streaming, handler.response_streaming]
+    name, _ = ARITIES[handler.request_streaming, handler.response_streaming]
     behaviour: Any = getattr(handler, name)
     if not inspect.isasyncgenfunction(behaviour):
         found: Behaviour = behaviour
@@ -202,7 +203,7 @@ def behaviour_of(handler: Handler) -> Behaviour:
 
 def with_behaviour(handler: Handler, behaviour: Behaviour) -> Handler:
     """`handler` with another function behind it."""
-    _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
+    _, make = ARITIES[handler.request_streaming, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
@@ -230,7 +231,7 @@ def unparsed(handler: Handler, behaviour: Behaviour) -> Handler:
 
     It is one of a stream of requests, which are read only when they are asked for.
     """
-    _, make = _ARITIES[True, handler.response_streaming]
+    _, make = ARITIES[True, handler.response_streaming]
     return make(behaviour, None, handler.response_serializer)
 
 

@@ -12,12 +12,14 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from tokenpod.core.task import Task
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
 
@@ -230,3 +232,21 @@ class MethodTable:
             return replace(own, size=size, strict=row.strict and strict)
 
         return {row.name: limits(row) for row in self}
+
+
+class Services(Protocol):
+    """What serves the rpcs of a table, as far as listeners know it."""
+
+    table: MethodTable
+    admission: Admission
+
+    def check(self, method: str, remaining: float | None = None) -> MemoryBudget | None:
+        """Raise what a call of `method` would be refused with, whatever its message says.
+
+        Args:
+            method: its full name.
+            remaining: seconds until the call's deadline; None: it has none.
+
+        Returns:
+            Where the bytes of the message are to be counted; None: nowhere.
+        """

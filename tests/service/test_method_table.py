@@ -24,9 +24,9 @@ from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.listen import add_methods
 from tokenpod.service.rpc.methods import Access, Gate, Method
 from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection
-from tokenpod.service.rpc.services import add_methods
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.choice import telemetry_of

@@ -28,8 +28,8 @@ from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.dialects.vllm.methods import METHODS
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.listen import add_methods
 from tokenpod.service.rpc.methods import MethodTable
-from tokenpod.service.rpc.services import add_methods
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.serving import Serving

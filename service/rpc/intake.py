@@ -31,11 +31,13 @@ from tokenpod.service.rpc.interceptors import (
     behaviour_of,
     unparsed,
 )
-from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits, Services
+from tokenpod.service.rpc.methods import Services
 from tokenpod.service.rpc.wire import (
     LENIENT,
+    PLAIN_BYTES,
     WHOLE,
     Malformed,
+    MethodLimits,
     Rules,
     Shape,
     Strict,

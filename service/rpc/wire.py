@@ -17,6 +17,7 @@ oneofs.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,6 +225,43 @@ class Size:
 
     fields: int
     elements: int
+
+
+#: For messages up to this size the limits on fields and elements hold as they are; larger ones,
+#: which come from routers' sockets alone, may hold more in proportion.
+PLAIN_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MethodLimits:
+    """What one message of a method may be.
+
+    The numbers are about what is believable, not about what is allowed: calls/limits.py says
+    that, by names and values. Whatever passes here is parsed and checked in a few milliseconds.
+
+    Args:
+        bytes: at most; None: what the listener takes.
+        size: what it may hold.
+        trusted: what it may hold on a listener that only routers reach; None: the same.
+        lists: the operator's limits on biases and stop sequences come on top of `size`.
+        strict: a field that the method's messages don't have is refused; see `Strict`.
+    """
+
+    bytes: int | None
+    size: Size
+    trusted: Size | None = None
+    lists: bool = False
+    strict: bool = False
+
+    def size_for(self, length: int) -> Size:
+        """What a message of `length` bytes may hold; raises InvalidArgument if it is too long."""
+        if self.bytes is not None and length > self.bytes:
+            problem = f"has {length} bytes; this method takes at most {self.bytes}"
+            raise InvalidArgument(WHOLE, problem)
+        if length <= PLAIN_BYTES:
+            return self.size
+        scale = length / PLAIN_BYTES
+        return Size(math.ceil(self.size.fields * scale), math.ceil(self.size.elements * scale))
 
 
 @dataclass(frozen=True, slots=True)

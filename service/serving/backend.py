@@ -101,7 +101,7 @@ class Backend:
             FailedPrecondition: this pod follows, and the leader alone answers such calls; or the
                 model is made for another rpc, which is named.
         """
-        row = self.table[method]
+        row = self.table.rows[method]
         queues = row.gate in (Gate.QUEUE, Gate.ROW)
         if self._relays and row.relayed:
             return None

@@ -211,7 +211,7 @@ class CallRecorder(Interceptor):
         return self._wrapped(handler, details.method)
 
     def _recorded(self, handler: Handler, name: str) -> Handler:
-        row = self._table.get(name)
+        row = self._table.rows.get(name)
         if row is not None and not row.traced:
             return handler
         inner, method = behaviour_of(handler), name.lstrip("/")

@@ -22,8 +22,7 @@ from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.intake import Check, Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.methods import MethodLimits
-from tokenpod.service.rpc.wire import Size
+from tokenpod.service.rpc.wire import MethodLimits, Size
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.choice import telemetry_of

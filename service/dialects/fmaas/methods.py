@@ -26,7 +26,8 @@ from tokenpod.service.dialects.fmaas.codec import FIELDS, generate_call
 from tokenpod.service.dialects.fmaas.writer import ResponseWriter
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.rpc.interceptors import Context
-from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimits, method_of
+from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, method_of
+from tokenpod.service.rpc.wire import MethodLimits
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import AdmittedCall
 from tokenpod_client.protos.fmaas import generation_pb2 as pb

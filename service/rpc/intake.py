@@ -19,8 +19,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from tokenpod.service.admission.late_messages import LATE_SECONDS, LateMessages
-from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.admission.memory_budget import LATE_SECONDS, LateMessages, MemoryBudget
 from tokenpod.service.calls.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.interceptors import (

@@ -24,7 +24,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.task import Task
 from tokenpod.service.admission.admission import Admission, Place
 from tokenpod.service.admission.aside import Aside
-from tokenpod.service.admission.call_names import NamedCalls
+from tokenpod.service.admission.counters import NamedCalls
 from tokenpod.service.admission.memory_budget import Lease
 from tokenpod.service.calls.call import (
     ID_BYTES,

@@ -15,8 +15,7 @@ from support.clients import floods
 from support.clients.rpcs import Running, Scripted, serving
 from support.waiting import until
 from tokenpod.service.admission.admission import Admission
-from tokenpod.service.admission.late_messages import LateMessages
-from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.admission.memory_budget import LateMessages, MemoryBudget
 from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.protocols import TABLE

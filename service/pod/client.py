@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, Protocol
 
 import msgspec
 
+from tokenpod.core.async_link import AsyncLink
 from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded, PreparedImage
-from tokenpod.core.link import AsyncLink
 from tokenpod.core.messages import (
     Abort,
     AdapterDone,

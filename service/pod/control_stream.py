@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from tokenpod.core.async_link import AsyncLink
 from tokenpod.core.group_messages import Drain, FromRank, Joined, Pulse, Waiting
-from tokenpod.core.link import AsyncLink
 from tokenpod.core.messages import Broken
 from tokenpod.service.calls.errors import RETRY_SECONDS, Unavailable
 

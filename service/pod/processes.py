@@ -10,8 +10,8 @@ import socket
 
 import msgspec
 
+from tokenpod.core.async_link import AsyncLink
 from tokenpod.core.diagnosis import AskProfile, AskStacks, Question, SetLevel, Told, answer
-from tokenpod.core.link import AsyncLink
 from tokenpod.service.calls.errors import NotFound, ResourceExhausted, Unavailable
 
 log = logging.getLogger("tokenpod")

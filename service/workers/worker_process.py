@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from tokenpod.core.link import AsyncLink
+from tokenpod.core.async_link import AsyncLink
 from tokenpod.service.workers.worker_messages import Loaded, Refused
 
 #: What a worker's first message is, once it is loaded, and what its jobs have as results.

@@ -13,7 +13,7 @@ from tokenpod.service.serving import routed
 from tokenpod.service.text.parsers import turn
 from tokenpod.service.text.parsers.calls import Calls
 from tokenpod.service.text.parsers.grammar import Grammar, Source
-from tokenpod.service.text.parsers.hermes import Hermes
+from tokenpod.service.text.parsers.json_calls import Hermes
 from tokenpod.service.text.reader import TailStops
 from tokenpod_client.cli.app import main
 

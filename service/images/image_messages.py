@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenpod.core.images import TensorPlace
 from tokenpod.core.message import Message
-from tokenpod.service.workers.worker_messages import Loaded, Refused
+from tokenpod.service.workers.worker import Loaded, Refused
 
 
 class ImageWorkerOptions(Message, frozen=True, array_like=True, tag=True):

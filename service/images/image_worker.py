@@ -37,7 +37,7 @@ from tokenpod.service.images.image_messages import (
     ReadImage,
     ToImageWorker,
 )
-from tokenpod.service.workers.worker_messages import Refusal, Refused
+from tokenpod.service.workers.worker import Refusal, Refused
 
 #: Bytes between tensors in a file begin at multiples of this.
 _ALIGNMENT = 64

@@ -45,7 +45,7 @@ from tokenpod.service.text.workers.text_messages import (
     WorkerOptions,
     packed,
 )
-from tokenpod.service.workers.worker_messages import Loaded, Refusal, Refused
+from tokenpod.service.workers.worker import Loaded, Refusal, Refused
 
 #: Characters at the end of a rendered chat that a front end is told.
 _RENDERED_END = 64

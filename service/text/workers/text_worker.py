@@ -9,18 +9,15 @@ Neither torch nor grpc is imported.
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from tokenpod.core.constraints import Tagged
-from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
 from tokenpod.service.calls.chats import ChatPrompt, Tool
 from tokenpod.service.constraints.json_schema import (
     MOST_SCHEMAS,
@@ -45,33 +42,16 @@ from tokenpod.service.text.workers.text_messages import (
     WorkerOptions,
     packed,
 )
-from tokenpod.service.workers.worker import Loaded, Refusal, Refused
+from tokenpod.service.workers.worker import Loaded, Refusal, Refused, refused, work
 
 #: Characters at the end of a rendered chat that a front end is told.
 _RENDERED_END = 64
 
 
-def main() -> int:
-    """Answer one job after another until the front end hangs up."""
-    die_with_parent()
-    # The front end decides when to stop; a terminal's Ctrl-C reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    be_first_to_go()
-    # The processes share the machine's cores already: a worker has one thread.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    link = Link[Any](socket.socket(fileno=int(sys.argv[1])), ToWorker)  # type: ignore[arg-type]
-    try:
-        options = link.receive(None)[0]
-        assert isinstance(options, WorkerOptions), "the first message is WorkerOptions"
-        tokenizer = _load(options.model)
-        limit_memory(options.memory_bytes)
-        link.send(Loaded())
-        while True:
-            for job in link.receive(None):
-                link.send(_answer(tokenizer, job))
-    except LinkClosed:
-        return 0
+def _load(options: WorkerOptions) -> tuple[Loaded, Callable[[Job], FromWorker]]:
+    model = TextModel.read(options.model)
+    os.close(options.model)
+    return Loaded(), partial(_answer, Tokenizer.of_model(model))
 
 
 def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
@@ -92,11 +72,8 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
         return Refused(Refusal.JOB, str(error), error.field)
     except TokenizerPanic as error:
         return Refused(Refusal.LIBRARY, str(error))
-    except MemoryError:
-        return Refused(Refusal.MEMORY, "")
     except Exception as error:
-        traceback.print_exc()
-        return Refused(Refusal.LIBRARY, type(error).__name__)
+        return refused(error)
 
 
 def _calls(tokenizer: Tokenizer, job: EncodeChat) -> Tagged | Refused:
@@ -129,12 +106,6 @@ def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:
         parts.append(packed(ids[left_out:]))
         places.append(packed(offsets[2 * left_out :]))
     return Encoded(counts, parts, places)
-
-
-def _load(descriptor: int) -> Tokenizer:
-    model = TextModel.read(descriptor)
-    os.close(descriptor)
-    return Tokenizer.of_model(model)
 
 
 # -- images in a rendered chat ------------------------------------------------------------------
@@ -228,4 +199,4 @@ def _end(work: Generator[None, None, int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(work(ToWorker, _load))

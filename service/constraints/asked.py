@@ -68,12 +68,11 @@ async def _in_turns(work: Generator[None, None, _Made]) -> _Made:
         await asyncio.sleep(0)
 
 
-MOST_TAGS = 512
-
-_Made = TypeVar("_Made")
-#: Yields now and then, so that others get their turn.
 # -- structural tags ---------------------------------------------------------------------------
 
+MOST_TAGS = 512
+
+#: Yields now and then, so that others get their turn.
 Sliced = Generator[None, None, _Made]
 
 

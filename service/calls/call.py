@@ -17,7 +17,7 @@ from tokenpod.core.requests import BeamParams
 from tokenpod.core.sampling import CUTS, TABLE, SamplingParams
 from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.calls.errors import InvalidArgument
-from tokenpod.service.calls.images import GivenImage
+from tokenpod.service.calls.images import GivenImage, GivenTensors
 
 #: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
 _FOREVER_SECONDS = 1e9
@@ -172,6 +172,8 @@ class GenerateCall:
     max_draft_tokens: int | None = None
     #: Of a chat, in the order of their places there.
     images: Sequence[GivenImage] = ()
+    #: Images of a prompt of tokens, which has theirs.
+    tensors: GivenTensors | None = None
 
     @property
     def sequences(self) -> int:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from support.clients.public_api import SHORT, generate, text_request
-from support.pods.harness import TOKENPOD, ServerProcess, serve
+from support.pods.harness import ServerProcess, serve
 from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
@@ -116,16 +116,15 @@ def test_frequent_calls_have_none_unless_they_fail(pod: ServerProcess) -> None:
 @pytest.fixture(params=["full disk", "stopped reader"])
 def unread(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
     """A pod whose log can't be written."""
-    where = "/dev/full"
+    where = Path("/dev/full")
     with contextlib.ExitStack() as stack:
         if request.param == "stopped reader":
-            where = str(tmp_path / "log")
+            where = tmp_path / "log"
             os.mkfifo(where)
             reader = os.open(where, os.O_RDONLY | os.O_NONBLOCK)
             stack.callback(os.close, reader)
             fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        program = ("sh", "-c", f'exec "$0" "$@" 2> {where}', *TOKENPOD)
-        yield stack.enter_context(serve(program=program))
+        yield stack.enter_context(serve(stderr=where))
 
 
 def test_a_log_that_cannot_be_written_slows_no_stream(unread: ServerProcess) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +30,8 @@ READ = v1.GenerateRequest(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     model = with_template(tmp_path_factory.mktemp("model") / "hostile")
-    program = [sys.executable, "-P", faulty_pod.__file__]
     flags = ["--model-id", str(model), "--tool-parser", "hermes"]
-    with serve(*flags, program=program) as running:
+    with serve(*flags, script=faulty_pod.__file__) as running:
         yield running
         assert running.stop() == 0
 

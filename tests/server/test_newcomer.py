@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +20,7 @@ TEXT = "class Stack:\n    def push"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    program = [sys.executable, "-P", newcomer_pod.__file__]
-    with serve(program=program) as running:
+    with serve(script=newcomer_pod.__file__) as running:
         yield running
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -138,9 +139,11 @@ def mixed(chance: random.Random) -> int:
 Lengths = Callable[[random.Random], int]
 
 
-def warm(step_seconds: Callable[[float, int], float], lengths: Lengths) -> tuple[Pod, float]:
+def warm(
+    step_seconds: Callable[[float, int], float], lengths: Lengths, most: int = 4 * ROWS
+) -> tuple[Pod, float]:
     """A pod that has served 128 clients, each of which waits for an answer; their tokens/s."""
-    chance, pod = random.Random(1), Pod(step_seconds)
+    chance, pod = random.Random(1), Pod(step_seconds, most)
     while pod.now < 10 * SECOND:
         while pod.counters.requests < 2 * ROWS:
             pod.call(lengths(chance), None)
@@ -169,6 +172,38 @@ def test_beyond_the_load_that_can_be_served_as_much_ends_in_time(
     assert pod.good / 20 / peak >= least, pod.ends
     # Hardly anybody is told late.
     assert pod.ends["refused"] > 4 * pod.ends["the deadline can't be met any more"]
+
+
+@pytest.mark.parametrize("step_seconds", [even, uneven])
+def test_of_a_burst_those_are_taken_in_who_will_be_served(
+    step_seconds: Callable[[float, int], float],
+) -> None:
+    """16 callers a row at once, who come again and again, and some who have no deadline."""
+    pod, _ = warm(step_seconds, equal, most=100 * ROWS)
+    pod.ends.clear()
+    # Six times what a call takes among as many as run at once.
+    seconds = 6 * 33 * even(0, ROWS)
+    due = [pod.now / SECOND] * (16 * ROWS)
+    patient, left = due[0] + seconds / 4, 50 * ROWS
+    while left or pod.counters.requests:
+        while left and due and due[0] * SECOND <= pod.now:
+            left -= 1
+            if not pod.call(32, seconds):
+                heapq.heapreplace(due, pod.now / SECOND + seconds / 20)
+            else:
+                heapq.heappop(due)
+        if patient * SECOND <= pod.now:
+            for _ in range(2 * ROWS):
+                assert pod.call(8, None)
+            patient = math.inf
+        before = pod.ends.total()
+        pod.step()
+        for _ in range(pod.ends.total() - before):
+            heapq.heappush(due, pod.now / SECOND)
+    assert pod.ends["refused"], "more came than could be served"
+    # Were all of them let in, they would wait for as long as they may, and hardly one would end.
+    late = pod.ends.total() - pod.ends["refused"] - pod.ends["OK"]
+    assert pod.ends["OK"] > 4 * late, pod.ends
 
 
 def test_who_is_refused_comes_again_when_there_may_be_room() -> None:

@@ -11,15 +11,13 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct, Value
 
 from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, Tool, ToolCall
-from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.calls.limits import check_chat_length, few_entries
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2 as pb
 
 #: Messages or tools that are converted before others get their turn.
 _SLICE = 256
-#: The one field of a request that this server does not know how to serve.
-NO_IMAGE_BY_URI = "chat.messages.content.image.uri"
 MOST_TOOLS = 512
 MOST_CALLS = 128
 #: Values in the arguments of a template, those in lists and objects included.
@@ -92,7 +90,7 @@ def _image(image: pb.Image, field: str) -> GivenImage:
     if source is None:
         raise InvalidArgument(field, "has no data")
     if source == "uri":
-        raise Unimplemented(f"{field}.uri", "is not supported by this server")
+        return GivenImage(b"", f"{field}.uri", image.uri)
     return GivenImage(image.data, f"{field}.data")
 
 

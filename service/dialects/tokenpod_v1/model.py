@@ -15,7 +15,6 @@ from tokenpod.service.admission.admission import Admission
 from tokenpod.service.calls.embedding import MOST_VECTOR_BYTES
 from tokenpod.service.calls.limits import MOST_CHAT_MESSAGES, MOST_RETURNED_IDS
 from tokenpod.service.dialects.fields import is_map
-from tokenpod.service.dialects.tokenpod_v1.chats import NO_IMAGE_BY_URI
 from tokenpod.service.serving.reading import read_limits
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.tokenizers.chat_template import roles_of, takes_tools
@@ -61,6 +60,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         lora_vocabulary=serving.settings.lora_vocabulary and adapters.slots > 0,
         draft_method=ready.draft_method,
         host_token_count=ready.offload_slots,
+        no_prefix_cache=ready.no_prefix_cache,
         task=_TASKS[ready.task],
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
@@ -172,7 +172,7 @@ _TOOLS = ("chat.tools", "chat.tool_choice", "chat.parallel_tool_calls")
 
 def _features(serving: Serving) -> list[str]:
     """Paths of the fields of a request that this server takes."""
-    left_out: tuple[str, ...] = (NO_IMAGE_BY_URI,)
+    left_out: tuple[str, ...] = ()
     if serving.tokenizer.template_source is None:
         left_out += ("chat",)
     elif not _tools(serving):
@@ -183,6 +183,8 @@ def _features(serving: Serving) -> list[str]:
         left_out += ("constraint",)
     if not serving.images.served:
         left_out += ("chat.messages.content.image",)
+    if not serving.images.fetched:
+        left_out += ("chat.messages.content.image.uri",)
     paths = _paths(generation_pb2.GenerateRequest.DESCRIPTOR, "")
     return [path for path in paths if not f"{path}.".startswith(tuple(f"{x}." for x in left_out))]
 

@@ -26,7 +26,7 @@ from tokenpod.service.constraints.json_schema import (
     check_schema,
     read_schema,
 )
-from tokenpod.service.images.expansions import ImageTexts, no_token
+from tokenpod.service.images.expansions import ImageTexts
 from tokenpod.service.text.parsers.calls import CallFormat, ToolCallShape, ToolsError
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplateError
@@ -136,8 +136,8 @@ def with_images(rendered: str, chat: ChatPrompt, images: ImageTexts) -> str:
 
 
 def _check(text: str, field: str, images: ImageTexts) -> None:
-    if images.token in text:
-        raise ChatTemplateError(no_token(images.token), field)
+    if problem := images.forbidden(text):
+        raise ChatTemplateError(problem, field)
 
 
 # -- calls of tools as constraints -------------------------------------------------------------

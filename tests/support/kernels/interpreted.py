@@ -11,6 +11,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from support.kernels.quick_operations import quick_operations
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: A program of a kernel takes milliseconds then: tests launch few.
 INTERPRETED = DEVICE.type == "cpu"
@@ -35,6 +37,10 @@ def _patch_once() -> None:
     patch, patch_builtin = interpreter._patch_lang, interpreter._patch_attr
     language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     done = SimpleNamespace(restore=lambda: None)
+    quick = quick_operations()
+
+    def same(builtin):
+        return builtin
 
     def patch_attribute(obj, name, member, builder, scope):
         """A builtin without the check that it is given what it is always given here."""
@@ -47,7 +53,7 @@ def _patch_once() -> None:
             del _semantic
             return called(*args, **more, _semantic=interpreter.interpreter_semantic)
 
-        scope.set_attr(obj, name, builtin)
+        scope.set_attr(obj, name, quick.get((obj, name), same)(builtin))
 
     @functools.cache
     def patch_once():

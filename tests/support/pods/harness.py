@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,8 @@ def serve(
     wait: bool = True,
     env: dict[str, str] | None = None,
     own_imports: bool = False,
-    program: Sequence[str] = TOKENPOD,
+    script: str | None = None,
+    stderr: Path | None = None,
 ) -> Iterator[ServerProcess]:
     """A server on free ports and a unix socket; killed in the end if it still runs.
 
@@ -199,7 +200,8 @@ def serve(
         own_imports: start it by its command line, as users do, at 2.5 seconds of a core; otherwise
             it is forked from a process that has imported its modules (prefork.py), but in
             `make test-all`.
-        program: started in place of `tokenpod`.
+        script: started in place of `tokenpod`; it does what that does, and more.
+        stderr: a file for what the log has otherwise.
     """
     with tempfile.TemporaryDirectory() as scratch:
         port, health_port = free_port(), free_port()
@@ -209,17 +211,18 @@ def serve(
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0"]
         # Several threads spin while they wait for each other, on cores that other tests need.
         command += [*(() if "--threads" in flags else ("--threads", "1")), *flags]
-        started = own_imports or ALL or program != TOKENPOD or not prefork.can_fork(env)
+        started = own_imports or ALL or not prefork.can_fork(env)
         if not started and not _PROMPT_STEPS.intersection(flags):
             # What engines find else, by timing steps for as long as the rest of their start takes.
             command += ["--max-batch-prefill-tokens", "256"]
         process: subprocess.Popen[str] | PreforkedProcess
-        with log.open("w") as output:
+        with log.open("a") as output, (stderr or log).open("a") as errors:
             if started:
+                program = TOKENPOD if script is None else (sys.executable, "-P", script)
                 process = subprocess.Popen(
                     [*program, *command],
                     stdout=output,
-                    stderr=output,
+                    stderr=errors,
                     text=True,
                     cwd=scratch,
                     env={**os.environ, **(env or {})},
@@ -228,9 +231,10 @@ def serve(
                 process = prefork.start(
                     command,
                     stdout=output.fileno(),
-                    stderr=output.fileno(),
+                    stderr=errors.fileno(),
                     cwd=scratch,
                     env={**os.environ, **(env or {})},
+                    script=script,
                 )
         server = ServerProcess(process, port, health_port, f"{scratch}/shard-0", log)
         try:

@@ -82,18 +82,20 @@ def start(
     cwd: str | None = None,
     env: Mapping[str, str] | None = None,
     session: bool = False,
+    script: str | None = None,
 ) -> PreforkedProcess:
     """`python -P -m tokenpod arguments...`.
 
     Args:
         arguments: of the command line.
+        script: run in place of `-m tokenpod`.
         stdout, stderr, stdin: files; this process keeps them open. Without one, stdin is empty.
         cwd: its working directory; None: this process's.
         env: its whole environment; None: this process's.
         session: whether it leads a session and a process group of its own.
     """
     asked: prefork_server.Start = {
-        "module": "tokenpod",
+        "module": script or "tokenpod",
         "argv": [*arguments],
         "numbers": [0, 1, 2],
         "cwd": cwd or os.getcwd(),

@@ -66,6 +66,7 @@ _ABOVE = 256
 class Start(TypedDict):
     """A command line, `python -P -m module argv...`, and what its process inherits."""
 
+    #: Or a script that does what `tokenpod` does, and more: `python -P script argv...`.
     module: str
     argv: list[str]
     #: Numbers that the descriptors get which are sent with this, in order.
@@ -103,6 +104,7 @@ def _take_steps() -> None:
     import tokenpod.models.demo
     from tokenpod.core.messages import EngineOptions
     from tokenpod.engine.startup.assemble import assemble
+    from tokenpod.kernels.compiled import loops
     from tokenpod.models.load import load_model
 
     positions, device = 64, torch.device("cpu")
@@ -123,7 +125,10 @@ def _take_steps() -> None:
         max_batch_prefill_tokens=16,
         max_batch_total_tokens=positions,
     )
-    assemble(model, options, positions=positions, device=device)
+    # In a new clone nothing is compiled: one process does it, and the others read its files.
+    with Path(loops.__file__).open() as compiling:
+        fcntl.flock(compiling, fcntl.LOCK_EX)
+        assemble(model, options, positions=positions, device=device)
     assert len(os.listdir("/proc/self/task")) == 1, "a process that forks has one thread"
 
 
@@ -187,10 +192,11 @@ def _become(start: Start, descriptors: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(start["env"])
     module, argv = start["module"], start["argv"]
-    if module in _PARENTS and (module != "tokenpod" or "serve" in argv[:1]):
+    is_script = module.endswith(".py")
+    if "serve" in argv[:1] if is_script or module == "tokenpod" else module in _PARENTS:
         _show([FORKER])
         _Popen.forker = _new_forker()
-    _show([sys.executable, "-P", "-m", module, *argv])
+    _show([sys.executable, "-P", *(() if is_script else ("-m",)), module, *argv])
     # As an interpreter opens them, with the encoding of any UTF-8 locale.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -199,7 +205,10 @@ def _become(start: Start, descriptors: list[int]) -> NoReturn:
     sys.argv = ["", *argv]
     status = 1
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_script:
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from tokenpod.core.images import RowCount, TensorPlace
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.images import GivenTensor, GivenTensors
-from tokenpod.service.images.image_messages import TensorShapes
-from tokenpod.service.images.image_workers import TensorFile
+from tokenpod.service.images.image_messages import TensorFile, TensorShapes
 
 Numbers = npt.NDArray[Any]
 

@@ -1,6 +1,9 @@
-"""What crosses between a front end and its image workers."""
+"""What crosses between a front end and its image workers, and files of tensors beside it."""
 
 from __future__ import annotations
+
+import os
+from dataclasses import dataclass
 
 from tokenpod.core.images import RowCount, TensorPlace
 from tokenpod.core.message import Message
@@ -84,3 +87,25 @@ class ImageRead(Message, frozen=True, array_like=True, tag=True):
 
 ToImageWorker = ImageWorkerOptions | ReadImage
 FromImageWorker = ProcessorLoaded | ImageRead | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """Tensors of an image, in memory that other processes of this user can open.
+
+    Args:
+        descriptor: of that memory, in this process.
+        size: its bytes.
+        tensors: where they lie in it.
+        layout, grid: as `ImageRead` has them.
+    """
+
+    descriptor: int
+    size: int
+    tensors: list[TensorPlace]
+    layout: Layout
+    grid: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        """Give the memory back. Who has opened it keeps it."""
+        os.close(self.descriptor)

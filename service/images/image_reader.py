@@ -6,23 +6,37 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
+import signal
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from tokenpod.core.images import SIGHTS, PreparedImage, processor_of
-from tokenpod.service.calls.errors import Unimplemented
+from tokenpod.core.requests import ImageRun
+from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
 from tokenpod.service.calls.images import GivenImage, GivenTensors, image_bytes
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.images.expansions import ImageTexts, Layout, rows_of
+from tokenpod.service.images.expansions import ImageTexts, Layout, no_token, rows_of
 from tokenpod.service.images.given_tensors import check_tensors
-from tokenpod.service.images.image_checks import check_count, check_image
-from tokenpod.service.images.image_text import ImageTokens
-from tokenpod.service.images.image_workers import ImageWorkers, TensorFile
+from tokenpod.service.images.headers import Header, ImageError, read_header
+from tokenpod.service.images.image_messages import (
+    FromImageWorker,
+    ImageRead,
+    ImageWorkerOptions,
+    ProcessorLoaded,
+    ReadImage,
+    TensorFile,
+    TensorShapes,
+)
+from tokenpod.service.workers.worker_pool import PoolLimits, WorkerPool
+from tokenpod.service.workers.worker_process import WorkerEnded, WorkerProcess
 
 if TYPE_CHECKING:
     from tokenpod.service.images.image_urls import ImageUrls
@@ -207,3 +221,217 @@ def close_all(seen: Sequence[SeenImage]) -> None:
         if image.file is not None:
             image.file.close()
             image.file = None
+
+
+# -- what can be checked without decoding ------------------------------------------------------
+
+#: The longer side of an image by the shorter: beyond, processors make strips of nothing, or fail.
+MOST_RATIO = 200
+
+
+def check_count(images: Sequence[GivenImage], settings: ServerSettings) -> None:
+    """Raise InvalidArgument for more images than a request may have."""
+    if len(images) > settings.max_images:
+        problem = (
+            f"is image {settings.max_images + 1} of {len(images)}; this server allows"
+            f" {settings.max_images} (--max-images)"
+        )
+        raise InvalidArgument(images[settings.max_images].field, problem)
+
+
+def check_image(image: GivenImage, settings: ServerSettings) -> Header:
+    """What its header says. Takes microseconds.
+
+    Raises InvalidArgument, which names the image, its value and the limit.
+    """
+    size, most = len(image.data), settings.max_image_bytes
+    if size > most:
+        problem = f"has {size} bytes; this server allows {most} (--max-image-bytes)"
+        raise InvalidArgument(image.field, problem)
+    try:
+        header = read_header(image.data)
+    except ImageError as error:
+        raise InvalidArgument(image.field, str(error)) from None
+    pixels, most = header.width * header.height, settings.max_image_pixels
+    shown = f"{header.width} x {header.height}"
+    if pixels > most:
+        problem = f"has {shown} pixels; this server allows {most} in all (--max-image-pixels)"
+        raise InvalidArgument(image.field, problem)
+    longer, shorter = max(header.width, header.height), min(header.width, header.height)
+    if longer > MOST_RATIO * shorter:
+        problem = f"has {shown} pixels; one side may be {MOST_RATIO} times the other"
+        raise InvalidArgument(image.field, problem)
+    return header
+
+
+# -- which tokens stand for an image -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """A model's tokens for images.
+
+    Args:
+        token_id: has a row of an image each time.
+        row: its name.
+        token: what a chat template writes once for an image; empty: the same.
+        opening, closing: what the template writes around that, for texts without one.
+        before, behind: what it does not write, and rows have around them.
+        axes: rows bring positions of three axes.
+    """
+
+    token_id: int
+    row: str
+    token: str = ""
+    opening: str = ""
+    closing: str = ""
+    before: str = ""
+    behind: str = ""
+    axes: bool = False
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], name_of: Callable[[int], str | None]
+    ) -> ImageTokens | None:
+        """Those of a config.json; None: it names none, or the tokenizer has none of that id.
+
+        `name_of`: the tokenizer's.
+        """
+        sight = SIGHTS[config["architectures"][0]]
+
+        def names(*fields: str) -> list[str]:
+            found = [config[name] for name in fields if isinstance(config.get(name), int)]
+            return [name_of(each) or "" for each in found]
+
+        token_id = config.get(sight.token)
+        row = name_of(token_id) if isinstance(token_id, int) else None
+        if token_id is None or row is None:
+            return None
+        # A template that lacks one of the two has other ways.
+        opening, closing = _pair(names(*sight.wrapping))
+        before, behind = _pair(names(*sight.enclosing))
+        return cls(
+            token_id,
+            row,
+            (names(sight.written) or [sight.written])[0],
+            opening,
+            closing,
+            sight.spacing + before,
+            behind + sight.spacing,
+            sight.axes,
+        )
+
+    @property
+    def written(self) -> str:
+        """What stands once for an image before it is known how many rows it has."""
+        return self.token or self.row
+
+    def texts(self, layouts: Sequence[Layout]) -> ImageTexts:
+        """What stands in a chat for images with these layouts."""
+        return ImageTexts(self.written, self.row, [self.expansion(each) for each in layouts])
+
+    def expansion(self, layout: Layout) -> str:
+        """What stands for one image."""
+        parts = (text + self.row * rows for text, rows in layout)
+        return "".join((self.before, *parts, self.behind))
+
+    def within(
+        self, text: str, places: Sequence[int], layouts: Sequence[Layout], field: str
+    ) -> str:
+        """A text with images of these layouts at these offsets.
+
+        Raises InvalidArgument, which names `field`, for a text that has a token for images itself.
+        """
+        if problem := no_token(text, (self.written, self.row)):
+            raise InvalidArgument(field, problem)
+        parts, begin = [], 0
+        for place, layout in zip(places, layouts, strict=True):
+            parts += [text[begin:place], self.opening, self.expansion(layout), self.closing]
+            begin = place
+        return "".join([*parts, text[begin:]])
+
+    def runs(self, prompt: Sequence[int], rows: Sequence[int]) -> list[ImageRun]:
+        """Where a prompt has the rows of images with so many each.
+
+        Raises InvalidArgument if it has not as many places: its beginning is cut off.
+        """
+        places = [at for at, token in enumerate(prompt) if token == self.token_id]
+        if len(places) != sum(rows):
+            problem = f"leaves {len(places)} of the {sum(rows)} tokens that stand for images"
+            raise InvalidArgument("truncate", problem)
+        found: list[ImageRun] = []
+        for image, count in enumerate(rows):
+            own, places = places[:count], places[count:]
+            first = 0
+            for at in range(1, count + 1):
+                if at == count or own[at] != own[at - 1] + 1:
+                    found.append(ImageRun(image, first, own[first], at - first))
+                    first = at
+        return found
+
+
+def _pair(names: Sequence[str]) -> tuple[str, str]:
+    """What stands before and behind; nothing, unless there are both."""
+    return (names[0], names[1]) if len(names) > 1 else ("", "")
+
+
+# -- workers ------------------------------------------------------------------------------------
+
+_MODULE = "tokenpod.service.images.image_worker"
+
+
+class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
+    """A pool of workers. Make it with `start`, and `close` it.
+
+    Args:
+        folder: the model's.
+        settings: how many workers, and what a job may take.
+    """
+
+    #: SHA-256 of what decides what the processor makes of an image; set by `start`.
+    processor: bytes = b""
+    #: Of what it makes; set by `start`.
+    shapes: TensorShapes
+
+    def __init__(self, folder: Path, settings: ServerSettings) -> None:
+        limits = PoolLimits(
+            settings.image_workers,
+            settings.image_timeout,
+            "--image-timeout",
+            settings.image_memory_bytes,
+            "--image-memory-bytes",
+        )
+        super().__init__(limits, "image", log)
+        self._folder = folder
+
+    @classmethod
+    async def start(cls, folder: Path, settings: ServerSettings) -> ImageWorkers:
+        """All workers, loaded. Raises CantStart if one can't be."""
+        pool = cls(folder, settings)
+        loaded = (await pool.open())[0]
+        pool.processor, pool.shapes = loaded.settings, loaded.shapes
+        return pool
+
+    async def read(self, data: bytes, header: Header, *, field: str) -> TensorFile:
+        """Decode an image whose header has been checked; `run` says what it raises."""
+        pixels = header.width * header.height
+        made = await self.run(ReadImage(data, *header), field=field, size=pixels)
+        return TensorFile(made.out, made.size, made.tensors, made.layout, made.grid)
+
+    async def _start_worker(self) -> WorkerProcess[ProcessorLoaded, ImageRead]:
+        options = ImageWorkerOptions(str(self._folder), self._limits.memory_bytes)
+        return await WorkerProcess[ProcessorLoaded, ImageRead].start(
+            _MODULE, options, FromImageWorker
+        )
+
+    def _taken(
+        self, worker: WorkerProcess[ProcessorLoaded, ImageRead], answer: ImageRead
+    ) -> ImageRead:
+        try:
+            own = os.open(f"/proc/{worker.pid}/fd/{answer.out}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise WorkerEnded(-signal.SIGKILL) from None
+        return structs.replace(answer, out=own)
+
+    def _work(self, job: ReadImage) -> str:
+        return "the image's decoder or the model's image processor"

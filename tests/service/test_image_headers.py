@@ -9,7 +9,7 @@ from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.images.headers import ImageError, read_header
-from tokenpod.service.images.image_checks import check_count, check_image
+from tokenpod.service.images.image_reader import check_count, check_image
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,8 @@ import transformers
 from support.images.files import picture
 from tokenpod.core.images import SIGHTS
 from tokenpod.service.images.expansions import rows_of
+from tokenpod.service.images.image_reader import ImageTokens
 from tokenpod.service.images.image_rows import layout_of
-from tokenpod.service.images.image_text import ImageTokens
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _FINER = [[384 * high, 384 * wide] for high in range(1, 7) for wide in range(1, 7)]

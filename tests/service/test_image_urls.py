@@ -18,8 +18,7 @@ from support.outside.certificates import make_authority, make_certificate
 from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.images.image_reader import ImageReader
-from tokenpod.service.images.image_text import ImageTokens
+from tokenpod.service.images.image_reader import ImageReader, ImageTokens
 from tokenpod.service.images.image_urls import ImageUrls, is_public
 
 pytestmark = [pytest.mark.pod, pytest.mark.asyncio]

@@ -19,8 +19,8 @@ from support.images.files import file_of, hostile, moving, picture, png, sideway
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.images.image_checks import check_image
-from tokenpod.service.images.image_workers import ImageWorkers, TensorFile
+from tokenpod.service.images.image_messages import TensorFile
+from tokenpod.service.images.image_reader import ImageWorkers, check_image
 
 pytestmark = [pytest.mark.pod, pytest.mark.asyncio(loop_scope="module")]
 

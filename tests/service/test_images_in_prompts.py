@@ -11,7 +11,7 @@ from tokenpod.core.requests import ImageRun
 from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, ToolCall
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.images.expansions import Layout
-from tokenpod.service.images.image_text import ImageTokens
+from tokenpod.service.images.image_reader import ImageTokens
 from tokenpod.service.images.inline import cut_out
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplate, wants_parts
 from tokenpod.service.text.tokenizers.template_values import ChatTemplateError

@@ -18,8 +18,8 @@ from support.checkpoints.golden import Golden
 from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
 from tokenpod.core.images import SIGHTS, RowCount
 from tokenpod.service.images.expansions import Layout, rows_of
+from tokenpod.service.images.image_reader import ImageTokens
 from tokenpod.service.images.image_rows import layout_of
-from tokenpod.service.images.image_text import ImageTokens
 
 #: Of the embedding's table: the demo's tokens and those below.
 VOCABULARY = 4224

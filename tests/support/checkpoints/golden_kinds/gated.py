@@ -47,6 +47,13 @@ _NEMOTRON_MOE = {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
 }
+_MAMBA2 = {
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-2,
+}
 _FALCON = {**_SPACE, "mamba_d_ssm": 96, "head_dim": 16}
 
 KINDS: dict[str, Kind] = {
@@ -158,6 +165,19 @@ KINDS: dict[str, Kind] = {
             "mamba_conv_bias": False,
             "mamba_proj_bias": True,
             "rms_norm_eps": 3e-2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "codestral-mamba": Kind("Mamba2", _MAMBA2),
+    "codestral-mamba-varied": Kind(
+        "Mamba2",
+        {
+            **_MAMBA2,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 3e-2,
             "tie_word_embeddings": True,
         },
     ),

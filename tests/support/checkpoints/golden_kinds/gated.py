@@ -194,7 +194,6 @@ KINDS: dict[str, Kind] = {
             "n_groups": 1,
             "conv_kernel": 3,
             "layer_norm_epsilon": 3e-2,
-            "tie_word_embeddings": True,
         },
         disguise=disguises.without_experts,
     ),

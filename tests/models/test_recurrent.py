@@ -22,8 +22,8 @@ DRAFTS, VOCABULARY = 4, 96
 
 
 #: Gated delta nets, short convolutions, state spaces apart from attention, with experts of their
-#: own layers, and beside attention.
-_SPACES = ("granite4", "nemotron-h-moe", "falcon-h1")
+#: own layers, beside attention, and without any.
+_SPACES = ("granite4", "nemotron-h-moe", "falcon-h1", "codestral-mamba")
 KINDS = (
     "qwen3-5",
     "lfm2",

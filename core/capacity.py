@@ -278,6 +278,9 @@ def capacity(
             reserve["states"] = own.taken(
                 rows, options.memory_fraction, snapshots if options.prefix_caching else 0
             )
+    if model.tower_numbers and options.image_cache_bytes is not None:
+        reserve["image tower"] = model.tower_numbers * item_bytes
+        reserve["an image"] = model.tower_working * item_bytes
     slot_bytes = model.slot_bytes(ranks, kv_dtype)
     if draft is not None:
         own_slot = draft.slot_bytes(1, dtype)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,26 +15,50 @@ from tokenpod.core.outputs import FailureCode
 
 
 class RowCount(StrEnum):
-    """What says how many rows of embeddings an image becomes."""
+    """What says how many rows of embeddings an image becomes, and what stands between them."""
 
     #: One per square of `merge_size` patches of its grid.
     GRID = "grid"
     #: One per patch of a fixed size, and one for a class token where the tower has one.
     PATCHES = "patches"
+    #: A fixed number per tile, tiles side by side: InternVL.
+    TILES = "tiles"
+    #: The same, each tile behind its name: Aya Vision.
+    NAMED_TILES = "named tiles"
+    #: The same, each tile behind its line and column: Idefics 3, SmolVLM.
+    TILES_IN_LINES = "tiles in lines"
+    #: The whole as one tile, then those that it is cut into, without what pads them, and a row
+    #: behind each line: LLaVA-NeXT.
+    UNPADDED = "unpadded"
+    #: The same, scaled down to so many tiles: LLaVA-OneVision.
+    UNPADDED_UP_TO = "unpadded, up to"
+    #: One per square of patches, and a token behind each line: Pixtral.
+    LINES = "lines"
+    #: A fixed number: Gemma 3.
+    FIXED = "fixed"
+    #: As many as the processor says: Gemma 4.
+    SAID = "said"
 
 
 class Sight(NamedTuple):
     """How the images of an architecture enter its prompts."""
 
     rows: RowCount
-    #: The field of config.json with the token that has a row of an image each time. Chat templates
-    #: write it once for an image.
+    #: The field of config.json with the token that has a row of an image each time.
     token: str = "image_token_id"  # noqa: S105 (the name of a field)
+    #: What chat templates write once for an image: that token, or the one in this field, or this.
+    written: str = ""
     #: Fields of the tokens that the models' chat templates write around an image; none: they write
     #: nothing.
     wrapping: tuple[str, ...] = ()
+    #: Fields of the tokens before and behind an image's rows, which templates do not write.
+    enclosing: tuple[str, ...] = ()
+    #: Text before and behind these.
+    spacing: str = ""
     #: Rows bring positions of three axes, by their places in the image.
     axes: bool = False
+    #: Arguments of the image processor that transformers' processor of the whole gives it.
+    options: Mapping[str, bool] = {}
 
 
 #: Of Qwen2-VL and what followed it.
@@ -40,22 +66,63 @@ _QWEN = Sight(RowCount.GRID, wrapping=("vision_start_token_id", "vision_end_toke
 
 _GLM = Sight(RowCount.GRID, wrapping=("image_start_token_id", "image_end_token_id"), axes=True)
 
-#: The file of a model's folder that says what becomes of an image before its tower.
+_IDEFICS = Sight(RowCount.TILES_IN_LINES, options={"return_row_col_info": True})
+
+_CROPPED = {"crop_to_patches": True}
+
+#: Files of a model's folder that say what becomes of an image before its tower: of the first the
+#: whole, of the second, which may hold the first, how the rows stand in a prompt.
 PROCESSOR = "preprocessor_config.json"
+WHOLE_PROCESSOR = "processor_config.json"
 
 #: Architectures whose images are served, as config.json names them.
 SIGHTS: Mapping[str, Sight] = {
+    "AyaVisionForConditionalGeneration": Sight(
+        RowCount.NAMED_TILES, "image_token_index", written="<image>", options=_CROPPED
+    ),
+    "Gemma3ForConditionalGeneration": Sight(
+        RowCount.FIXED,
+        "image_token_index",
+        written="boi_token_index",
+        enclosing=("boi_token_index", "eoi_token_index"),
+        spacing="\n\n",
+    ),
+    "Gemma4ForConditionalGeneration": Sight(
+        RowCount.SAID, enclosing=("boi_token_id", "eoi_token_id")
+    ),
+    "Idefics3ForConditionalGeneration": _IDEFICS,
+    "InternVLForConditionalGeneration": Sight(RowCount.TILES, options=_CROPPED),
     "LlavaForConditionalGeneration": Sight(RowCount.PATCHES, "image_token_index"),
+    "LlavaNextForConditionalGeneration": Sight(
+        RowCount.UNPADDED, "image_token_index", options={"do_pad": True}
+    ),
+    "LlavaOnevisionForConditionalGeneration": Sight(RowCount.UNPADDED_UP_TO, "image_token_index"),
+    "Mistral3ForConditionalGeneration": Sight(RowCount.LINES, "image_token_index"),
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
     "Qwen3VLForConditionalGeneration": _QWEN,
     "Qwen3VLMoeForConditionalGeneration": _QWEN,
     "Qwen3_5ForConditionalGeneration": _QWEN,
     "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "SmolVLMForConditionalGeneration": _IDEFICS,
     "Glm4vForConditionalGeneration": _GLM,
     "Glm46VForConditionalGeneration": _GLM,
     "Glm4vMoeForConditionalGeneration": _GLM,
 }
+
+
+def processor_of(folder: Path) -> dict[str, Any] | None:
+    """The settings of a folder's image processor; None: it has none, or none that is JSON."""
+    for name in (WHOLE_PROCESSOR, PROCESSOR):
+        try:
+            found = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        # As newer files have it, within the processor of the whole.
+        found = found.get("image_processor") if name == WHOLE_PROCESSOR else found
+        if isinstance(found, dict):
+            return found
+    return None
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):

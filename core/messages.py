@@ -212,6 +212,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     vectors: VectorFacts | None = None
     #: How layers with a window keep tokens, for the operator; empty: there are none.
     windows_kept: str = ""
+    #: Why prefixes of prompts are not cached, in words; empty: they are.
+    no_prefix_cache: str = ""
     #: Whether rows of images are computed here.
     images: bool = False
 
@@ -287,6 +289,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     constraints: ConstraintLimits = ConstraintLimits()
     #: Tokens that a step may draft for a sequence; 0: nothing is drafted.
     speculate: int = 0
+    #: What a token yields does not depend on the steps that its request was in.
+    deterministic: bool = False
     #: None: this engine is alone.
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.

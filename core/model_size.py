@@ -86,6 +86,9 @@ class Footprint(msgspec.Struct, frozen=True):
     states: dict[int, OwnState] = {}
     #: The longest of any layer; None: none has one.
     window: int | None = None
+    #: Numbers of the tower of images, and those that it computes with; 0: it has none.
+    tower_numbers: int = 0
+    tower_working: int = 0
 
     @property
     def parameters(self) -> int:

@@ -54,6 +54,7 @@ _PerLoaded = Annotated[Ints, "rows that begin with kept states"]
 _PerCopy = Annotated[Ints, "copies"]
 _PerAdapted = Annotated[Ints, "rows, if any has an adapter"]
 _PerMasked = Annotated[Ints, "rows, if any is masked"]
+_PerMutual = Annotated[Ints, "rows, if tokens of any see each other"]
 _PerPut = Annotated[Ints, "adapters that are put into slots"]
 _PerSoft = Annotated[Ints, "tokens with an adapter's embedding"]
 _PerReady = Annotated[Ints, "slots filled by an adapter"]
@@ -131,6 +132,8 @@ class StepPlan:
     r_adapter: _PerAdapted
     #: Whether a row is sampled under a mask, which comes after the plan.
     r_masked: _PerMasked
+    #: Whether a row's tokens see those behind them, too.
+    r_mutual: _PerMutual
     #: Which of the step's tokens have positions of their own, and these.
     own_token: _PerOwnPosition
     own_time: _PerOwnPosition
@@ -304,6 +307,8 @@ class PlanRow:
     given: Floats | None = None
     #: Of a new row, by how much positions are further on than places.
     shift: int = 0
+    #: Its tokens see each other.
+    mutual: bool = False
 
 
 def plan_of(
@@ -343,6 +348,7 @@ def plan_of(
         copy_to=[slot for _, slot in copies],
         r_adapter=[row.adapter for row in rows] if any(row.adapter for row in rows) else [],
         r_masked=[row.masked for row in rows] if any(row.masked for row in rows) else [],
+        r_mutual=[row.mutual for row in rows] if any(row.mutual for row in rows) else [],
         given=np.concatenate(given) if given else _NO_VECTORS,
         put_slot=[slot for slot, _ in puts],
         put_adapter=[adapter for _, adapter in puts],

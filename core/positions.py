@@ -61,6 +61,15 @@ def placed_vectors(request: Request) -> Iterator[PlacedVectors]:
         shift = placed.shift_behind
 
 
+def spans_of(request: Request) -> tuple[tuple[int, int], ...]:
+    """Places, from and to, of vectors that see each other, rising."""
+    if not request.given:
+        return ()
+    return tuple(
+        (placed.place, placed.end) for placed in placed_vectors(request) if placed.given.mutual
+    )
+
+
 def shift_of(request: Request) -> int:
     """By how much positions behind the prompt are further on than places; below 0: behind."""
     return sum(given.span - given.count for given in request.given if given.axes)

@@ -80,6 +80,8 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     span: int = 0
     #: Equal keys, equal vectors and equal positions of them; empty: what they are tells.
     key: bytes = b""
+    #: Each sees all of them, not only those before it: they are computed in one step.
+    mutual: bool = False
 
     @property
     def count(self) -> int:

@@ -24,6 +24,10 @@ class Task(StrEnum):
         return self is not Task.GENERATE
 
 
+#: `VectorFacts.pooling` of vectors with a number for each token of the vocabulary, most of them 0.
+SPARSE = "splade"
+
+
 class VectorFacts(msgspec.Struct, frozen=True, array_like=True):
     """What is known of the vectors that a model makes; files of sentence-transformers say it."""
 
@@ -41,7 +45,7 @@ class VectorFacts(msgspec.Struct, frozen=True, array_like=True):
     pools_prompts: bool = True
     #: Names of the numbers, where they are labels.
     labels: list[str] = []
-    #: "cls", "mean", "max", "last_token" or "weighted_mean".
+    #: "cls", "mean", "max", "last_token" or "weighted_mean"; or `SPARSE`.
     pooling: str = ""
     #: Added to the id of a token of a second text, which the model tells from the first; 0: it does
     #: not.

@@ -33,6 +33,7 @@ from tokenpod.engine.startup.compile_ahead import CompileAhead
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_offload_room
+from tokenpod.engine.startup.room import no_prefix_cache
 from tokenpod.engine.steps.executor import Executor
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.decoders.facts import LoadedModel
@@ -101,7 +102,11 @@ def run(
             followers=member.followers if member else None,
         )
     images = ImageEncoder(
-        tower, torch.device(options.device), options.image_cache_bytes or 0, link.send
+        tower,
+        torch.device(options.device),
+        options.image_cache_bytes or 0,
+        link.send,
+        mutual=scheduler.limits.mutual > 0,
     )
     overlap = assembled.overlap
     masks = Masks(Guidance, ready.vocab_size, options.constraints, trials=True)
@@ -210,6 +215,7 @@ def load(
         fuse=fused_folder(options),
         task=options.task,
         drafts=options.speculate,
+        deterministic=options.deterministic,
     )
     config, pooling = model.config, model.pooling
     adapters = read_given(model.adapters, options)
@@ -260,6 +266,7 @@ def load(
         scores_prompts=own is None or own.scores_prompts,
         pools=pooling is not None,
         whole_prompts=config.encodes,
+        mutual=config.mutual,
         own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
@@ -304,6 +311,9 @@ def load(
         task=Task.GENERATE if pooling is None else pooling.spec.task,
         vectors=None if pooling is None else pooling.spec.facts(config.second_text),
         windows_kept=room.windows_kept,
+        no_prefix_cache="nothing is kept of a text"
+        if config.encodes
+        else no_prefix_cache(options, own, room.snapshots),
         images=tower is not None,
     )
     return assembled, ready, limits, tower

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenpod.core.images import PROCESSOR, SIGHTS
+from tokenpod.core.images import SIGHTS, processor_of
 from tokenpod.models.checkpoints.checkpoint import Checkpoint, check
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields, read_fields
@@ -77,9 +77,8 @@ def is_native(folder: Path) -> bool:
 def sees_images(folder: Path) -> bool:
     """Whether images of the model in a folder are served: its text model must be one of ours."""
     names = read_fields(folder / "config.json").texts("architectures")
-    return (
-        bool(names) and names[0] in SIGHTS and (folder / PROCESSOR).is_file() and is_native(folder)
-    )
+    known = bool(names) and names[0] in SIGHTS
+    return known and processor_of(folder) is not None and is_native(folder)
 
 
 def read_text(folder: Path) -> Text:

@@ -27,7 +27,7 @@ from tokenpod.models.adapters.targets import (
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
-from tokenpod.models.folder import is_native, read_layout, tier_of
+from tokenpod.models.folder import is_native, read_layout, sees_images, tier_of
 from tokenpod.models.load import check_alone
 from tokenpod.models.medusa import MOST_POSITIONS, is_medusa, open_medusa, read_medusa
 from tokenpod.models.mtp import mtp_layout
@@ -99,10 +99,26 @@ def footprint_of(
         return _through_transformers(folder, quantize, max_total_tokens)
     if not any(folder.glob("*.safetensors")):
         layout = read_layout(folder, None, None, quantize, quantize_head=head)
-        return _of_mtp(folder, layout) if mtp else _footprint(layout, drafts, tensors=False)
+        if mtp:
+            return _of_mtp(folder, layout)
+        return _with_tower(folder, _footprint(layout, drafts, tensors=False), max_total_tokens)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, None, quantize, quantize_head=head)
-        return _of_mtp(folder, layout) if mtp else _footprint(layout, drafts, tensors=True)
+    if mtp:
+        return _of_mtp(folder, layout)
+    return _with_tower(folder, _footprint(layout, drafts, tensors=True), max_total_tokens)
+
+
+def _with_tower(folder: Path, found: Footprint, max_total_tokens: int | None) -> Footprint:
+    """The same, and what the tower of images takes, where the folder says all about it."""
+    if not sees_images(folder):
+        return found
+    # Not above: transformers takes its time to load.
+    from tokenpod.models.towers.tower import tower_size
+
+    rows = min(max_total_tokens or found.max_positions, found.max_positions)
+    tower = tower_size(folder, rows)
+    return msgspec.structs.replace(found, tower_numbers=tower.weights, tower_working=tower.working)
 
 
 def _of_head(folder: Path) -> Footprint:

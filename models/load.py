@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenpod.core.adapters import scale_bytes
-from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.backends.registry import deterministic_operations, operations_for
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.operations.parallel import parallel
 from tokenpod.models.adapters.store import Space, store_of
@@ -29,9 +29,12 @@ from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.decoders.facts import LoadedModel, ModelFacts
 from tokenpod.models.folder import describe, is_native, read_layout, tier_of, unsupported
 from tokenpod.models.formats import bytes_needed
+from tokenpod.models.layers.attention import Attention
 from tokenpod.models.layers.reading import Progress, read_weights
 from tokenpod.models.pooling.head import pooling_head
 from tokenpod.models.specs.kv_scales import read_scales
+from tokenpod.models.specs.layer_spec import Experts
+from tokenpod.models.specs.layout import Layout
 from tokenpod.models.weights.memory import available_bytes, freed_at_once
 from tokenpod.models.weights.shard import WHOLE, Shard
 
@@ -57,6 +60,7 @@ def load_model(
     fuse: Path | None = None,
     task: str = "auto",
     drafts: int = 0,
+    deterministic: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -76,6 +80,7 @@ def load_model(
         fuse: folder of a LoRA adapter that is fused into the weights; None: there is none.
         task: what is done with it, a value of `Task`; "auto": what its files show.
         drafts: so many of a row may turn out to be wrong.
+        deterministic: what a token yields does not depend on the step that it is in.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -88,6 +93,8 @@ def load_model(
         tier = tier_of(folder, max_total_tokens, override)
         _check_length(tier.spec, max_total_tokens)
         check_alone(tier.spec, shard, quantize, adapters, fuse)
+        if deterministic:
+            raise ModelError(_not_deterministic("is computed by transformers", tier.spec))
         with (
             Checkpoint(folder) as checkpoint,
             verified(folder, checkpoint.files, required=require_manifest, share=share),
@@ -112,6 +119,8 @@ def load_model(
         )
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
+        if deterministic:
+            check_deterministic(layout, dtype, device, shard, adapters)
         needed = bytes_needed(weights, shard, dtype, layout.reader)
         if adapters is not None:
             numbers = adapters.slots * slot_numbers(weights, shard, adapters.rank)
@@ -137,7 +146,7 @@ def load_model(
         pooling = None
         if layout.pooling is not None:
             pooling = pooling_head(layout.pooling, folder, checkpoint, device)
-    ops = operations_for(device)
+    ops = deterministic_operations() if deterministic else operations_for(device)
     store = None
     if adapters is not None:
         positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
@@ -185,6 +194,36 @@ def check_alone(
         )
     if adapters is not None or fuse is not None:
         raise ModelError(f"adapters: {name} is computed by transformers, and takes none")
+
+
+def check_deterministic(
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
+    adapters: Space | None,
+) -> None:
+    """Raise ModelError for a model of which not all kernels are `deterministic`."""
+    spec = layout.spec
+    problems = {
+        f"runs on a device of type {device.type}, and not on a GPU": device.type != "cuda",
+        f"is divided between {shard.world} ranks": shard.world > 1,
+        "has quantised weights": layout.reader is not None,
+        "has mixtures of experts": any(isinstance(layer.mlp, Experts) for layer in spec.layers),
+        "has layers that are not plain attention": any(
+            type(mixer) is not Attention for layer in spec.layers for mixer in layer.mixers
+        ),
+        "makes vectors": layout.pooling is not None,
+        f"is computed in {str(dtype).removeprefix('torch.')}": dtype.itemsize > 2,
+        "takes adapters": adapters is not None and adapters.slots > 0,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ModelError(_not_deterministic(problem, spec))
+
+
+def _not_deterministic(problem: str, facts: ModelFacts) -> str:
+    return f"deterministic: {facts.architecture} {problem}; results would depend on the step"
 
 
 def _load_tier(

@@ -5,7 +5,9 @@ vectors on the host. The peer gets the same token ids, sorted by length and padd
 as sentence-transformers' `encode` does. The limit is that of products at the matrix rate: of a GPU
 the measured one, of a CPU that of a large product in the same run.
 
-    embedding --shape bert-base --lengths mixed
+On a machine that does other work, processor seconds of one thread say more than those of a clock.
+
+    embedding --shape minilm bert-base --threads 1
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ import transformers
 from benchmarks.support.engine import Bench, Client, Engine
 from benchmarks.support.limits import MATRIX_RATE
 from benchmarks.support.report import Report
-from benchmarks.support.timing import DEVICE, synchronise
+from benchmarks.support.timing import DEVICE, profiled, synchronise
 from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.requests import PoolingParams
 from tokenpod.models.load import load_model
@@ -74,11 +78,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=8192 if DEVICE.type == "cuda" else 1024)
     parser.add_argument("--dtype", default="bfloat16" if DEVICE.type == "cuda" else "float32")
     parser.add_argument("--peer-attention", default="sdpa", choices=["sdpa", "eager", "none"])
+    parser.add_argument("--threads", type=int, help="of a CPU; as many as there are cores")
+    parser.add_argument("--kernels", action="store_true", help="on a GPU: what takes the time")
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
     """Each shape: the engine, the peer, by turns."""
     dtype = getattr(torch, asked.dtype)
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
     for name in asked.shape:
         with tempfile.TemporaryDirectory() as scratch:
             _shape(name, Path(scratch), dtype, asked, report)
@@ -90,10 +98,11 @@ def _shape(
     settings = dict(SHAPES[name])
     model_class = getattr(transformers, settings.pop("model"))
     kind = {} if asked.peer_attention == "none" else {"attn_implementation": asked.peer_attention}
-    peer = model_class._from_config(model_class.config_class(**settings), dtype=dtype, **kind)
+    with DEVICE:
+        peer = model_class._from_config(model_class.config_class(**settings), dtype=dtype, **kind)
     peer = peer.eval()
     peer.save_pretrained(folder)
-    peer.to(DEVICE)
+    _say(f"{name}: random weights are made")
     if model_class is transformers.Qwen3Model:
         # What makes a decoder one of texts' vectors.
         _last_token(folder)
@@ -102,6 +111,7 @@ def _shape(
     )
     rows = 256 if DEVICE.type == "cuda" else 64
     engine = Engine(model, DEVICE, rows=rows, positions=512, prefill=asked.prefill)
+    _say(f"{name}: the engine is warm after {engine.warm_s:.1f} s")
     draw = random.Random(5)
     vocabulary = settings["vocab_size"]
     texts = [
@@ -110,29 +120,43 @@ def _shape(
     ]
     tokens = sum(map(len, texts))
     _read(engine, model, texts)
-    _padded(peer, texts)
+    _say(f"{name}: texts have been read once")
+    if asked.peer_attention != "none":
+        _padded(peer, texts)
+    if asked.kernels:
+        share, kernels = profiled(lambda: _read(engine, model, texts))
+        report.row("busy", shape=name, busy_share=share)
+        for kernel, microseconds in kernels[:12]:
+            report.row("kernels", kernel=kernel[:60], ms=microseconds / 1e3)
     ours, theirs = [], []
     for _ in range(asked.runs):
-        ours.append(tokens / _read(engine, model, texts))
+        ours.append(_read(engine, model, texts))
         if asked.peer_attention != "none":
-            theirs.append(tokens / _padded(peer, texts))
+            theirs.append(_padded(peer, texts))
     numbers = sum(
         each.numel()
         for label, each in peer.named_parameters()
         if each.dim() == 2 and "embed" not in label
     )
     rate = MATRIX_RATE if DEVICE.type == "cuda" else _matrix_rate(dtype)
-    best = max(ours)
+    best = tokens / min(spent.seconds for spent in ours)
     cells: dict[str, Any] = {
         "shape": name,
         "lengths": asked.lengths,
-        "texts_per_s": [each * len(texts) / tokens for each in ours],
-        "tokens_per_s": ours,
+        "texts_per_s": [len(texts) / spent.seconds for spent in ours],
+        "tokens_per_s": [tokens / spent.seconds for spent in ours],
         "matrix_rate_share": 2 * numbers * best / rate,
+        "start_s": engine.warm_s,
         "least_cosine": _least_cosine(engine, model, peer, texts[:8]),
     }
     if theirs:
-        cells |= {"peer_tokens_per_s": theirs, "times_peer": best / max(theirs)}
+        pairs = list(zip(theirs, ours, strict=True))
+        cells |= {
+            "peer_tokens_per_s": [tokens / spent.seconds for spent in theirs],
+            "times_peer": [a.seconds / b.seconds for a, b in pairs],
+        }
+        if DEVICE.type == "cpu":
+            cells["times_peer_by_processor"] = [a.processor / b.processor for a, b in pairs]
     report.row("embedding", **cells)
 
 
@@ -142,6 +166,24 @@ def lengths(kind: str, count: int, draw: random.Random) -> list[int]:
         return [int(kind)] * count
     spans = draw.choices(MIXED, weights=[weight for *_, weight in MIXED], k=count)
     return [draw.randint(low, high) for low, high, _ in spans]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds by the clock, and of processors of this process, since it began."""
+
+    seconds: float
+    processor: float
+
+    @classmethod
+    def now(cls) -> Spent:
+        """Since the machine began, and the process."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def ago(self) -> Spent:
+        """How long ago that was."""
+        now = Spent.now()
+        return Spent(now.seconds - self.seconds, now.processor - self.processor)
 
 
 class Reader(Client):
@@ -174,26 +216,26 @@ def _least_cosine(engine: Engine, model: Any, peer: Any, texts: list[list[int]])
 
 def _read(
     engine: Engine, model: Any, texts: list[list[int]], client: Client | None = None
-) -> float:
-    """Seconds until all vectors are there."""
+) -> Spent:
+    """What it takes until all vectors are there."""
     client = client or Client()
     pools = {"pools": True, "whole_prompts": model.config.encodes}
     loop = engine.loop(client, limits=pools, full=False)
     bench = Bench(loop, client, engine.vocabulary)
-    began = time.perf_counter()
+    began = Spent.now()
     for text in texts:
         bench.ask(text, 1, pooling=PoolingParams())
     while client.left:
         loop.turn()
     loop.turn()
     assert not client.refused, client.refused[0]
-    return time.perf_counter() - began
+    return began.ago()
 
 
 @torch.inference_mode()
-def _padded(peer: Any, texts: list[list[int]]) -> float:
-    """Seconds of batches of texts of like length, to their means on the host."""
-    began = time.perf_counter()
+def _padded(peer: Any, texts: list[list[int]]) -> Spent:
+    """What batches of texts of like length take, to their means on the host."""
+    began = Spent.now()
     order = sorted(texts, key=len, reverse=True)
     for at in range(0, len(order), _BATCH):
         batch = order[at : at + _BATCH]
@@ -205,7 +247,12 @@ def _padded(peer: Any, texts: list[list[int]]) -> float:
         means = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         torch.nn.functional.normalize(means.float()).cpu()
     synchronise()
-    return time.perf_counter() - began
+    return began.ago()
+
+
+def _say(what: str) -> None:
+    """Progress: on a GPU whose kernels are not compiled yet, a shape takes a minute."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def _last_token(folder: Path) -> None:

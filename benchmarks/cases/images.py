@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.support.models import make_tokenizer
 from benchmarks.support.pod import Pod
 from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE
@@ -63,6 +64,7 @@ _LLAMA = {
     "vocab_size": 32064,
     "max_position_embeddings": 4096,
 }
+_ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True}
 _QWEN3_TEXT = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -72,13 +74,14 @@ _QWEN3_TEXT = {
     "head_dim": 128,
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 5e6,
-        "mrope_section": [24, 20, 20],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": {**_ROPE, "mrope_section": [24, 20, 20]},
 }
+_QWEN3_FILE = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 16,
+    "size": {"shortest_edge": 65536, "longest_edge": 1310720},
+}
+_QWEN3_MARK = "<|vision_start|><image><|vision_end|>"
 _SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -101,12 +104,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
         "Qwen3VL",
         _QWEN3_TEXT,
         _QWEN3,
+        _QWEN3_FILE,
+        _QWEN3_MARK,
+    ),
+    "tiny-qwen3-vl": (
+        "Qwen3VL",
         {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": 16,
-            "size": {"shortest_edge": 65536, "longest_edge": 1310720},
+            **_QWEN3_TEXT,
+            **_SMALL,
+            "head_dim": 16,
+            "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]},
         },
-        "<|vision_start|><image><|vision_end|>",
+        {
+            **_QWEN3,
+            **{"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
+            **{"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+        },
+        _QWEN3_FILE,
+        _QWEN3_MARK,
     ),
     "tiny": (
         "Llava",
@@ -155,7 +170,8 @@ def make(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     kind, text, vision, processor, mark = SHAPES[name]
     demo = Path(__file__).resolve().parents[2] / "models" / "demo"
-    tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    make_tokenizer(folder, text["vocab_size"] - len(_MARKS))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in _MARKS])
     ids = [tokenizer.token_to_id(each) for each in _MARKS]
     fields = {"image_token_id": ids[0], "image_token_index": ids[0], "eos_token_id": 1}

@@ -271,7 +271,7 @@ def candidates(case: Case, tokens: int) -> list[Any]:
     if isinstance(tile, quantised_tiles.LaneTile):
         served, least = [] if tile is None else [tile], 64 if case.kind == "int8" else 128
         return list(dict.fromkeys([*served, *lane_tiles(*size, tokens, gated=gated, least=least)]))
-    if case.kind == "fp8-blocks" and tokens >= 64:
+    if case.kind == "fp8-blocks":
         served = [] if tile is None else [tile]
         return list(dict.fromkeys([*served, *matrix_tiles(*size, tokens, gated=gated)]))
     return neighbours(tile) if tile else []
@@ -415,11 +415,17 @@ def entry_of(case: Case, tokens: int, tile: Any) -> dict[str, Any]:
 
 
 def merged(table: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The table with what was found; tiles of other numbers of tokens stay."""
+    """The table with what was found; tiles of other numbers of tokens stay.
+
+    A shape that is new to it begins with its format's: else the tile of the fewest tokens searched
+    would serve all that are fewer.
+    """
     for entry in found:
         key = {name: value for name, value in entry.items() if name != "tiles"}
         count = "tokens" if "kind" in key else "rows"
         had = [shape for shape in table["shapes"] if key.items() <= shape.items()]
+        if "kind" in key and not had:
+            had = [{"tiles": table["kinds"][key["kind"]]}]
         new = {tile[count] for tile in entry["tiles"]}
         kept = [tile for shape in had for tile in shape["tiles"] if tile[count] not in new]
         tiles = sorted([*entry["tiles"], *kept], key=lambda tile: tile[count])

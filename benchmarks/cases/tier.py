@@ -2,14 +2,14 @@
 
 Random weights of the first layers of a published shape, greedy. What the tier takes beyond reading
 its weights is its code's time on the host, so fewer layers leave the ratio as it is. A shape of no
-family of ours runs through the tier alone.
+family of ours runs through the tier alone, also behind texts of `--contexts` tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +31,7 @@ SMOKE = {
     "cpu": "--shapes tiny-qwen3.5 --layers 4 --decode 1 --prompts 64 --rows 4",
     "gpu": "--shapes tiny-qwen3.5 --layers 4 --decode 1 --prompts 512 --rows 4",
 }
-CONTEXT = 256
+CONTEXT, LONGEST = 256, 16_384
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="the first of each shape")
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 64], metavar="ROWS")
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048], metavar="TOKENS")
+    parser.add_argument("--contexts", nargs="*", type=int, default=[CONTEXT], metavar="TOKENS")
     parser.add_argument("--rows", type=int, default=64, help="largest batch")
 
 
@@ -85,18 +86,19 @@ def write(shape: dict[str, Any], folder: Path) -> None:
 
 
 def alone(name: str, folder: Path, asked: Any, report: Report) -> None:
-    """Steps of rows that decode through the tier."""
+    """Prompts, and steps of rows that decode, through the tier."""
     bench = bench_of(folder, asked, report, native=False)
-    for rows in asked.decode:
+    told = {"shape": name, "layers": asked.layers}
+    for tokens in asked.prompts:
+        seconds = min(bench.run([(tokens, 1)]).seconds for _ in range(2))
+        report.row("tier alone, prompts", **told, tokens=tokens, ms=1e3 * seconds)
+    for rows, context in product(asked.decode, asked.contexts):
         arrivals = bench.client.arrivals
-        arrivals.clear()
-        for _ in range(rows):
-            bench.ask(CONTEXT, 32)
-        bench.turn_until(lambda: not bench.client.left)
+        bench.run([(context, 24)] * rows)
         gaps = [b[0] - a[0] for a, b in pairwise(arrivals) if a[1] == b[1] == rows]
         step = 1e3 * median(gaps)
-        cells = {"shape": name, "layers": asked.layers, "rows": rows, "context": CONTEXT}
-        report.row("tier alone", **cells, step_ms=step, layer_ms=step / asked.layers)
+        cells = {"rows": rows, "context": context, "step_ms": step}
+        report.row("tier alone", **told, **cells, layer_ms=step / asked.layers)
 
 
 def bench_of(folder: Path, asked: Any, report: Report, *, native: bool) -> Bench:
@@ -107,16 +109,16 @@ def bench_of(folder: Path, asked: Any, report: Report, *, native: bool) -> Bench
             dtype=torch.bfloat16 if GPU else torch.float32,
             device=DEVICE,
             progress=lambda done, total: None,
-            max_total_tokens=4096,
+            max_total_tokens=LONGEST,
         )
     engine = Engine(
         model,  # type: ignore[arg-type]
         DEVICE,
         rows=asked.rows,
-        positions=4096,
+        positions=LONGEST,
         prefill=asked.prefill,
-        max_batch_total_tokens=asked.rows * 512 + 8192,
-        max_total_tokens=4096,
+        max_batch_total_tokens=asked.rows * 512 + LONGEST,
+        max_total_tokens=LONGEST,
     )
     client = Client()
     report.note(f"{'native' if native else 'tier'}: warm after {engine.warm_s:.1f} s")

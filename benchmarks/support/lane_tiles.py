@@ -92,17 +92,27 @@ _MATRIX_SHAPES = (
     (64, 128, 128, 8, 4),
     (64, 64, 128, 4, 5),
 )
+#: The same of fewer tokens.
+_FEW_MATRIX_SHAPES = (
+    (128, 64, 128, 8, 4),
+    (128, 64, 128, 4, 4),
+    (64, 64, 128, 4, 4),
+    (64, 64, 128, 4, 6),
+    (32, 64, 128, 4, 5),
+    (16, 64, 128, 4, 5),
+)
 
 
 def matrix_tiles(n: int, k: int, tokens: int, *, gated: bool) -> list[MatrixTile]:
-    """For so many tokens, 64 or more, and a weight [n, k] of e4m3 in blocks, gates included."""
+    """For so many tokens and a weight [n, k] of e4m3 in blocks, gates included."""
     found = []
-    for rows, block_t, block_k, warps, stages in _MATRIX_SHAPES:
+    few = tokens < 64
+    for rows, block_t, block_k, warps, stages in _FEW_MATRIX_SHAPES if few else _MATRIX_SHAPES:
         if rows > 128 and not gated:
             continue
         block_n = rows // 2 if gated else rows
         programs = -(-n // rows) * -(-tokens // block_t)
-        for wave in (1, 2):
+        for wave in (2, 4) if few else (1, 2):
             splits = next(
                 s
                 for s in MOST_SPLITS
@@ -112,6 +122,6 @@ def matrix_tiles(n: int, k: int, tokens: int, *, gated: bool) -> list[MatrixTile
                 )
             )
             tile = MatrixTile(block_n, block_k, block_t, warps, stages, splits=splits)
-            found += [replace(tile, described=True)]
+            found += [tile] if few else [replace(tile, described=True)]
             found += [tile] * (stages == LEAST_STAGES and warps == 8)
     return list(dict.fromkeys(found))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.support.timing import DTYPE
-from tokenpod.kernels.backends.registry import operations_for
+from tokenpod.kernels.backends.registry import deterministic_operations, operations_for
 from tokenpod.kernels.operations.weight import LinearWeight
 from tokenpod.kernels.products.formats.fp8 import MOST, Fp8Weight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight, packed_pairs
@@ -169,16 +169,20 @@ def random_model(
     quantize_head: bool = False,
     change: Callable[[Weights], None] = lambda weights: None,
     drafts: int = 0,
+    weights: Weights | None = None,
+    deterministic: bool = False,
 ) -> Decoder:
     """A decoder of random weights, which `change` may alter; then they are quantised.
 
-    `drafts`: so many of a row may be wrong.
+    `drafts`: so many of a row may be wrong; `weights`: these instead, which others may share.
     """
-    config, weights = config_of(shape, dtype), random_weights(shape, device, dtype)
+    config = config_of(shape, dtype)
+    weights = random_weights(shape, device, dtype) if weights is None else dict(weights)
     change(weights)
     if quantize != "none":
         weights = quantised(weights, config, quantize, head=quantize_head)
-    return Decoder(replace(config, drafts=drafts), weights, operations_for(device))
+    ops = deterministic_operations() if deterministic else operations_for(device)
+    return Decoder(replace(config, drafts=drafts), weights, ops)
 
 
 def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Path:

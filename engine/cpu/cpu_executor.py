@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from tokenpod.kernels.operations.batch import (
     cut_runs,
 )
 from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.products.cpu_product import filled_rows
 
 _CPU = torch.device("cpu")
 
@@ -77,6 +79,9 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             draft=draft,
             own_positions=own_positions,
         )
+        #: Whether steps have as many tokens as products are computed with, so that no product has
+        #: to fill them up: encoders' long steps, all of whose operations leave such tokens alone.
+        self._fills = model.config.encodes
         #: How many positions `_runs` has of each row.
         self._known = np.zeros(rows, np.int32)
         self._take_words(Counts.decode(rows).words)
@@ -184,11 +189,15 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
         del mailbox
-        counts = Counts.of(plan, windows=self._windowed)
+        counts, tokens = Counts.of(plan, windows=self._windowed), plan.tokens
+        if self._fills:
+            counts = replace(counts, tokens=filled_rows(tokens))
         if not self._words.fit(counts):
             self._take_words(counts.words)
         host = self._cpu_words.of(counts)
         self._fill(host, plan)
+        host.t_token[tokens:], host.t_place[tokens:] = 0, 0
+        host.t_slot[tokens:], host.t_row[tokens:] = self._pool.sink, self._rows
         return host, self._words.of(counts)
 
     def _resolve(self, integers: Integers) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -169,6 +169,8 @@ class CapturedSteps:
         kinds = self._kinds.get(len(plan.r_adapter) > 0)
         if kinds is None or len(plan.scored_token) or plan.embeds or len(plan.own_token):
             return None
+        if len(plan.r_mutual):
+            return None
         if plan.rows == plan.tokens == plan.sampling:
             return kinds.decode.fitting(plan.rows)
         if not plan.drafts:

@@ -63,6 +63,7 @@ class ImageEncoder:
         device: where the tower is.
         cache_bytes: of rows that are kept for further requests; those of requests come on top.
         send: to the front ends.
+        mutual: rows of an image see each other.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class ImageEncoder:
         device: torch.device,
         cache_bytes: int,
         send: Callable[[msgspec.Struct], None],
+        *,
+        mutual: bool = False,
     ) -> None:
-        self._tower, self._device = tower, device
+        self._tower, self._device, self._mutual = tower, device, mutual
         self._cache_bytes, self._send = cache_bytes, send
         self._cache: OrderedDict[bytes, Rows] = OrderedDict()
         self._cached = 0
@@ -159,7 +162,11 @@ class ImageEncoder:
             axes = _axes(image.grid) if image.grid else b""
             span = max(image.grid, default=0)
             given.append(
-                GivenVectors(run.start, rows.shape[1], rows.tobytes(), axes, span, key=name)
+                GivenVectors(
+                    *(run.start, rows.shape[1], rows.tobytes(), axes, span),
+                    key=name,
+                    mutual=self._mutual,
+                )
             )
         return msgspec.structs.replace(request, given=given, images=None)
 

@@ -182,10 +182,12 @@ def _on_cpu(
         offload=offload,
         own_positions=model.config.own_positions,
     )
-    warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
+    pools = model.pooling is not None
+    first = [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64)
+    warm_up(executor, first, pools=pools)
     prefill_tokens = options.max_batch_prefill_tokens
     # Where nothing is generated, no stream waits for long steps.
-    if options.short_prompt_steps and model.pooling is None:
+    if options.short_prompt_steps and not pools:
         most = min(prefill_tokens, room.slots, positions)
         # Where a row has a state of its own, no slots can stand for what it has computed.
         cached = TIMED_BEHIND if model.config.own_state is None else 0
@@ -235,6 +237,7 @@ def _on_device(
     dtype = kv_dtype(model, options, device)
     limits = step_limits(options)
     rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts
+    pools = model.pooling is not None
     adapted = model.adapters is not None and model.adapters.slots > 0
     offload = make_offload_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, limits.tokens, device)
@@ -259,6 +262,8 @@ def _on_device(
         adapter,
         context,
         unknown=draft is not None,
+        pools=pools,
+        mutual=model.config.mutual > 0,
     )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
@@ -290,13 +295,15 @@ def _on_device(
         adapter,
         context,
         unknown=draft is not None,
+        pools=pools,
+        mutual=model.config.mutual > 0,
     )
     map_ahead(device, step // GAPS)
-    warm_up(executor, [0] * min(prompt, slots, positions, 64))
+    warm_up(executor, [0] * min(prompt, slots, positions, 64), pools=pools)
     if offload is not None:
         warm_copies(executor, pool.sink, offload.slots)
     measured: Sequence[tuple[StepSize, float]] = ()
-    if options.max_gap_seconds is not None:
+    if options.max_gap_seconds is not None and not pools:
         measured = timed_steps(
             executor,
             rows=room.rows,

@@ -111,10 +111,21 @@ def room_for(
         slots_from += f"; {rows} sequences at once, with {size(own.row_bytes)} of state each"
         if snapshots:
             slots_from += f", and {snapshots} snapshots of states for cached prefixes"
-        elif options.prefix_caching:
-            slots_from += "; no prefixes are cached, since there are no snapshots of states"
+        if no_prefix_cache(options, own, snapshots) and options.prefix_caching:
+            slots_from += f"; no prefixes are cached: {no_prefix_cache(options, own, snapshots)}"
     apart = windows if isinstance(windows, WindowRoom) else None
     return Room(slots, rows, slots_from, apart, snapshots, str(windows or ""))
+
+
+def no_prefix_cache(options: EngineOptions, own: OwnState | None, snapshots: int) -> str:
+    """Why prefixes of prompts are not cached, in words; empty: they are."""
+    if not options.prefix_caching:
+        return "switched off (--no-prefix-caching)"
+    if own is None or snapshots:
+        return ""
+    if not own.pooled:
+        return "rows have caches of their own"
+    return "there is no memory for snapshots of rows' states"
 
 
 def _windows(

@@ -20,7 +20,7 @@ from tokenpod.engine.gpu.graphs import ladder
 from tokenpod.engine.startup.assemble import device_executor, kv_dtype, make_pool
 from tokenpod.engine.startup.kv_scales import EIGHT_BITS
 from tokenpod.engine.steps.first_steps import warm_up, worst_step
-from tokenpod.kernels.backends.triton import OPERATIONS
+from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
 from tokenpod.kernels.gpu.compiling import Kernel, Notes
 from tokenpod.kernels.gpu.launch import Gpu, stand_in
 from tokenpod.kernels.operations.attention_ops import KVScales
@@ -114,13 +114,12 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
     executor = device_executor(model, options, pool, positions, META)
     rows = 1 if config.own_state is not None else limits.rows
     drafts = limits.drafts, min(options.speculate, positions - 1)
+    pools = model.pooling is not None
 
-    def step(rows: int, prompt: int, drafts: tuple[int, int], *, edited: bool) -> None:
+    def step(rows: int, prompt: int, drafts: tuple[int, int] = (0, 0), **more: bool) -> None:
         executor.release(range(rows))
-        plan = worst_step(
-            rows, prompt, positions, scattered=False, drafts=drafts, edited=edited, scored=False
-        )
-        executor.launch(plan).wait()
+        kind = {"scattered": False, "scored": False, "pools": pools} | more
+        executor.launch(worst_step(rows, prompt, positions, drafts=drafts, **kind)).wait()
 
     step(rows, limits.prompt, drafts, edited=True)
     if (dtype := kv_dtype(model, options, META)) != model.dtype:
@@ -130,13 +129,17 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
         pool = make_pool(model, limits.tokens, META, dtype, own)
         executor.use(pool)
     pool.reserve(limits.rows)
-    step(rows, limits.prompt, drafts, edited=True)
+    # Captured steps read all slots as if they were scattered.
+    step(rows, limits.prompt, drafts, edited=True, scattered=not model.captures)
     if model.captures:
         executor.capture()
     # Steps that are not captured are of any size up to the largest.
     for tokens in ladder(limits.prompt):
-        step(1, tokens, (0, 0), edited=False)
-    warm_up(executor, [0] * min(limits.prompt, positions, 64))
+        step(1, tokens)
+    # Where images' tokens see each other: in one run of slots, and strewn.
+    for scattered in (False, True) if config.mutual else ():
+        step(1, limits.prompt // 2, mutual=True, scattered=scattered)
+    warm_up(executor, [0] * min(limits.prompt, positions, 64), pools=pools)
 
 
 def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
@@ -168,7 +171,8 @@ def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
             reader=layout.reader,
         )
     pooling = None if layout.pooling is None else PoolingHead(layout.pooling)
-    return Decoder(spec.on_rank(shard), tensors, OPERATIONS, pooling=pooling)
+    ops = DETERMINISTIC if options.deterministic else OPERATIONS
+    return Decoder(spec.on_rank(shard), tensors, ops, pooling=pooling)
 
 
 def _few_layers(spec: ModelSpec) -> ModelSpec:

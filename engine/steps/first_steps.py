@@ -13,7 +13,7 @@ from tokenpod.core.capacity import BLOCK
 from tokenpod.core.errors import EngineError
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
-from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.requests import PoolingParams, Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.steps.executor import Executor, Launched
 from tokenpod.kernels.operations.group import Group
@@ -41,15 +41,19 @@ def run_worst_steps(
     context: int = 0,
     *,
     unknown: bool = False,
+    pools: bool = False,
+    mutual: bool = False,
 ) -> None:
     """Two of them under way at a time, as in serving.
 
     The largest first, then smaller ones: the allocator learns to cut up what it has. See
-    `worst_step` for the arguments.
+    `worst_step` for the arguments; with `mutual`, rows of some of them are.
     """
     under_way: deque[Launched] = deque()
     smaller = prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8
-    for number, tokens in enumerate((prompt, prompt, *smaller)):
+    sizes = [(tokens, False) for tokens in (prompt, prompt, *smaller)]
+    sizes += [(tokens, True) for tokens in smaller[:2] if mutual]
+    for number, (tokens, see_each_other) in enumerate(sizes):
         executor.release(range(rows))
         scattered = tokens == prompt // 2
         plan = worst_step(
@@ -62,6 +66,8 @@ def run_worst_steps(
             context=context,
             unknown=unknown,
             edited=number == 0,
+            pools=pools,
+            mutual=see_each_other,
         )
         under_way.append(executor.launch(plan))
         if len(under_way) > 1:
@@ -81,16 +87,19 @@ def warm_copies(executor: Executor, sink: int, offload_slots: int) -> None:
         executor.release([0])
 
 
-def warm_up(executor: Executor, tokens: list[int]) -> None:
+def warm_up(executor: Executor, tokens: list[int], *, pools: bool = False) -> None:
     """Run a prompt and two decode steps, so that no first request pays for first calls.
 
-    The keys and values of as many tokens as `tokens` lie in the first slots afterwards. Raises
-    EngineError for a model that computes no numbers: it would end every request.
+    Of a model that `pools`, a text. The keys and values of as many tokens as `tokens` lie in the
+    first slots afterwards. Raises EngineError for a model that computes no numbers: it would end
+    every request.
     """
     slots = range(len(tokens))
-    n = max(len(tokens) - 2, 1)
-    prompt = PlanRow(0, 0, slots[:n], tokens[:n], new=_new_row(tokens))
-    if -1 in executor.launch(plan_of(0, [prompt])).wait().tokens:
+    n = len(tokens) if pools else max(len(tokens) - 2, 1)
+    new = _new_text(tokens) if pools else _new_row(tokens)
+    prompt = PlanRow(0, 0, slots[:n], tokens[:n], 0 if pools else 1, new=new)
+    result = executor.launch(plan_of(0, [prompt])).wait()
+    if -1 in result.tokens or not all(part.numbers.isfinite().all() for part in result.pooled):
         raise EngineError(
             f"the model computes NaN or Inf of a prompt of {n} tokens: its weights hold such "
             "numbers, or its type can't hold what comes of them (--dtype, --kv-cache-dtype)"
@@ -203,8 +212,12 @@ def worst_step(
     unknown: bool = False,
     edited: bool = False,
     scored: bool = True,
+    pools: bool = False,
+    mutual: bool = False,
 ) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
+
+    Of a model that `pools`, nothing is sampled or scored: vectors of all tokens are wanted.
 
     Args:
         rows: sequences that can be live at once.
@@ -218,6 +231,7 @@ def worst_step(
         unknown: the executor finds the drafts.
         edited: what a row draws changes its next scores, so drafts are checked one by one.
         scored: False spares prompts their scores, which torch makes in many small pieces.
+        mutual: tokens of prompts see each other.
     """
     lengths = [1] * rows
     guessed = [0] * rows
@@ -238,14 +252,15 @@ def worst_step(
         slots = slots[::-1]
     steps, at = [], 0
     for row, length in enumerate(lengths):
-        tokens, samples = [0] * length, 1 + guessed[row]
+        tokens, samples = [0] * length, 0 if pools else 1 + guessed[row]
         if unknown and guessed[row]:
             tokens[1:] = [LAST] * guessed[row]
-        following = tokens if scored and length > samples else []
+        following = tokens if scored and not pools and length > samples else []
         cached = max(context - length, 0) if row == rows - 1 else 0
         # Whatever lies there: the step's slots, over and over.
         prefix = np.arange(cached) % len(slots)
-        own, new = slots[at : at + length], _new_row([0] * (cached + length), edited)
+        own, prompt_tokens = slots[at : at + length], [0] * (cached + length)
+        new = _new_text(prompt_tokens) if pools else _new_row(prompt_tokens, edited)
         steps.append(
             PlanRow(
                 row,
@@ -257,6 +272,7 @@ def worst_step(
                 new=new,
                 prefix=prefix,
                 adapter=adapter,
+                mutual=mutual and length > 1 + guessed[row],
             )
         )
         at += length
@@ -286,5 +302,13 @@ def _new_row(prompt: list[int], edited: bool = False) -> NewRow:
         prompt_logprobs=True,
         prompt_top_n_tokens=MOST_TOP_TOKENS,
         prompt_ranks=True,
+    )
+    return NewRow(asked, stream=0)
+
+
+def _new_text(tokens: list[int]) -> NewRow:
+    """A text of which everything is asked that a model that makes vectors has."""
+    asked = Request(
+        [0], tokens, SamplingParams(), StoppingParams(1), pooling=PoolingParams(tokens=True)
     )
     return NewRow(asked, stream=0)

@@ -391,6 +391,7 @@ class StepExecutor(ABC, Generic[S]):
             single_rows=plan.singles,
             b_window_runs=[self._window_runs[row] for row in rows] if self._windowed else None,
             b_drafts=np.maximum(plan.r_samples - 1, 0).tolist() if plan.drafts else None,
+            b_mutual=plan.r_mutual.astype(bool).tolist() if len(plan.r_mutual) else None,
         )
 
     def _batch(
@@ -415,6 +416,7 @@ class StepExecutor(ABC, Generic[S]):
             t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
             windows=self._window_rows(integers, rows) if len(integers.t_window) else None,
             b_drafts=rows.b_drafts,
+            b_mutual=rows.b_mutual,
             t_own_position=positions,
         )
 

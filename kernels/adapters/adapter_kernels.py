@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launch import await_inputs, settled
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 
 
@@ -135,6 +135,7 @@ def expand_tiles(
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     RANKS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One tile, OUTPUTS outputs of one part: y -> out, or added to it; or of two parts, and gated.
@@ -166,7 +167,7 @@ def expand_tiles(
         at_y = y + token[:, None] * y_stride + output[None, :]
         total = _terms(
             b, seen + part * WIDTH, split, factors, rank_stride, own, output, end, there,
-            SPLITS, TOKENS, OUTPUTS, RANKS,
+            SPLITS, TOKENS, OUTPUTS, RANKS, ASSEMBLY,
         )  # fmt: skip
         total += tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
         total = total * factor[None, :] + extra[None, :]
@@ -174,7 +175,7 @@ def expand_tiles(
         if GATED:
             other = _terms(
                 other_b, seen + WIDTH, split, factors, rank_stride, own, output + rows_0,
-                end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS,
+                end + rows_0, there, SPLITS, TOKENS, OUTPUTS, RANKS, ASSEMBLY,
             )  # fmt: skip
             other += tl.load(at_y + rows_0, mask=mask, other=0.0).to(tl.float32)
             other = other * other_factor[None, :] + other_extra[None, :]
@@ -244,6 +245,7 @@ def _terms(
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     RANKS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
     """[TOKENS, OUTPUTS] float32: sums of splits of inner, times second factors, the first in b."""
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
@@ -254,6 +256,6 @@ def _terms(
         for split in tl.static_range(SPLITS):
             at = seen + split * split_stride + rank[None, :]
             a += tl.load(at, mask=mask, other=0.0)
-        total = tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
+        total = settled(tl.dot(a.to(b.dtype), b, total, input_precision="ieee"), ASSEMBLY)
         b = factors_of(factors, start + RANKS, rank_stride, own, output, end, RANKS)
     return total

@@ -15,14 +15,14 @@ slots change. The gathering by segments is that of Punica and S-LoRA (Chen et al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from tokenpod.kernels.adapters.adapter_kernels import expand_tiles, plan_tiles, shrink_tiles
 from tokenpod.kernels.adapters.adapter_rows import expand_rows
-from tokenpod.kernels.gpu.launch import launch_options
+from tokenpod.kernels.gpu.launch import capability, launch_options
 from tokenpod.kernels.operations.adapter_ops import AdapterPlan, AdapterWeights
 from tokenpod.kernels.operations.pointwise_ops import Activation
 
@@ -222,7 +222,10 @@ def expand(
     bias, scale = weights.bias, weights.scale
     out = next(each for each in (gated, stream, y) if each is not None)
     launch = expand_tiles[(len(plan.tiles), columns)]
-    more = {"TOKENS": max(cut.tokens, _LEAST_ROWS)}
+    more: dict[str, Any] = {
+        "TOKENS": max(cut.tokens, _LEAST_ROWS),
+        "ASSEMBLY": capability(y.device) is not None,
+    }
     if cut.by_row:
         launch, more = expand_rows[(columns, len(plan.tiles))], {"num_stages": 1}
     launch(

@@ -23,8 +23,14 @@ from tokenpod.kernels.attention.attention_softmax import (
     multiplicand,
 )
 from tokenpod.kernels.attention.attention_tiles import ExtendTile
-from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability
+from tokenpod.kernels.gpu.launch import (
+    OVERLAPPING_CAPABILITY,
+    await_inputs,
+    capability,
+    launch_options,
+)
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.operations.batch import PagedRows
 
 
 def extend(
@@ -40,45 +46,119 @@ def extend(
     scales: KVScales | None = None,
     *,
     causal: bool = True,
+    aligned: bool = False,
 ) -> None:
     """Write attention of the tiles' queries to out [T, H · D].
 
-    Q [T, H, D], keys and values [slots + 1, K, D]. Unless `causal`, tiles have WHOLE_FIELDS.
+    Q [T, H, D], keys and values [slots + 1, K, D]. Unless `causal`, tiles have WHOLE_FIELDS. If
+    `aligned`, blocks of keys begin at multiples of their size in every row: what a query yields
+    does not depend on which others are in its tile.
     """
-    heads, head_dim = q.shape[1:]
-    kv_heads = keys.shape[1]
+    head_dim = q.shape[2]
+    columns = head_block(head_dim) // tile.parts
     for listed, is_contiguous in ((tiles.contiguous, True), (tiles.scattered, False)):
         if not len(listed):
             continue
         described = is_contiguous and _can_describe(keys) and _can_describe(values)
-        columns = head_block(head_dim) // tile.parts
-        _attend[(kv_heads * tile.parts, len(listed))](
+        _launch(
             q,
             _describe(keys, tile.block_n, head_dim) if described else keys,
             _describe(values, tile.block_n, columns) if described else values,
-            *(out, row_table, listed, options.alibi_slopes, options.sinks, options.distance_bias),
-            *((scales.keys, scales.values) if scales else (None, None)),
-            *(q.stride(0), q.stride(1), out.stride(0)),
-            *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-            row_table.stride(0),
-            options.scale_of(head_dim),
-            options.softcap or 0.0,
-            window or 0,
-            0 if options.distance_bias is None else options.distance_bias.shape[1] // 2,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            DIM=head_block(head_dim),
-            COLUMNS=columns,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
+            out,
+            (keys, values, row_table),
+            listed,
+            None,
+            window,
+            tile,
+            options,
+            scales,
             CONTIGUOUS=is_contiguous,
             DESCRIBED=described,
-            WINDOWED=window is not None,
-            SOFTCAP=options.softcap is not None,
             CAUSAL=causal,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            ALIGNED=aligned,
+            OVERLAP=False,
         )
+
+
+def extend_single(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    row_table: torch.Tensor,
+    paged: PagedRows,
+    rows: int,
+    window: int | None,
+    tile: ExtendTile,
+    options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
+) -> None:
+    """The same of the first `rows` rows, of one token each: bit by bit what `extend` yields.
+
+    That is so if it is `aligned`, and `tile` is `single_tile` of its tile. Rows and contexts are
+    read on the device.
+    """
+    _launch(
+        q,
+        keys,
+        values,
+        out,
+        (keys, values, row_table),
+        paged.b_context[:rows],
+        paged.b_row,
+        window,
+        tile,
+        options,
+        scales,
+        CONTIGUOUS=False,
+        DESCRIBED=False,
+        CAUSAL=True,
+        ALIGNED=True,
+        **launch_options(q.device),
+    )
+
+
+def _launch(
+    q: torch.Tensor,
+    keys: torch.Tensor | TensorDescriptor,
+    values: torch.Tensor | TensorDescriptor,
+    out: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tiles: torch.Tensor,
+    b_row: torch.Tensor | None,
+    window: int | None,
+    tile: ExtendTile,
+    options: AttentionOptions,
+    scales: KVScales | None,
+    **constants: bool,
+) -> None:
+    """A program for each of `tiles` and part; with `b_row` these are contexts of single rows."""
+    heads, head_dim = q.shape[1:]
+    own_keys, own_values, row_table = pool
+    kv_heads = own_keys.shape[1]
+    _attend[(kv_heads * tile.parts, len(tiles))](
+        *(q, keys, values, out, row_table, tiles, b_row),
+        *(options.alibi_slopes, options.sinks, options.distance_bias),
+        *((scales.keys, scales.values) if scales else (None, None)),
+        *(q.stride(0), q.stride(1), out.stride(0)),
+        *(own_keys.stride(0), own_keys.stride(1), own_values.stride(0), own_values.stride(1)),
+        row_table.stride(0),
+        options.scale_of(head_dim),
+        options.softcap or 0.0,
+        window or 0,
+        0 if options.distance_bias is None else options.distance_bias.shape[1] // 2,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        DIM=head_block(head_dim),
+        COLUMNS=head_block(head_dim) // tile.parts,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        WINDOWED=window is not None,
+        SOFTCAP=options.softcap is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **constants,
+    )
 
 
 def _can_describe(pool: torch.Tensor) -> bool:
@@ -102,6 +182,7 @@ def _attend(
     out,
     row_table,
     tiles,
+    b_row,
     h_slope,
     h_sink,
     h_bias,
@@ -130,17 +211,26 @@ def _attend(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A tile's result, COLUMNS of its DIM: programs that make the others are beside each other."""
     kv_head = tl.program_id(0) // (DIM // COLUMNS)
     column = tl.program_id(0) % (DIM // COLUMNS) * COLUMNS
-    tile = tiles + tl.program_id(1) * (4 if CAUSAL else 5)
-    token = tl.load(tile)
-    count = tl.load(tile + 1)
-    if count == 0:  # a captured step's list is filled up with empty tiles
-        return
-    position = tl.load(tile + 2)
-    source = tl.load(tile + 3)
+    if b_row is not None:
+        token = tl.program_id(1)
+        count = 1
+        position = tl.load(tiles + token).to(tl.int32) - 1
+        source = tl.load(b_row + token).to(tl.int32)
+        await_inputs(OVERLAP)
+    else:
+        tile = tiles + tl.program_id(1) * (4 if CAUSAL else 5)
+        token = tl.load(tile)
+        count = tl.load(tile + 1)
+        if count == 0:  # a captured step's list is filled up with empty tiles
+            return
+        position = tl.load(tile + 2)
+        source = tl.load(tile + 3)
     ALIBI: tl.constexpr = h_slope is not None
     SCALED: tl.constexpr = key_scales is not None
 
@@ -182,10 +272,12 @@ def _attend(
     # Blocks that all queries see whole need no masks; they lie between those at the window's edge
     # and those on the diagonal.
     end = position + count
+    lowest = 0
     first = 0
     inner = 0
     if WINDOWED:
-        first = tl.maximum(position - window + 1, 0)
+        lowest = tl.maximum(position - window + 1, 0)
+        first = lowest // BLOCK_N * BLOCK_N if ALIGNED else lowest
         inner = first + tl.cdiv(tl.maximum(end - window - first, 0), BLOCK_N) * BLOCK_N
     # The first query sees the least of what is behind the others.
     least = position + 1
@@ -207,12 +299,12 @@ def _attend(
         if WINDOWED or stage > 0:
             for at in tl.range(low, high, BLOCK_N):
                 most, total, result, slots = _add_keys(
-                    most, total, result, slots, query, at, end, asked, slopes, biases,
+                    most, total, result, slots, query, at, lowest, end, asked, slopes, biases,
                     keys, values, row_table, source, kv_head, column,
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
                     table_stride, scale, softcap, window, furthest,
                     HEAD_DIM, DIM, COLUMNS, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
-                    ALIBI, SCALED, CAUSAL, stage != 1,
+                    ALIBI, SCALED, CAUSAL, ALIGNED, stage != 1,
                 )  # fmt: skip
 
     # A row of padding may have seen nothing.
@@ -250,6 +342,7 @@ def _add_keys(
     slots,
     query,
     at,
+    lowest,
     end,
     asked,
     slopes,
@@ -280,13 +373,18 @@ def _add_keys(
     ALIBI: tl.constexpr,
     SCALED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take the keys at positions [at, at + BLOCK_N) into the softmax and the result.
 
-    `slots` are those of these positions, and returned for the next block's.
+    `slots` are those of these positions, and returned for the next block's. No query sees a
+    position before `lowest`, or from `end` on.
     """
     seen = at + tl.arange(0, BLOCK_N)
+    held = seen < end
+    if ALIGNED and WINDOWED:
+        held = held & (seen >= lowest)
     if DESCRIBED:
         key = keys.load([source + at, kv_head * HEAD_DIM])
         value = values.load([source + at, kv_head * HEAD_DIM + column])
@@ -294,9 +392,9 @@ def _add_keys(
             value = value.to(query.dtype)
         if MASKED:
             # Slots after the row's last are another's: 0 · NaN would be NaN.
-            value = tl.where((seen < end)[:, None], value, 0.0)
+            value = tl.where(held[:, None], value, 0.0)
     else:
-        is_key = (seen < end)[:, None]
+        is_key = held[:, None]
         dims = tl.arange(0, DIM)
         made = column + tl.arange(0, COLUMNS)
         from_keys = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,12 @@ class TileList:
 def list_tiles(
     batch: ForwardBatch, window: int | None, queries: int, *, causal: bool = True
 ) -> TileList:
-    """Cut the rows after the first `single_rows` into tiles of up to `queries` queries."""
+    """Cut the rows after the first `single_rows` into tiles of up to `queries` queries.
+
+    Where some rows are mutual: those alone, or with `causal` the others.
+    """
     rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
+    rows = replace(rows, b_mutual=batch.b_mutual)
     contiguous, scattered = cut_rows(rows, window, queries, causal=causal)
     listed = np.concatenate([contiguous, scattered])
     on_device = _upload(torch.from_numpy(listed), batch.t_slot.device)
@@ -47,7 +51,9 @@ def cut_rows(
 
     WHOLE_FIELDS, unless `causal`.
     """
-    several = range(rows.single_rows, rows.rows)
+    several = [*range(rows.single_rows, rows.rows)]
+    if rows.b_mutual is not None:
+        several = [row for row in several if rows.b_mutual[row] is not causal]
     cut = [_cut_row(rows, row, window, queries, causal) for row in several if rows.b_context[row]]
     tiles = np.concatenate([np.empty((0, WHOLE_FIELDS + 2), np.int64), *cut])
     tiles = tiles[np.argsort(-tiles[:, -2], kind="stable")]
@@ -75,7 +81,7 @@ def _cut_row(
     last = position + counts
     if not causal:
         last = np.minimum(last + (window or end) - 1, batch.b_context[row])
-    base, is_contiguous = _bases(batch.runs_of(window if causal else None)[row], first, last)
+    base, is_contiguous = _bases(batch.runs_of(window)[row], first, last)
     source = np.where(is_contiguous, base, batch.b_row[row])
     keys = last - first
     return np.stack([token + done, counts, position, source, last, keys, is_contiguous], axis=1)

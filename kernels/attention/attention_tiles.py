@@ -110,6 +110,9 @@ SMALL_TILES = {
 #: Query heads of a key/value head that decode tiles were measured for, at most.
 MEASURED_GROUP = 16
 
+#: Rows of a product below which a GPU multiplies in another way.
+LEAST_SINGLE_ROWS = 64
+
 #: Compute capability from which `TILES` fit.
 HOPPER = (9, 0)
 
@@ -153,6 +156,15 @@ def extend_tile_for(
         return tile
     grown = 1 << (group - 1).bit_length()
     return replace(tile, block_m=grown, block_n=max(16, tile.block_n * tile.block_m // grown))
+
+
+def single_tile(tile: ExtendTile, group: int) -> ExtendTile:
+    """What walks along rows of one query as `tile` does along several, and sums in that order.
+
+    Each warp has as many rows of the product and the same keys.
+    """
+    block_m = min(tile.block_m, max(LEAST_SINGLE_ROWS, 1 << (group - 1).bit_length()))
+    return replace(tile, block_m=block_m, warps=max(1, tile.warps * block_m // tile.block_m))
 
 
 def _padded(head_dim: int) -> int:

@@ -103,6 +103,7 @@ def attention(
     _, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
     out = torch.empty_like(q)
+    out[plan.batch.tokens :] = 0
     rows = plan.single_rows
     if rows:
         # Sums are float32; where queries are too, they are made in place.

@@ -17,7 +17,7 @@ import torch
 from tokenpod.kernels.attention.partial_attention import attend_part, merged
 from tokenpod.kernels.attention.reference_attention import attend
 from tokenpod.kernels.operations.attention_ops import AttentionOptions, KVScales
-from tokenpod.kernels.operations.batch import ForwardBatch, Run
+from tokenpod.kernels.operations.batch import ForwardBatch, Run, is_mutual
 
 #: Gathering a row is cheaper than visiting more runs than this one by one.
 MAX_PARTS = 4
@@ -106,10 +106,12 @@ def attend_rows(
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
+    out[batch.tokens :] = 0
     for row in range(batch.rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
-        if not causal:
-            k, v = (read.to(exact) for read in pools.gather(_slots(batch.b_runs[row])))
+        if not causal or is_mutual(batch, row):
+            runs = visible_runs(batch, row, end - start, window if causal else None)
+            k, v = (read.to(exact) for read in pools.gather(_slots(runs)))
             own = attend(q[start:end].to(exact), k, v, window, options, causal=False)
             out[start:end] = own.to(q.dtype)
             continue
@@ -182,8 +184,12 @@ def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
     own = _cut(runs, queries)
     prefix = _drop(runs, queries)
     windowed = window is not None and context > window
+    mutual = is_mutual(batch, row)
+    if mutual and not windowed:
+        index = _slots(runs) if len(runs) > MAX_PARTS else None
+        return Extend(start, end, runs, [], index, None)
     if windowed or len(own) > 1 or len(prefix) > MAX_PARTS:
-        mask = _causal_mask(queries, seen, window)
+        mask = _mask(queries, seen, window, causal=not mutual)
         return Extend(start, end, prefix, own, _slots(runs), mask)
     return Extend(start, end, prefix, own, None, None)
 
@@ -226,11 +232,11 @@ def _drop(runs: list[Run], length: int) -> list[Run]:
     return kept
 
 
-def _causal_mask(queries: int, seen: int, window: int | None) -> torch.Tensor:
+def _mask(queries: int, seen: int, window: int | None, *, causal: bool) -> torch.Tensor:
     """[queries, seen] float32: the queries are the last of the positions seen."""
     asked_at = torch.arange(seen - queries, seen)[:, None]
     seen_at = torch.arange(seen)
-    hidden = seen_at > asked_at
+    hidden = (seen_at > asked_at) & causal
     if window is not None:
         hidden |= seen_at <= asked_at - window
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))

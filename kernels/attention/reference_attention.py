@@ -15,7 +15,7 @@ from tokenpod.kernels.operations.attention_ops import (
     AttentionPlan,
     KVScales,
 )
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.batch import ForwardBatch, is_mutual
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def attention(
             _read(values, slots, exact, scales and scales.values),
             plan.window,
             options,
-            causal=plan.causal,
+            causal=plan.causal and not is_mutual(batch, row),
         ).to(q.dtype)
     return out.flatten(1)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.kernels.attention.attention_decode import choose_splits, decode
-from tokenpod.kernels.attention.attention_extend import extend
+from tokenpod.kernels.attention.attention_extend import extend, extend_single
 from tokenpod.kernels.attention.attention_plan import (
     FIELDS,
     TileList,
@@ -23,7 +23,12 @@ from tokenpod.kernels.attention.attention_plan import (
     queries_per_tile,
     unpack_tiles,
 )
-from tokenpod.kernels.attention.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
+from tokenpod.kernels.attention.attention_tiles import (
+    HOPPER,
+    decode_tile_for,
+    extend_tile_for,
+    single_tile,
+)
 from tokenpod.kernels.gpu.launch import Gpu, gpu_of
 from tokenpod.kernels.mixers.recurrent_plan import cut_chunks
 from tokenpod.kernels.operations.attention_ops import (
@@ -65,15 +70,21 @@ class PagedPlan(AttentionPlan):
     paged: PagedRows
     window: int | None
     causal: bool = True
-    _tiles: dict[int, TileList] = field(default_factory=dict)
+    _tiles: dict[tuple[int, bool], TileList] = field(default_factory=dict)
 
-    def tiles(self, queries: int) -> TileList:
-        """Tiles of up to `queries` queries."""
+    def tiles(self, queries: int, *, causal: bool) -> TileList:
+        """Tiles of up to `queries` queries, of the rows that are, or are not, causal."""
         if self.paged.tiles is not None:
             return unpack_tiles(self.paged.tiles[self.window, queries])
-        if queries not in self._tiles:
-            self._tiles[queries] = list_tiles(self.batch, self.window, queries, causal=self.causal)
-        return self._tiles[queries]
+        kind = queries, causal
+        if kind not in self._tiles:
+            self._tiles[kind] = list_tiles(self.batch, self.window, queries, causal=causal)
+        return self._tiles[kind]
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether rows with several tokens are causal: all are, none is, or some are."""
+        return (self.causal,) if self.batch.b_mutual is None else (True, False)
 
 
 def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> PagedPlan:
@@ -154,8 +165,13 @@ def attention(
     plan: AttentionPlan,
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
+    *,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+
+    If `deterministic`, what a token yields depends on nothing but its query and what it sees, bit
+    by bit: rows of one query are walked along as those of several are, and by one program each.
 
     Raises:
         ValueError: heads larger than 512, or more than 128 of them to a key/value head.
@@ -167,7 +183,14 @@ def attention(
     assert isinstance(plan, PagedPlan)
     batch = plan.batch
     out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
-    if batch.single_rows:
+    # By the queries' type, as `prepare_capture` has it: a pool may be of fewer bits.
+    extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
+    if batch.single_rows and deterministic:
+        extend_single(
+            *(q, keys, values, out, batch.row_table, plan.paged, batch.single_rows, plan.window),
+            *(single_tile(extended, group), options, scales),
+        )
+    elif batch.single_rows:
         pairs = batch.single_rows * kv_heads
         decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs, group)
         splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded, plan.window)
@@ -186,22 +209,22 @@ def attention(
             scales,
         )
     if batch.rows > batch.single_rows:
-        # By the queries' type, as `prepare_capture` has it: a pool may be of fewer bits.
-        extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
-        tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended))
-        extend(
-            q,
-            keys,
-            values,
-            out,
-            batch.row_table,
-            tiles,
-            plan.window,
-            extended,
-            options,
-            scales,
-            causal=plan.causal,
-        )
+        for causal in plan.kinds:
+            tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended), causal=causal)
+            extend(
+                q,
+                keys,
+                values,
+                out,
+                batch.row_table,
+                tiles,
+                plan.window,
+                extended,
+                options,
+                scales,
+                causal=causal,
+                aligned=deterministic,
+            )
     return out
 
 

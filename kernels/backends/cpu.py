@@ -25,6 +25,7 @@ from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, rms_norm
 from tokenpod.kernels.pointwise.reference_pointwise import activate, embed, layer_norm
 from tokenpod.kernels.products.cpu_product import (
+    prepare_activated_linear,
     prepare_int4_linear,
     prepare_int8_linear,
     prepare_linear,
@@ -59,9 +60,10 @@ OPERATIONS = Operations(
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,
+    prepare_activated_linear=prepare_activated_linear,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
-    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul, QUANTISED),
+    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul, activate, QUANTISED),
     plan_adapters=plan_adapters,
     adapt=adapt,
     adapt_rows=adapt_rows,

@@ -1,5 +1,12 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
 from tokenpod.kernels.adapters.adapted import ADAPTED
 from tokenpod.kernels.adapters.adapter_embeddings import adapt_rows
 from tokenpod.kernels.adapters.adapter_heads import own_linear
@@ -9,6 +16,7 @@ from tokenpod.kernels.attention.triton_attention import attention, plan_attentio
 from tokenpod.kernels.attention.triton_latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.cache.triton_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.triton_experts import prepare_experts
+from tokenpod.kernels.gpu.launch import capability
 from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.mixers.triton_convolution import short_convolution
 from tokenpod.kernels.mixers.triton_delta import gated_delta
@@ -25,6 +33,7 @@ from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.product_tiles import deterministic
 from tokenpod.kernels.products.quantised.format_products import PRODUCTS
 from tokenpod.kernels.products.quantised.lanes import Lanes
 from tokenpod.kernels.products.triton_product import (
@@ -71,4 +80,27 @@ OPERATIONS = Operations(
     },
     prepare_sum_linear=prepare_sum_linear,
     prepare_capture=prepare_capture,
+)
+
+
+def _ordered(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with tiles that all sum in one order."""
+
+    def prepare_ordered(weight: torch.Tensor, *others: Any) -> Any:
+        return prepare(weight, *others, tiles=deterministic(capability(weight.device)))
+
+    return prepare_ordered
+
+
+#: Those of dense products and attention whose results for a token depend on nothing but the token
+#: and what it sees: not on how many rows a step has, which of them are prompts, or what was cached.
+DETERMINISTIC = replace(
+    OPERATIONS,
+    attention=partial(attention, deterministic=True),
+    prepare_linear=_ordered(prepare_linear),
+    prepare_norm_linear=_ordered(prepare_norm_linear),
+    prepare_add_linear=_ordered(prepare_add_linear),
+    prepare_sum_linear=None,
+    quantised={},
+    adapted=None,
 )

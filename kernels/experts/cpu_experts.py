@@ -18,14 +18,24 @@ from tokenpod.kernels.operations.expert_ops import (
     Stack,
 )
 from tokenpod.kernels.operations.ops import FormatProducts, Linear, PrepareLinear
-from tokenpod.kernels.operations.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
+from tokenpod.kernels.operations.pointwise_ops import (
+    Activate,
+    Activation,
+    ActMul,
+    RmsNorm,
+    RowNorm,
+)
 from tokenpod.kernels.operations.weight import QuantisedWeight
 
 Formats = Mapping[type[QuantisedWeight], FormatProducts]
 
 
 def experts_of(
-    prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul, quantised: Formats
+    prepare_linear: PrepareLinear,
+    rms_norm: RmsNorm,
+    act_mul: ActMul,
+    activate: Activate,
+    quantised: Formats,
 ) -> PrepareExperts:
     """Made of these operations."""
 
@@ -35,19 +45,24 @@ def experts_of(
         router, router_bias = weights.router.float(), weights.router_bias
         gate_ups = _products(prepare_linear, quantised, weights.gate_up, weights.gate_up_bias)
         downs = _products(prepare_linear, quantised, weights.down, weights.down_bias)
+        unit = act_mul if weights.gated else activate
 
         def add_experts(
-            residual: torch.Tensor, into: torch.Tensor | None = None, shared: Shared | None = None
+            residual: torch.Tensor,
+            into: torch.Tensor | None = None,
+            shared: Shared | None = None,
+            inputs: torch.Tensor | None = None,
         ) -> None:
             x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
             logits = functional.linear(x.float(), router, router_bias)
             scale, chosen = choose(logits, routing, weights.correction)
             scale, chosen = scale.flatten(), chosen.flatten()
-            total = torch.zeros(x.shape)
+            seen = x if inputs is None else inputs
+            total = torch.zeros(seen.shape)
             for picks in _by_expert(chosen, len(gate_ups)):
                 expert = int(chosen[picks[0]])
                 token = picks // routing.per_token
-                inner = act_mul(gate_ups[expert](x.index_select(0, token)), activation)
+                inner = unit(gate_ups[expert](seen.index_select(0, token)), activation)
                 outer = downs[expert](inner).float()
                 total.index_add_(0, token, outer.mul_(scale[picks, None]))
             if shared is not None:

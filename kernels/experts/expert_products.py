@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tokenpod.kernels.experts.expert_walks import byte_sums, dense_sums, lane_sums
 from tokenpod.kernels.gpu.launch import await_inputs
-from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
+from tokenpod.kernels.pointwise.triton_pointwise import activated, gated_unit
 
 #: Outputs of the sum that one program makes.
 SUM_BLOCK = 1024
@@ -64,6 +64,7 @@ def product(
     PER_TOKEN: tl.constexpr,
     EXPERTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATES: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -74,11 +75,10 @@ def product(
 ):
     """With ACTIVATION from tokens to the table's order, else from there to assignments' own order.
 
-    Gated: x [T, k], weight [E, 2n, k], gates first, y [T · K, n]. Else x [T · K, k], weight
-    [E, n, k], y [T · K, n]. The bias, if there is one, has the weight's rows. FORM is "dense",
-    "lanes" or "bytes": `expert_walks` has what they need, in steps of BLOCK_K inputs.
+    x [T, k], else [T · K, k]; weight [E, GATES · n, k], of GATES = 2 gates first; y [T · K, n]. The
+    bias, if there is one, has the weight's rows. FORM is "dense", "lanes" or "bytes":
+    `expert_walks` has what they need, in steps of BLOCK_K inputs.
     """
-    GATES: tl.constexpr = 2 if ACTIVATION != "none" else 1
     block, row_block = _swizzled(tl.program_id(0), blocks, tl.cdiv(n, BLOCK_N), GROUP)
     tile_row = tl.arange(0, GATES * BLOCK_N)
     row, half = tile_row, 0
@@ -91,7 +91,7 @@ def product(
         position = first + tl.arange(0, BLOCK_T)
         is_own = position < end
         assignment = tl.load(order + position, mask=is_own, other=0)
-        source = assignment // PER_TOKEN if GATES == 2 else position
+        source = assignment // PER_TOKEN if ACTIVATION != "none" else position
         at_x = x + source.to(tl.int64) * k
         own = expert.to(tl.int64) * (GATES * n) + half * n
         own += tl.minimum(row_block * BLOCK_N + row, n - 1)
@@ -118,8 +118,10 @@ def product(
             pairs = tl.reshape(sums, (BLOCK_N // APART, 2, APART, BLOCK_T))
             gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
             sums = tl.reshape(gated_unit(gate, up, ACTIVATION), (BLOCK_N, BLOCK_T))
+        elif ACTIVATION != "none":
+            sums = activated(sums, ACTIVATION)
         made = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
-        target = position if GATES == 2 else assignment
+        target = position if ACTIVATION != "none" else assignment
         at_y = y + target.to(tl.int64)[None, :] * n + made[:, None]
         tl.store(at_y, sums.to(y.dtype.element_ty), mask=is_own[None, :] & (made[:, None] < n))
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.gpu.launch import settled
 from tokenpod.kernels.products.quantised.lane_widening import (
     lane_numbers,
     lane_unit,
-    settled,
     widened_lanes,
 )
 from tokenpod.kernels.products.quantised.widening import numbers_of

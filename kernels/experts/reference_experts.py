@@ -17,7 +17,7 @@ from tokenpod.kernels.operations.expert_ops import (
     Stack,
 )
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.pointwise.reference_pointwise import act_mul, rms_norm
+from tokenpod.kernels.pointwise.reference_pointwise import act_mul, activate, rms_norm
 
 
 def choose(
@@ -61,16 +61,25 @@ def _sparsemixer(logits: torch.Tensor, tolerance: float) -> tuple[torch.Tensor, 
 
 
 def mixture(
-    x: torch.Tensor, weights: ExpertWeights, activation: Activation, routing: Routing
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    routing: Routing,
+    inputs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The block's output for its normed input [T, hidden]: [T, hidden] in float32 or float64."""
+    """The block's output for its normed input [T, hidden]: as large, in float32 or float64.
+
+    Or for `inputs` [T, in], if experts read these: [T, in].
+    """
     exact = torch.promote_types(weights.router.dtype, torch.float32)
     x, bias = x.to(exact), weights.router_bias
     logits = functional.linear(
         x, weights.router.to(exact), None if bias is None else bias.to(exact)
     )
     scale, chosen = choose(logits, routing, weights.correction)
-    total = torch.zeros_like(x)
+    seen = x if inputs is None else inputs.to(exact)
+    total = torch.zeros_like(seen)
+    unit = act_mul if weights.gated else activate
     for expert in range(len(weights.router)):
         token, place = torch.nonzero(chosen == expert, as_tuple=True)
         if not len(token):
@@ -79,7 +88,7 @@ def mixture(
             None if biases is None else biases[expert].to(exact)
             for biases in (weights.gate_up_bias, weights.down_bias)
         )
-        inner = act_mul(_product(x[token], weights.gate_up, expert, up_bias), activation)
+        inner = unit(_product(seen[token], weights.gate_up, expert, up_bias), activation)
         outer = _product(inner, weights.down, expert, down_bias)
         total[token] += scale[token, place, None] * outer
     return total
@@ -100,10 +109,13 @@ def prepare_experts(
     """A sparse block, one expert after the other."""
 
     def add_experts(
-        residual: torch.Tensor, into: torch.Tensor | None = None, shared: Shared | None = None
+        residual: torch.Tensor,
+        into: torch.Tensor | None = None,
+        shared: Shared | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
-        made = mixture(x, weights, activation, routing)
+        made = mixture(x, weights, activation, routing, inputs)
         if shared is not None:
             made += shared.gated()
         target = residual if into is None else into

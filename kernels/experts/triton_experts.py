@@ -51,17 +51,19 @@ def prepare_experts(
         residual: torch.Tensor,
         into: torch.Tensor | None = None,
         shared: Shared | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
         assignments = assign(x, router, routing, biases)
         count = assignments.order.numel()
         tile = choose_tile(table, count, len(router))
+        seen = x if inputs is None else inputs
         inner = torch.empty((count, stacks.width), dtype=x.dtype, device=x.device)
         multiply(
-            *(x, stacks.gate_up, inner, assignments),
+            *(seen, stacks.gate_up, inner, assignments),
             *(tile.block_t, tile.gate_up, activation, gate_up_bias),
         )
-        outer = torch.empty((count, x.shape[1]), dtype=x.dtype, device=x.device)
+        outer = torch.empty((count, seen.shape[1]), dtype=x.dtype, device=x.device)
         multiply(inner, stacks.down, outer, assignments, tile.block_t, tile.down, None, down_bias)
         _add_sum(outer, assignments.scale, shared, residual if into is None else into)
 
@@ -78,23 +80,24 @@ def multiply(
     activation: Activation | None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Launch `expert_products.product`: gated and gathered if there is an `activation`.
+    """Launch `expert_products.product`: gathered and activated if there is an `activation`.
 
     Args:
         x: [T, in] with an activation, else [T · K, in], for K experts a token.
-        weight: [experts, outputs, in]; with an activation the gates first, then what they gate.
-            Inputs are rounded first if its format says so.
-        y: [T · K, outputs], or half as many with an activation; overwritten.
+        weight: [experts, outputs, in]; if y has half as many outputs, gates first, then what they
+            gate. Inputs are rounded first if its format says so.
+        y: [T · K, outputs or half as many]; overwritten.
         assignments: which expert computes which rows.
         block_t: rows of a program, for which `assignments` were sorted.
         tile: the rest of its shape.
-        activation: of the gates; None: no gates.
+        activation: of the gates, or of what is made without gates; None: there is none.
         bias: [experts, outputs].
     """
     count, n = y.shape
-    experts, _, k = weight.shape
+    experts, rows, k = weight.shape
+    gates = 1 if activation is None else rows // n
     walk = walk_of(x, weight, tile.block_k)
-    block_n = tile.block_n if activation is None else tile.block_n // 2
+    block_n = tile.block_n // gates
     blocks = most_blocks(count, experts, block_t)
     whole = walk.scale_rows % block_n == 0 and n % block_n == 0
     shared = walk.per_group > 0 and walk.rounded and whole and block_t >= LEAST_TILE
@@ -120,6 +123,7 @@ def multiply(
         PER_TOKEN=assignments.scale.shape[1],
         EXPERTS=triton.next_power_of_2(experts),
         ACTIVATION="none" if activation is None else activation.value,
+        GATES=gates,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         STAGES=min(tile.stages, most_stages(x.device, walk.step_bytes(block_t, tile.block_n))),

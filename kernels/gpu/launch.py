@@ -97,6 +97,22 @@ def most_stages(device: torch.device, step: int) -> int:
 
 
 @triton.jit
+def settled(sums, ASSEMBLY: tl.constexpr):
+    """Sums [R, C] float32 of a step, once its multiplication has ended.
+
+    The matrix unit reads a left factor from registers for as long as it multiplies, and the
+    compiler gives the next step's numbers the same registers. Where sums are only added to,
+    Triton lets steps overlap, and numbers are overwritten before they are multiplied. What looks
+    at the sums here makes it wait; no instruction is left of it.
+    """
+    if ASSEMBLY:
+        sums = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return sums
+
+
+@triton.jit
 def await_inputs(OVERLAP: tl.constexpr):
     """Let the next kernel start as soon as there is room; wait for the one before."""
     if OVERLAP:

@@ -10,7 +10,13 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels.mixers.chunked_delta import AT_ONCE, CHUNK
-from tokenpod.kernels.mixers.convolution import convolve_rows, convolve_run
+from tokenpod.kernels.mixers.convolution import (
+    convolve_rows,
+    convolve_run,
+    convolve_seen,
+    keep_run,
+)
+from tokenpod.kernels.mixers.reference_delta import has_drafts
 from tokenpod.kernels.mixers.reference_space import falls_of, gated_norm, parts_of, steps_of
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.recurrent_ops import (
@@ -33,6 +39,13 @@ def state_space(
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     length = steps_of(step, weights)
     falls = falls_of(length, weights)
+    own_inputs, beside = states.inputs.split_with_sizes(
+        [shape.channels, states.inputs.shape[1] - shape.channels], dim=1
+    )
+    keeps = states.takes_back(shape.width)
+    for row, state in enumerate(plan.b_row) if keeps else ():
+        tokens = plan.b_start[row + 1] - plan.b_start[row]
+        _catch_up(plan.b_context[row] - tokens, state, weights, shape, states)
     many = max(AT_ONCE // states.memory[0].numel(), 1)
     rows, contexts = (
         torch.tensor(each[: plan.single_rows], device=mixed.device)
@@ -42,8 +55,10 @@ def state_space(
     for first in range(0, plan.single_rows, many):
         own = slice(first, min(first + many, plan.single_rows))
         positions = contexts[own] - 1
-        made = convolve_rows(mixed[own], rows[own], positions, *conv, states.inputs)
+        made = convolve_rows(mixed[own], rows[own], positions, *conv, own_inputs)
         made = functional.silu(made).to(mixed.dtype)
+        if keeps:
+            beside[rows[own], :, positions % states.ring] = step[own]
         fresh = (positions >= states.seen[rows[own], 0])[:, None]
         # Where the memory has been through the position, nothing decays and nothing is written.
         kept, written = (falls[own] * fresh).exp(), length[own] * fresh
@@ -52,18 +67,61 @@ def state_space(
     for row in range(plan.single_rows, plan.rows):
         own = slice(plan.b_start[row], plan.b_start[row + 1])
         state, end = plan.b_row[row], plan.b_context[row]
-        made = convolve_run(mixed[own], states.inputs[state], end, *conv)
-        q, k, v = parts_of(functional.silu(made).to(mixed.dtype), shape)
-        found = []
-        for at in range(0, len(v), CHUNK):
-            some = slice(at, at + CHUNK)
-            written = v[some] * length[own][some][:, :, None]
-            part = (q[some], k[some], written, falls[own][some])
-            heard = _chunk(*part, states.memory[state])
-            found.append(heard + weights.skip[:, None] * v[some])
-        out[own] = torch.cat(found).to(out.dtype)
-        states.seen[state] = end
+        made = convolve_run(mixed[own], own_inputs[state], end, *conv)
+        made = functional.silu(made).to(mixed.dtype)
+        if keeps:
+            keep_run(step[own], beside[state], end)
+        memory, drafts = states.memory[state], has_drafts(plan, row)
+        if drafts:
+            memory = memory.clone()
+        # Where the memory has been through the position, nothing decays and nothing is written.
+        known = int(states.seen[state, 0]) - (end - len(made))
+        falls[own][: max(known, 0)], length[own][: max(known, 0)] = 0, 0
+        found = _chunks(made, falls[own], length[own], weights, shape, memory)
+        out[own] = found.to(out.dtype)
+        if not drafts:
+            states.seen[state] = end
     return gated_norm(out, gate, weights)
+
+
+def _catch_up(
+    first: int,
+    state: int,
+    weights: SpaceWeights,
+    shape: MemoryShape,
+    states: RecurrentStates,
+) -> None:
+    """Let a memory go through the positions before `first` that it has not been through."""
+    seen, width = states.known(state, first, shape.width), shape.width
+    if seen >= first:
+        return
+    ring = states.inputs[state]
+    window = ring[:, torch.arange(seen - width + 1, first, device=ring.device) % states.ring]
+    made = convolve_seen(window[: shape.channels], weights.conv, weights.conv_bias)
+    made = functional.silu(made).to(ring.dtype)
+    length = steps_of(window[shape.channels :, width - 1 :].T, weights)
+    falls = falls_of(length, weights)
+    _chunks(made, falls, length, weights, shape, states.memory[state])
+    states.seen[state] = first
+
+
+def _chunks(
+    made: torch.Tensor,
+    falls: torch.Tensor,
+    length: torch.Tensor,
+    weights: SpaceWeights,
+    shape: MemoryShape,
+    memory: torch.Tensor,
+) -> torch.Tensor:
+    """What heads find of one row's tokens [n, H, value_dim], float32; its memory goes on."""
+    q, k, v = parts_of(made, shape)
+    found = []
+    for at in range(0, len(v), CHUNK):
+        some = slice(at, at + CHUNK)
+        written = v[some] * length[some][:, :, None]
+        heard = _chunk(q[some], k[some], written, falls[some], memory)
+        found.append(heard + weights.skip[:, None] * v[some])
+    return torch.cat(found)
 
 
 def _singles(

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels.mixers.convolution import convolve_token
+from tokenpod.kernels.mixers.reference_delta import has_drafts
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
@@ -28,21 +29,52 @@ def state_space(
     length = steps_of(step, weights)
     kept = falls_of(length, weights).exp()
     each = shape.value_heads // shape.key_heads
+    conv = weights.conv, weights.conv_bias
+
+    def heads(token: torch.Tensor, ring: torch.Tensor, position: int) -> list[torch.Tensor]:
+        made = convolve_token(token, ring, position, *conv)
+        q, k, v = parts_of(functional.silu(made).to(mixed.dtype)[None], shape)
+        return [q[0].repeat_interleave(each, 0), k[0].repeat_interleave(each, 0), v[0]]
+
     for row, state in enumerate(plan.b_row):
         start, end = plan.b_start[row], plan.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
+        first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
+        seen, keeps = states.known(state, first, shape.width), states.takes_back(shape.width)
+        own, beside = ring[: shape.channels], ring[shape.channels :]
+        for position in range(seen, first) if keeps else ():
+            at = position % states.ring
+            _, k, v = heads(own[:, at].clone(), own, position)
+            then = steps_of(beside[:, at][None], weights)
+            _write(memory, k, v, falls_of(then, weights).exp()[0], then[0])
+        seen = max(seen, first)
+        states.seen[state] = seen
+        if drafts:
+            memory = memory.clone()
         for token in range(start, end):
-            position = plan.b_context[row] - (end - token)
-            made = convolve_token(mixed[token], ring, position, weights.conv, weights.conv_bias)
-            q, k, v = parts_of(functional.silu(made).to(mixed.dtype)[None], shape)
-            q, k = (x[0].repeat_interleave(each, 0) for x in (q, k))
-            if position >= states.seen[state, 0]:
-                memory *= kept[token, :, None, None]
-                memory += k[:, :, None] * (v[0] * length[token, :, None])[:, None]
-                states.seen[state] = position + 1
-            found = (q[:, :, None] * memory).sum(1) + weights.skip[:, None] * v[0]
+            position = first + token - start
+            q, k, v = heads(mixed[token], own, position)
+            if keeps:
+                beside[:, position % states.ring] = step[token]
+            if position >= seen:
+                _write(memory, k, v, kept[token], length[token])
+            found = (q[:, :, None] * memory).sum(1) + weights.skip[:, None] * v
             out[token] = found.to(out.dtype)
+        if not drafts:
+            states.seen[state] = max(seen, first + end - start)
     return gated_norm(out, gate, weights)
+
+
+def _write(
+    memory: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    length: torch.Tensor,
+) -> None:
+    """Let a memory [H, key_dim, value_dim] go through a token."""
+    memory *= kept[:, None, None]
+    memory += k[:, :, None] * (v * length[:, None])[:, None]
 
 
 def steps_of(step: torch.Tensor, weights: SpaceWeights) -> torch.Tensor:

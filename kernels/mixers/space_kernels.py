@@ -27,6 +27,89 @@ def step_length(x, shift):
 
 
 @triton.jit
+def catch_up(
+    conv,
+    bias,
+    log_rate,
+    shift,
+    inputs,
+    memory,
+    seen,
+    b_row,
+    b_context,
+    chunks,
+    t_row,
+    states,
+    pitch,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SINGLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Memories through the positions before rows' first tokens, of some values of a head each.
+
+    Rows are those of one token, or those that chunks begin. `seen` stays what it was: other
+    programs of the head read it, too.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    await_inputs(OVERLAP)
+    if SINGLE:
+        state = tl.minimum(tl.load(b_row + row), states - 1).to(tl.int64)
+        context = tl.load(b_context + row)
+        first = context - 1
+        live = context > 0
+    else:
+        chunk = chunks + row * FIELDS
+        live = tl.load(chunk + 3) != 0
+        first = tl.load(chunk + 2)
+        state = tl.load(t_row + tl.load(chunk), mask=live, other=0).to(tl.int64)
+    # No further behind than a step with drafts has tokens; but trials of steps begin anywhere.
+    begin = tl.load(seen + state * VALUE_HEADS + head)
+    begin = tl.maximum(begin, first - (RING - WIDTH + 1))
+    if live & (begin < first):
+        i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+        some_k, some_v = i < KEY_DIM, j < VALUE_DIM
+        held = memory + ((state * VALUE_HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM
+        held += j[None, :]
+        some = some_k[:, None] & some_v[None, :]
+        kept = tl.load(held, mask=some, other=0.0)
+        ring = inputs + state * pitch
+        key = KEY_HEADS * KEY_DIM + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
+        value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+        rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+        for position in range(begin, first):
+            k = convolved(ring, conv, bias, key, some_k, position, WIDTH, RING)
+            v = convolved(ring, conv, bias, value, some_v, position, WIDTH, RING)
+            said = tl.load(ring + (CHANNELS + head) * RING + position % RING)
+            length = step_length(said, shifted)
+            kept *= tl.exp(-tl.exp(rate) * length)
+            kept += k[:, None] * (v * length)[None, :]
+        tl.store(held, kept, mask=some)
+
+
+@triton.jit
+def convolved(ring, conv, bias, channel, some, position, WIDTH: tl.constexpr, RING: tl.constexpr):
+    """[n] float32 of channels [n] behind their convolution, by what a ring keeps."""
+    total = tl.zeros(channel.shape, tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=some, other=0.0).to(tl.float32)
+    for tap in tl.static_range(WIDTH):
+        place = (position + RING - (WIDTH - 1) + tap) % RING
+        x = tl.load(ring + channel * RING + place, mask=some, other=0.0).to(tl.float32)
+        total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
+    # Rounded as inputs are.
+    return (total * tl.sigmoid(total)).to(ring.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def step_memories(
     made,
     step,
@@ -35,15 +118,19 @@ def step_memories(
     skip,
     memory,
     seen,
+    inputs,
     out,
     b_row,
     b_context,
     stride,
     states,
+    pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -66,7 +153,11 @@ def step_memories(
     fresh = context > tl.load(seen + state * VALUE_HEADS + head)
     rate, shifted, share = tl.load(log_rate + head), tl.load(shift + head), tl.load(skip + head)
     await_inputs(OVERLAP)
-    length = step_length(tl.load(step + row.to(tl.int64) * stride + head), shifted)
+    said = tl.load(step + row.to(tl.int64) * stride + head)
+    length = step_length(said, shifted)
+    if RING > WIDTH:
+        place = (CHANNELS + head) * RING + (context + RING - 1) % RING
+        tl.store(inputs + state * pitch + place, said, mask=live & (tl.program_id(2) == 0))
     own = made + row.to(tl.int64) * CHANNELS
     query = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
     q = tl.load(own + query + i, mask=some_k, other=0.0).to(tl.float32)
@@ -90,14 +181,18 @@ def scan_chunks(
     skip,
     memory,
     seen,
+    inputs,
     found,
     chunks,
     t_row,
     stride,
+    pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -113,7 +208,8 @@ def scan_chunks(
     chunk = chunks + tl.program_id(0) * FIELDS
     head = tl.program_id(1)
     block = tl.program_id(2)
-    first, position, count = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    first, position, signed = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    count = tl.abs(signed)
     rate, shifted, share = tl.load(log_rate + head), tl.load(shift + head), tl.load(skip + head)
     await_inputs(OVERLAP)
     if count > 0:
@@ -128,6 +224,10 @@ def scan_chunks(
         held = memory + (state * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
         some_held = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
         kept = tl.load(held, mask=some_held, other=0.0)
+        # Nothing decays and nothing is written where the memory has been through the position.
+        known = 0
+        if RING > WIDTH:
+            known = tl.load(seen + state) - position
         for start in tl.range(0, count, CHUNK, num_stages=STAGES):
             some = t < count - start
             token = (first + start + t).to(tl.int64)
@@ -140,7 +240,7 @@ def scan_chunks(
             length = step_length(
                 tl.load(step + token * stride + head, mask=some, other=0.0), shifted
             )
-            length = tl.where(some, length, 0.0)
+            length = tl.where(some & (start + t >= known), length, 0.0)
             fall = -tl.exp(rate) * length
             whole = tl.sum(fall, 0)
             fall = tl.cumsum(fall, 0)
@@ -160,9 +260,48 @@ def scan_chunks(
             )
             rest = (k.to(tl.float32) * tl.exp(whole - fall)[:, None]).to(k.dtype)
             kept = kept * tl.exp(whole) + tl.dot(tl.trans(rest), written, input_precision=PRECISION)
-        tl.store(held, kept, mask=some_held)
-        if block == 0:
+        tl.store(held, kept, mask=some_held & (signed > 0))
+        # Where there may be drafts, `seen` is read here: `keep_steps` says it.
+        if (block == 0) & (RING == WIDTH):
             tl.store(seen + state, position + count)
+
+
+@triton.jit
+def keep_steps(
+    step,
+    inputs,
+    seen,
+    chunks,
+    t_row,
+    stride,
+    pitch,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    RING: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What rows' last tokens say of steps, into their rings, and how far memories have been.
+
+    Of rows that chunks begin, once all have been scanned.
+    """
+    chunk = chunks + tl.program_id(0) * FIELDS
+    first, position, signed = tl.load(chunk), tl.load(chunk + 2), tl.load(chunk + 3)
+    count = tl.abs(signed)
+    await_inputs(OVERLAP)
+    if count > 0:
+        head, end = tl.arange(0, BLOCK_H), position + count
+        some = head < HEADS
+        row = tl.load(t_row + first)
+        ring = inputs + row * pitch + (CHANNELS + head) * RING
+        for back in range(0, RING):
+            last = count - 1 - back
+            there = some & (last >= 0)
+            own = tl.load(step + (first + last).to(tl.int64) * stride + head, mask=there, other=0.0)
+            tl.store(ring + (position + last + RING) % RING, own, mask=there)
+        through = seen + row * HEADS + head
+        known = tl.maximum(tl.load(through, mask=some, other=0), position)
+        tl.store(through, tl.where(signed > 0, end, known), mask=some)
 
 
 @triton.jit(do_not_specialize=["single"])

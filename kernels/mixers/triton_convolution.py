@@ -29,7 +29,7 @@ def short_convolution(
         convolve_rows(mixed, weight, bias, states, plan, out, gated=True)
     if plan.chunks is not None:
         convolve_chunks(mixed, weight, bias, states, plan, out, gated=True)
-        keep_inputs(mixed, states, plan, gated=True)
+        keep_inputs(mixed, states, plan, channels=len(weight), gated=True)
     return out
 
 
@@ -101,10 +101,14 @@ def convolve_chunks(
 
 
 def keep_inputs(
-    mixed: torch.Tensor, states: RecurrentStates, plan: RecurrentRows, *, gated: bool
+    mixed: torch.Tensor,
+    states: RecurrentStates,
+    plan: RecurrentRows,
+    *,
+    channels: int,
+    gated: bool,
 ) -> None:
     """The rings of rows of several tokens go on, once all chunks have been convolved."""
-    channels = states.inputs.shape[1]
     convolution_kernels.keep_inputs[(plan.rows, triton.cdiv(channels, STEPPED))](
         mixed,
         states.inputs,

@@ -48,18 +48,74 @@ def state_space(
     mixed, single = inputs.mixed, plan.single_rows
     out = mixed.new_empty((len(mixed), shape.values))
     made = mixed.new_empty((len(mixed), shape.channels))
-    conv = weights.conv, weights.conv_bias
+    conv, keeps = (weights.conv, weights.conv_bias), states.takes_back(shape.width)
+    if keeps and single:
+        _catch_up(weights, shape, states, plan, single, single=True)
+    if keeps and plan.chunks is not None:
+        _catch_up(weights, shape, states, plan, plan.rows, single=False)
     if single:
         convolve_rows(mixed, *conv, states, plan, made, gated=False)
         _step(made, inputs, weights, shape, states, plan, out)
     if plan.chunks is not None:
         convolve_chunks(mixed, *conv, states, plan, made, gated=False)
-        keep_inputs(mixed, states, plan, gated=False)
+        keep_inputs(mixed, states, plan, channels=shape.channels, gated=False)
         _scan(made, inputs, weights, shape, states, plan, plan.chunks, out)
+        if keeps:
+            space_kernels.keep_steps[(plan.rows,)](
+                inputs.step,
+                states.inputs,
+                states.seen,
+                plan.chunks,
+                plan.t_row,
+                inputs.step.stride(0),
+                states.inputs.stride(0),
+                CHANNELS=shape.channels,
+                HEADS=shape.value_heads,
+                BLOCK_H=triton.next_power_of_2(shape.value_heads),
+                RING=states.ring,
+                num_warps=1,
+                **launch_options(out.device),
+            )
     # Of a captured step prompts may begin among the tokens that there is room for single rows with:
     # whose a token is decides, not where it lies.
     _gate(inputs.gate, weights, shape, states, plan, out)
     return out
+
+
+def _catch_up(
+    weights: SpaceWeights,
+    shape: MemoryShape,
+    states: RecurrentStates,
+    plan: RecurrentRows,
+    rows: int,
+    *,
+    single: bool,
+) -> None:
+    """Let memories of rows, of one token or of several, go through what is before their first."""
+    block_k, block_v = _blocks(shape)
+    tile = step_tile(STEP_TILES, rows * shape.value_heads)
+    values = min(tile.values, block_v)
+    space_kernels.catch_up[(rows, shape.value_heads, triton.cdiv(shape.value_dim, values))](
+        weights.conv,
+        weights.conv_bias,
+        weights.log_rate,
+        weights.shift,
+        *states,
+        plan.paged.b_row,
+        plan.paged.b_context,
+        plan.paged.b_row if plan.chunks is None else plan.chunks,
+        plan.t_row,
+        len(states.memory),
+        states.inputs.stride(0),
+        **_sizes(shape),
+        WIDTH=shape.width,
+        RING=states.ring,
+        BLOCK_K=block_k,
+        BLOCK_V=values,
+        SINGLE=single,
+        num_warps=tile.warps * max(1, block_k // 128),
+        **launch_options(states.memory.device),
+    )
 
 
 def _step(
@@ -83,12 +139,16 @@ def _step(
         weights.skip,
         states.memory,
         states.seen,
+        states.inputs,
         out,
         plan.paged.b_row,
         plan.paged.b_context,
         inputs.step.stride(0),
         len(states.memory),
+        states.inputs.stride(0),
         **_sizes(shape),
+        WIDTH=shape.width,
+        RING=states.ring,
         BLOCK_K=block_k,
         BLOCK_V=values,
         # Of larger keys a program has more numbers, and as many in a thread's registers.
@@ -119,11 +179,15 @@ def _scan(
         weights.skip,
         states.memory,
         states.seen,
+        states.inputs,
         out,
         chunks,
         plan.t_row,
         inputs.step.stride(0),
+        states.inputs.stride(0),
         **_sizes(shape),
+        WIDTH=shape.width,
+        RING=states.ring,
         CHUNK=tile.chunk,
         BLOCK_K=block_k,
         BLOCK_V=values,

@@ -64,6 +64,8 @@ class RaggedRows:
     b_window_runs: list[list[Run]] | None = None
     #: How many of each row's last tokens are drafts; None: none are.
     b_drafts: list[int] | None = None
+    #: See `ForwardBatch`.
+    b_mutual: list[bool] | None = None
 
     def runs_of(self, window: int | None) -> list[list[Run]]:
         """Those of layers with this window."""
@@ -113,7 +115,8 @@ class ForwardBatch:
     attention find their rows as a slice.
     """
 
-    #: [T] int64: token ids.
+    #: [T] int64: token ids. Columns of tokens may be longer: what follows belongs to no row, and
+    #: what is computed of it means nothing.
     t_token: torch.Tensor
     #: [T] int64: places in their sequences, from 0: what masks, windows, ALiBi and the row table go
     #: by. A row's context is one more than the place of its last token.
@@ -148,6 +151,9 @@ class ForwardBatch:
     adapters: AdapterPlan | None = None
     #: How many of each row's last tokens are drafts, which may be wrong; None: none are.
     b_drafts: list[int] | None = None
+    #: Whether each row's tokens see those behind them, too, in layers that let tokens of images do
+    #: so; a row's tokens before these are seen as always. None: no row's do.
+    b_mutual: list[bool] | None = None
     #: See `t_position`; None: positions are places.
     t_own_position: torch.Tensor | None = None
 
@@ -184,6 +190,11 @@ class ForwardBatch:
     def rows(self) -> int:
         """B."""
         return len(self.b_context)
+
+
+def is_mutual(batch: ForwardBatch, row: int) -> bool:
+    """Whether a row's tokens see each other."""
+    return batch.b_mutual is not None and batch.b_mutual[row]
 
 
 def cut_runs(runs: list[Run], length: int) -> bool:

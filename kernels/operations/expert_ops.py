@@ -33,11 +33,14 @@ class AddExperts(Protocol):
         residual: torch.Tensor,
         into: torch.Tensor | None = None,
         shared: Shared | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         """Residual [T, hidden]; the result is added in place to it, or to `into` instead.
 
         A block that was made without a norm reads what is normed already. What is `shared` is
-        added to the result first: all is rounded together, once.
+        added to the result first: all is rounded together, once. Where experts are of another
+        width than the stream, the router alone reads that: they read `inputs` [T, in], and their
+        result is `into`'s, as wide.
         """
         ...
 
@@ -83,22 +86,26 @@ Stack = torch.Tensor | StackedWeight
 
 
 class ExpertWeights(NamedTuple):
-    """A mixture of E experts, each a gated feed-forward block of n features."""
+    """A mixture of E experts, each a feed-forward block of n features."""
 
     #: [E, hidden]
     router: torch.Tensor
-    #: [E, 2n, hidden], each expert's gates first
+    #: [E, 2n, in], each expert's gates first; [E, n, in] without gates. `in` is mostly hidden.
     gate_up: Stack
-    #: [E, hidden, n]
+    #: [E, in, n]
     down: Stack
     #: [E] float32, added to logits.
     router_bias: torch.Tensor | None = None
     #: [E] float32, added to scores when experts are chosen, not when they are weighed.
     correction: torch.Tensor | None = None
-    #: [E, 2n]
+    #: Of as many rows as each expert's weight has.
     gate_up_bias: torch.Tensor | None = None
-    #: [E, hidden]
     down_bias: torch.Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have gates."""
+        return self.gate_up.shape[1] == 2 * self.down.shape[2]
 
 
 class PrepareExperts(Protocol):
@@ -113,8 +120,9 @@ class PrepareExperts(Protocol):
     ) -> AddExperts:
         """A function computing residual += Σ p_e · down_e · (activation(gate_e · x) · (up_e · x)).
 
-        Plus the biases that there are. x is norm(residual), the sum is over the experts that a
-        token chose, p are their weights. A token's result depends on no other token, and a token
-        that holds NaN gets NaN. A format that rounds inputs rounds x, and what goes through down.
+        Or down_e · activation(up_e · x) without gates, plus the biases that there are. x is
+        norm(residual), the sum is over the experts that a token chose, p are their weights. A
+        token's result depends on no other token, and a token that holds NaN gets NaN. A format that
+        rounds inputs rounds x, and what goes through down.
         """
         ...

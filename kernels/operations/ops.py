@@ -77,6 +77,19 @@ class PrepareLinear(Protocol):
         ...
 
 
+class PrepareActivatedLinear(Protocol):
+    """Choose, once, how a product is made that an activation of its outputs follows."""
+
+    def __call__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear | None:
+        """Weight [out, in], bias [out] or None -> activation(x · weightᵀ + bias).
+
+        None where that is not one operation; then nothing has been kept.
+        """
+        ...
+
+
 class PrepareNormLinear(Protocol):
     """Choose, once, how the product of a normed residual with a weight is made.
 
@@ -178,6 +191,8 @@ class Operations:
     quantised: Mapping[type[Any], FormatProducts] = field(default_factory=dict)
     #: None where each is an operation of its own: norm, product, `adapt` and gate.
     adapted: AdaptedProducts | None = None
+    #: None where activations come after their products.
+    prepare_activated_linear: PrepareActivatedLinear | None = None
     #: None where sums come after their products.
     prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.

@@ -102,10 +102,13 @@ def _prepare_experts(prepare_experts: PrepareExperts, group: Group) -> PrepareEx
         block = prepare_experts(weights, norm, activation, routing)
 
         def add_experts(
-            residual: torch.Tensor, into: torch.Tensor | None = None, shared: Shared | None = None
+            residual: torch.Tensor,
+            into: torch.Tensor | None = None,
+            shared: Shared | None = None,
+            inputs: torch.Tensor | None = None,
         ) -> None:
-            partial = torch.zeros_like(residual)
-            block(residual, partial, shared)
+            partial = torch.zeros_like(residual if inputs is None else inputs)
+            block(residual, partial, shared, inputs)
             group.add(partial, residual if into is None else into)
 
         return add_experts

@@ -188,9 +188,12 @@ class StateSpace(Protocol):
         Rows b of the batch go on from the states of row `b_row[b]`, which are changed in place. Of
         silu(convolution + bias) come queries, keys and values. S = S · decay; S += key ⊗ value ·
         step; a head finds query · S + skip · value, which is rounded, multiplied by silu(gate) and
-        normed. A row of one token at a position that its memory has been through finds the same
-        again and changes nothing. A row's results depend on no other row. Dao and Gu,
-        "Transformers are SSMs", 2024.
+        normed. A token at a position that its memory has been through finds the same again and
+        changes nothing: a row's first may be one. A row's results depend on no other row. Dao and
+        Gu, "Transformers are SSMs", 2024.
+
+        Of rows with drafts and of memories that are behind it promises what `GatedDelta` does;
+        behind the convolution's inputs `step` is kept.
         """
         ...
 

@@ -17,12 +17,22 @@ from typing import Any
 import torch
 
 from tokenpod.kernels.operations.ops import Linear
+from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.products import reference_product as reference
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 
 #: Rows that the layout is chosen for.
 LAYOUT_ROWS = 32
+
+
+#: What oneDNN computes where a product ends, by its name and kind.
+_FOLLOWING = {
+    Activation.GELU: ("gelu", "none"),
+    Activation.GELU_TANH: ("gelu", "tanh"),
+    Activation.RELU: ("relu", ""),
+    Activation.SILU: ("swish", ""),
+}
 
 
 def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -32,6 +42,22 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """
     if not can_lay_out(weight.dtype):
         return reference.prepare_linear(weight, bias)
+    return _laid_out(weight, bias, ("none", ""))
+
+
+def prepare_activated_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+) -> Linear | None:
+    """The same, activated where the product ends; None where that is not one operation."""
+    if activation not in _FOLLOWING or not can_lay_out(weight.dtype):
+        return None
+    return _laid_out(weight, bias, _FOLLOWING[activation])
+
+
+def _laid_out(
+    weight: torch.Tensor, bias: torch.Tensor | None, following: tuple[str, str]
+) -> Linear:
+    name, kind = following
     laid_out = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), LAYOUT_ROWS)
     product: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
     no_scalars: list[Any] = []
@@ -40,9 +66,9 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         rows = x.shape[0]
         filled = filled_rows(rows)
         if filled == rows:
-            return product(x, laid_out, bias, "none", no_scalars, "")
+            return product(x, laid_out, bias, name, no_scalars, kind)
         x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
-        return product(x, laid_out, bias, "none", no_scalars, "")[:rows]
+        return product(x, laid_out, bias, name, no_scalars, kind)[:rows]
 
     return linear
 

@@ -234,6 +234,78 @@ def matrix(
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def tiled(
+    x,
+    weight,
+    bias,
+    y,
+    x_stride,
+    y_stride,
+    tokens,
+    n,
+    k,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BESIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As `matrix`, of any number of tokens: a program has BLOCK_T of them.
+
+    Where DESCRIBED, x and the weight are descriptors of blocks that the tensor memory engine
+    fetches. Programs that run at a time share what they read: BESIDE blocks of tokens follow each
+    other along the same rows of the weight.
+    """
+    GATED: tl.constexpr = ACTIVATION != "none"
+    blocks, at = tl.cdiv(tokens, BLOCK_T), tl.program_id(0)
+    across = BESIDE * tl.cdiv(n, BLOCK_N)
+    first = at // across * BESIDE
+    beside = tl.minimum(blocks - first, BESIDE)
+    first_token = (first + at % across % beside) * BLOCK_T
+    first_row = at % across // beside * BLOCK_N
+    token = first_token + tl.arange(0, BLOCK_T)
+    row = first_row + tl.arange(0, BLOCK_N)
+    own = tl.minimum(row, n - 1).to(tl.int64)
+
+    sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    up_sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    await_inputs(OVERLAP)
+    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        if DESCRIBED:
+            v = x.load([first_token, start])
+            w = weight.load([first_row, start])
+        else:
+            i = start + tl.arange(0, BLOCK_K)
+            inside = (i < k)[None, :] | EVEN
+            at_x = x + token.to(tl.int64)[:, None] * x_stride + i[None, :]
+            v = tl.load(at_x, mask=(token < tokens)[:, None] & inside, other=0.0)
+            w = tl.load(weight + own[:, None] * k + i[None, :], mask=inside, other=0.0)
+        sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+        if GATED:
+            if DESCRIBED:
+                up = weight.load([n + first_row, start])
+            else:
+                up = tl.load(weight + (n + own)[:, None] * k + i[None, :], mask=inside, other=0.0)
+            up_sums = tl.dot(v, tl.trans(up), up_sums, input_precision="ieee")
+
+    out = sums
+    if BIAS:
+        out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
+        out = gated_unit(out, up_sums, ACTIVATION)
+    at_y = y + token.to(tl.int64)[:, None] * y_stride + row[None, :]
+    _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def add_partials(
     partials,
     bias,

@@ -17,6 +17,8 @@ class Kind(Enum):
     MULTIPLY_ADD = "multiply_add"
     #: On the matrix unit.
     MATRIX = "matrix"
+    #: The same, with tokens cut into tiles too.
+    TILED = "tiled"
     #: The vendor's library.
     LIBRARY = "library"
 
@@ -40,6 +42,18 @@ class Tile:
     #: Programs that share a row of the weight, along k; their sums are added by a kernel behind.
     #: A gated product has rows enough, and `multiply_add` too: they take it for 1.
     splits: int = 1
+    #: Tokens of a program of `Kind.TILED`; others have all.
+    block_t: int = 0
+
+    @property
+    def order(self) -> int | None:
+        """Tiles of which these are equal sum the same numbers in the same order, bit by bit.
+
+        It is how many sums there are: the matrix unit adds up along k, block after block, so that
+        neither the sides of a tile matter nor which instructions multiply (compared on an H200).
+        None: nothing is known of it.
+        """
+        return self.splits if self.kind in (Kind.MATRIX, Kind.TILED) else None
 
 
 LIBRARY = Tile(Kind.LIBRARY)
@@ -72,6 +86,46 @@ class Tiles:
 
 
 ALL_LIBRARY = Tiles({}, [])
+
+#: (part of its rate that a program has beside others, tile): larger ones read less often.
+TILED = (
+    (0.60, Tile(Kind.TILED, 64, 64, stages=6, block_t=64)),
+    (0.75, Tile(Kind.TILED, 128, 64, stages=4, block_t=64)),
+    (0.88, Tile(Kind.TILED, 128, 64, stages=3, block_t=128)),
+    (1.00, Tile(Kind.TILED, 256, 64, warps=8, stages=3, block_t=128)),
+)
+
+#: Programs that run at a time on the GPUs that tiles were measured on.
+PROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedTiles(Tiles):
+    """A table of tiles that all sum in one `order`: a token yields the same beside any others."""
+
+    def choose(self, n: int, k: int, rows: int) -> Tile:
+        """As of all tables; more tokens than those have are cut so that few programs wait."""
+        for most, tile in [*self.by_shape.get((n, k), []), *self.otherwise]:
+            if rows <= most:
+                return tile
+
+        def seconds(tried: tuple[float, Tile]) -> float:
+            rate, tile = tried
+            programs = -(-rows // tile.block_t) * -(-n // tile.block_n)
+            return -(-programs // PROCESSORS) * tile.block_t * tile.block_n / rate
+
+        return min(TILED, key=seconds)[1]
+
+
+@cache
+def deterministic(capability: tuple[int, int] | None) -> OrderedTiles:
+    """Of the measured tiles those that sum in the order of `TILED`."""
+    order = TILED[0][1].order
+    by_shape = {
+        shape: [(most, tile) for most, tile in tiles if tile.order == order]
+        for shape, tiles in measured(capability).by_shape.items()
+    }
+    return OrderedTiles(by_shape, [(64, Tile(Kind.MATRIX, 64, 64, stages=8, ahead=1024))])
 
 
 @cache

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 import triton
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, launch_options
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.operations.ops import AddLinear, Linear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
-from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add
+from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add, tiled
 from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
 from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
 
@@ -22,6 +23,9 @@ LEAST_MATRIX_ROWS = 16
 
 #: Outputs that one program sums the partial sums of.
 PARTIALS_BLOCK = 512
+
+#: Blocks of tokens of `Kind.TILED` that share the weight's rows at a time.
+BESIDE = 8
 
 #: A bulk request's address and size are multiples of this many bytes.
 BULK_BYTES = 16
@@ -136,7 +140,7 @@ class MoreRows(NamedTuple):
 
 def _outputs_of(tile: Tile, *, gated: bool) -> int:
     """Of a token, in one program."""
-    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
+    least = 1 if tile.kind is Kind.MULTIPLY_ADD else LEAST_MATRIX_ROWS
     return max(least, tile.block_n // 2 if gated else tile.block_n)
 
 
@@ -175,6 +179,9 @@ def multiply(
     With `more`, of one token and `Kind.MULTIPLY_ADD` without an activation, its rows are multiplied
     too.
     """
+    if tile.kind is Kind.TILED:
+        assert norm is None
+        return _multiply_tiles(x, weight, bias, y, tile, activation, add=add)
     tokens, n = y.shape
     k = weight.shape[1]
     block_n, block_k = _outputs_of(tile, gated=activation is not None), tile.block_k
@@ -247,6 +254,48 @@ def multiply(
         )
         if splits > 1:
             add_up(target, bias, y, add=add)
+
+
+def _multiply_tiles(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+    activation: Activation | None,
+    *,
+    add: bool,
+) -> None:
+    """`multiply` of `Kind.TILED`."""
+    (tokens, n), k, gated = y.shape, weight.shape[1], activation is not None
+    block_t, block_n, block_k = tile.block_t, _outputs_of(tile, gated=gated), tile.block_k
+    # A block of the last gates would have the first rows behind them, too: they are not written.
+    generation = capability(x.device)
+    has_engine = generation is None or generation >= OVERLAPPING_CAPABILITY
+    described = has_engine and all(_allows_bulk(each, block_k) for each in (x, weight))
+    tiled[(triton.cdiv(tokens, block_t) * triton.cdiv(n, block_n),)](
+        TensorDescriptor.from_tensor(x, [block_t, block_k]) if described else x,
+        TensorDescriptor.from_tensor(weight, [block_n, block_k]) if described else weight,
+        y if bias is None else bias,
+        y,
+        x.stride(0),
+        y.stride(0),
+        tokens,
+        n,
+        k,
+        BIAS=bias is not None,
+        ACTIVATION="none" if activation is None else activation.value,
+        ADD=add,
+        DESCRIBED=described,
+        EVEN=k % block_k == 0,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        BESIDE=BESIDE,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **launch_options(x.device),
+    )
 
 
 def add_up(

@@ -251,6 +251,11 @@ class TextTensors:
         stored, there = self._stored[name], self._checkpoint
         return math.prod(there.shape(stored)) * there.number_bytes(stored)
 
+    def outline(self, name: str) -> torch.Tensor:
+        """A tensor's shape and type, without numbers: nothing is read."""
+        stored, there = self._stored[name], self._checkpoint
+        return torch.empty(there.shape(stored), dtype=there.dtype(stored), device="meta")
+
     def read(self, name: str) -> torch.Tensor:
         """A tensor as stored."""
         return self._checkpoint.read(self._stored[name])

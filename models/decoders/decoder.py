@@ -14,7 +14,7 @@ from tokenpod.kernels.operations.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.decoders.ends import NoHead, PerLayerEmbedding, TextHead, TokenEmbedding
+from tokenpod.models.decoders.ends import PerLayerEmbedding, TextHead, TokenEmbedding
 from tokenpod.models.decoders.layer import make_layer
 from tokenpod.models.decoders.step_plans import StepPlans
 from tokenpod.models.layers.linear import Delta, Products, Weights, no_delta
@@ -93,7 +93,7 @@ class Decoder:
             for i, layer in enumerate(config.layers)
         ]
         self._norm = make_norm(config.norm, products, "norm")
-        self._head: TextHead | NoHead = NoHead(config)
+        self._head: TextHead | None = None
         if pooling is None:
             self._head = TextHead(config, products, adapters)
         self._embed = TokenEmbedding(config, products, adapters)
@@ -152,4 +152,5 @@ class Decoder:
         if step is not None and step.logit_index is not None:
             hidden = hidden.index_select(0, step.logit_index)
             step = step.at(step.logit_index)
+        assert self._head is not None, "a model that makes vectors samples nothing"
         return self._head(hidden, step)

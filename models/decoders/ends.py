@@ -81,21 +81,6 @@ class PerLayerEmbedding:
         return self._norm(made).add_(rows).mul_(0.5**0.5)
 
 
-class NoHead:
-    """In the place of a head that nobody asks for: steps before the first request sample, too.
-
-    Logits tell no more than whether the model has computed numbers.
-    """
-
-    def __init__(self, config: ModelSpec) -> None:
-        self._vocabulary = config.vocab_size
-
-    def __call__(self, hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-        """Hidden [n, hidden] -> [n, vocabulary]."""
-        del step
-        return hidden.sum(1, keepdim=True).repeat(1, self._vocabulary)
-
-
 class TextHead:
     """From the stream to logits, without the embedding's table, which may have another layout."""
 

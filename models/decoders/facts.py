@@ -105,6 +105,11 @@ class ModelFacts(Protocol):
         ...
 
     @property
+    def mutual(self) -> int:
+        """How many tokens of an image may see each other in some layers; 0: none do."""
+        ...
+
+    @property
     def second_text(self) -> int:
         """What is added to the id of a token of a second text; 0: nothing is."""
         ...

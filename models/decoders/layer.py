@@ -8,6 +8,7 @@ operation; otherwise they are several plain ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Sh
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.layers.linear import AddProduct, Product, Products
 from tokenpod.models.layers.mixer import Mix, Mixer, MixerParts
-from tokenpod.models.layers.normed import ActivatedProduct, normed_product
+from tokenpod.models.layers.normed import ActivatedProduct, NormedProduct, normed_product
 from tokenpod.models.layers.norms import Norm, NormRows, make_norm
 from tokenpod.models.layers.step import Step
 from tokenpod.models.specs.layer_spec import (
@@ -327,6 +328,12 @@ def _up(spec: Mlp, products: Products, name: str, norm: Norm | None, norm_name: 
     """The first product of a block, of the stream behind a norm, activated."""
     if spec.gated:
         return normed_product(products, name, norm, norm_name, spec.activation)
+    if norm is None or norm.kind == "layer":
+        fused = products.activated_linear(name, spec.activation)
+        if fused is not None:
+            if norm is None:
+                return fused
+            return NormedProduct(make_norm(norm, products, norm_name), fused)
     product = normed_product(products, name, norm, norm_name)
     return ActivatedProduct(product, products.ops.activate, spec.activation)
 
@@ -344,7 +351,7 @@ class ExpertsBranch:
     ) -> None:
         assert norm_in is not None, "a mixture has a norm of its own"
         products, at = parts.products, parts.named("experts")
-        fused = norm_in.kind == "rms" and spec.shared is None
+        fused = norm_in.kind == "rms" and spec.shared is None and spec.inner is None
         norm_name = parts.named("mlp_in")
         row_norm = RowNorm(products.tensor(norm_name), norm_in.epsilon) if fused else None
         #: Does nothing where the operation norms the stream.
@@ -360,7 +367,13 @@ class ExpertsBranch:
         )
         self._shared = None
         if spec.shared is not None:
-            self._shared = SharedExpert(spec.shared, spec.shared_gate, parts)
+            down = products.part_linear if spec.inner is None else products.sum_linear
+            self._shared = SharedExpert(spec.shared, spec.shared_gate, parts, down)
+        #: Products before and behind experts of another width.
+        self._ends = None
+        if spec.inner is not None:
+            names = parts.named("experts_in"), parts.named("experts_out")
+            self._ends = products.linear(names[0]), products.linear(names[1])
         self._after = make_norm(norm_out, products, parts.named("mlp_out"))
         self._scale = scale
         #: Whether what the experts say is the stream's as it is.
@@ -374,7 +387,16 @@ class ExpertsBranch:
     def write(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
         """The experts' sum, the shared block's among them, is added to the stream."""
         into = x if self._plain else torch.zeros_like(x)
-        self._experts(inner, into, None if self._shared is None else self._shared(inner, step))
+        shared = None if self._shared is None else self._shared(inner, step)
+        if self._ends is None:
+            self._experts(inner, into, shared)
+        else:
+            seen = self._ends[0](inner, step.batch)
+            made = torch.zeros_like(seen)
+            self._experts(inner, made, None, seen)
+            into += self._ends[1](made, step.batch)
+            if shared is not None:
+                into += shared.result
         if into is not x:
             x.add_(self._after(into), alpha=self._scale)
 
@@ -382,13 +404,15 @@ class ExpertsBranch:
 class SharedExpert:
     """The block that works for every token, and its gate, a number per token."""
 
-    def __init__(self, spec: Mlp, has_gate: bool, parts: MixerParts) -> None:
+    def __init__(
+        self, spec: Mlp, has_gate: bool, parts: MixerParts, down: Callable[[str], Product]
+    ) -> None:
         products = parts.products
         self._up = _up(spec, products, parts.named("shared_up"), None, "")
         self._gate = products.linear(parts.named("shared_gate")) if has_gate else None
-        self._down = products.part_linear(parts.named("shared_down"))
+        self._down = down(parts.named("shared_down"))
 
     def __call__(self, normed: torch.Tensor, step: Step) -> Shared:
-        """Of what is normed [T, hidden]: this rank's part, which ends in the experts' sum."""
+        """Of what is normed [T, hidden]: this rank's part of a sum, or the sum."""
         made = self._down(self._up(normed, step.batch), step.batch)
         return Shared(made, None if self._gate is None else self._gate(normed, step.batch))

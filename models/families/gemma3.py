@@ -32,6 +32,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     fields = fields.defaulting(**DEFAULTS)
     fields.only("attn_logit_softcapping", None)
     encodes = fields.flag("use_bidirectional_attention", False)
+    mutual = "Gemma3ForConditionalGeneration" in fields.texts("architectures")
     spec = gemma_decoder(
         fields,
         served,
@@ -54,10 +55,10 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     def layer(own: LayerSpec) -> LayerSpec:
         window = attention_of(own).window
         if window is None:
-            return changed(own, causal=not encodes)
+            return changed(own, causal=not encodes, mutual=mutual)
         # Of an encoder it is what a token sees on both sides together.
         window = window // 2 + 1 if encodes else window
-        return changed(own, positions=near, window=window, causal=not encodes)
+        return changed(own, positions=near, window=window, causal=not encodes, mutual=mutual)
 
     scale = fields.real("query_pre_attn_scalar", 256.0) ** -0.5
     head = replace(spec.head, softcap=fields.optional_real("final_logit_softcapping", None))

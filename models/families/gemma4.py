@@ -42,6 +42,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     fields = fields.defaulting(**DEFAULTS)
     # A text's tokens see what came before them, whatever images do.
     fields.only("use_bidirectional_attention", "vision")
+    mutual = "use_bidirectional_attention" in fields
     fields.only("enable_moe_block", False)
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         fields.only(name, None)
@@ -73,9 +74,17 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
             )
         rows = PerLayerRows(count, width, norm)
     own = Norms(norm, norm, norm, norm)
+    layers = [
+        # Of an image's rows, those in windows alone.
+        changed(
+            replace(each, norms=own, per_layer=per_layer, scaled=True),
+            mutual=mutual and attention_of(each).window is not None,
+        )
+        for each in layers
+    ]
     return replace(
         spec,
-        layers=tuple(replace(x, norms=own, per_layer=per_layer, scaled=True) for x in layers),
+        layers=tuple(layers),
         embedding=Embedding(spec.hidden_size**0.5, scales_given=False, per_layer=rows),
         head=replace(spec.head, softcap=fields.optional_real("final_logit_softcapping", None)),
     )

@@ -1,7 +1,7 @@
 """Nemotron-H: each layer is a state space, attention without positions, or a block without gates.
 
-Models with mixtures of experts, which have no gates either, are computed by transformers. So is not
-its least length of a step: transformers 5 has it in prompts, not in what follows them.
+That block may be a mixture of experts (Nemotron 3), which may be narrower than the stream (Super).
+Not read is the least length of a step: transformers 5 has it in prompts, not in what follows them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import replace
 from tokenpod.kernels.operations.recurrent_ops import MemoryShape
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields
-from tokenpod.models.families.family import Family, gated_decoder, without_rope
+from tokenpod.models.families.experts import MOST_FEATURES, experts_of, sigmoid_routing
+from tokenpod.models.families.family import Family, gated_decoder, plain_mlp, without_rope
 from tokenpod.models.families.spaces import ATTENTION, SPACE, unlimited
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.state_space import StateSpace
-from tokenpod.models.specs.layer_spec import LayerSpec, Norms
+from tokenpod.models.specs.layer_spec import Experts, LayerSpec, Mlp, Norms
 from tokenpod.models.specs.spec import ModelSpec
-from tokenpod.models.weights.names import Names, SpaceNames
+from tokenpod.models.weights.names import ExpertTensor, Names, SpaceNames, experts_apart
 
 #: Of older files, which have a letter for each layer.
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -62,15 +63,35 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     )
     spec = without_rope(spec, range(len(kinds)))
     space = _space(fields, norm.epsilon)
+    experts = _experts(fields, spec) if "moe" in kinds else None
 
     def layer(own: LayerSpec, kind: str) -> LayerSpec:
-        if kind == "mlp":
-            return replace(own, mixer=None, norms=Norms(mlp_in=norm))
+        if kind in ("mlp", "moe"):
+            block = own.mlp if kind == "mlp" else experts
+            return replace(own, mixer=None, mlp=block, norms=Norms(mlp_in=norm))
         mixer = own.mixer if kind in ATTENTION else space
         return replace(own, mixer=mixer, mlp=None, norms=Norms(attention_in=norm))
 
     layers = zip(spec.layers, kinds, strict=True)
     return replace(spec, layers=tuple(layer(*each) for each in layers))
+
+
+def _experts(fields: Fields, spec: ModelSpec) -> Experts:
+    experts = experts_of(fields, spec, sigmoid_routing(fields), count=("n_routed_experts",))
+    dense = spec.layers[0].mlp
+    assert isinstance(dense, Mlp)
+    fields.only("n_shared_experts", 1)
+    inner = fields.optional_integer("moe_latent_size", None)
+    if inner is not None:
+        fields.only("mlp_bias", False)
+    shared = fields.integer("moe_shared_expert_intermediate_size", 7688, most=MOST_FEATURES)
+    return replace(
+        experts,
+        correction=True,
+        gated=False,
+        inner=inner,
+        shared=plain_mlp(shared, dense.activation, bias=dense.up_bias),
+    )
 
 
 def _space(fields: Fields, epsilon: float) -> StateSpace:
@@ -94,6 +115,13 @@ def _space(fields: Fields, epsilon: float) -> StateSpace:
     )
 
 
+def _stacked(names: Names) -> Names:
+    """The layout in which transformers holds experts since its version 5."""
+    assert names.experts is not None
+    up, down = (ExpertTensor(f"mixer.experts.{part}_proj") for part in ("up", "down"))
+    return replace(names, experts=replace(names.experts, up=up, down=down))
+
+
 NEMOTRON_H = Family(
     ("NemotronHForCausalLM",),
     _spec,
@@ -115,8 +143,20 @@ NEMOTRON_H = Family(
             "mixer.norm",
             "mixer.out_proj",
         ),
+        experts=experts_apart(
+            "mixer.gate",
+            "mixer.experts.{e}",
+            "",
+            "up_proj",
+            "down_proj",
+            correction="mixer.gate.e_score_correction_bias",
+            shared_up=("mixer.shared_experts.up_proj",),
+            shared_down="mixer.shared_experts.down_proj",
+            inner_in="mixer.fc1_latent_proj",
+            inner_out="mixer.fc2_latent_proj",
+        ),
         beside=("mtp.",),
     ),
     prefixes=("backbone.", "model."),
-    takes=lambda fields: "moe" not in _kinds(fields),
+    layouts=(_stacked,),
 )

@@ -71,6 +71,8 @@ class Attention:
     output_bias: bool = False
     #: Off: a token sees those behind it, too; of a window so many on either side.
     causal: bool = True
+    #: Rows of an image see each other, see `ForwardBatch.b_mutual`.
+    mutual: bool = False
     #: What is added to logits by distance; None: nothing is.
     distance_bias: DistanceBias | None = None
     #: Multiplies what the last product says.
@@ -209,10 +211,12 @@ class Attention:
     @property
     def plan_key(self) -> Hashable:
         """Whatever the heads are, layers of one window see the same."""
-        return self.window if self.causal else (self.window, self.causal)
+        return self.window if self.causal and not self.mutual else (self.window, self.causal)
 
     def plan(self, ops: Operations, batch: ForwardBatch) -> AttentionPlan:
         """What each row sees."""
+        if batch.b_mutual is not None and not self.mutual:
+            batch = replace(batch, b_mutual=None)
         return ops.plan_attention(batch, self.window, causal=self.causal)
 
     def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:

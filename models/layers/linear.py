@@ -84,6 +84,18 @@ class Products:
         plain = self._plain(weight, bias)
         return self._adapted(name, plain, plain, _dense(weight, bias))
 
+    def activated_linear(self, name: str, activation: Activation) -> Product | None:
+        """The product `name` with its activation; None where that is not one operation."""
+        prepare, (weight, *others) = self.ops.prepare_activated_linear, self._peek(name).parts
+        dense = isinstance(weight, torch.Tensor) and not others
+        if prepare is None or self.delta is not no_delta or not dense:
+            return None
+        fused = prepare(weight, self._bias(name), activation)
+        if fused is None:
+            return None
+        self._take(name)
+        return BaseProduct(fused)
+
     def norm_linear(self, name: str, norm: RowNorm, activation: Activation | None) -> Product:
         """The product `name` of the normed stream; gated if there is an `activation`."""
         ops, (weight, bias) = self.ops, self._take(name)

@@ -86,7 +86,8 @@ class StateSpace(RecurrentMixer):
         """Nothing of a token: the convolution's last inputs, and a memory of each head."""
         shape = self.shape
         memory = (shape.value_heads, shape.key_dim, shape.value_dim)
-        return Cache(None, None, StateLayout((shape.channels, shape.width), memory))
+        layout = StateLayout((shape.channels, shape.width), memory, beside=shape.value_heads)
+        return Cache(None, None, layout)
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """One product of all that a token says, the convolution, rates, the norm, and `output`."""

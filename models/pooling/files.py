@@ -89,7 +89,7 @@ def pooling_of(
         task: what is done with it.
     """
     if task is Task.EMBED:
-        return _sentence_transformer(folder, spec)
+        return _sentence_transformer(folder, fields, spec, architecture)
     if task.pools and architecture.endswith(_LABELLED):
         return _labelled(fields, spec, architecture, task)
     if task is Task.SCORE:
@@ -108,14 +108,20 @@ def _labels(folder: Path) -> int:
 # -- sentence-transformers ---------------------------------------------------------------------
 
 
-def _sentence_transformer(folder: Path, spec: ModelSpec) -> PoolingSpec:
+def _sentence_transformer(
+    folder: Path, model: Fields, spec: ModelSpec, architecture: str
+) -> PoolingSpec:
     mode, pools_prompts, layers, normalized = Mode.MEAN, True, list[Dense](), False
-    width = spec.hidden_size
+    width, token_layers, logarithms = spec.hidden_size, tuple[Dense, ...](), 0
     for kind, own in _modules(folder):
-        if kind == "Transformer":
+        if kind in ("Transformer", "MLMTransformer"):
             continue
         if kind == "Pooling":
             mode, pools_prompts = _mode(read_fields(folder / own / "config.json"))
+        elif kind == "SpladePooling":
+            mode, logarithms = Mode.MAX, _logarithms(folder / own / "config.json")
+            token_layers = _word_scores(model, spec, architecture)
+            width = spec.vocab_size
         elif kind == "Dense":
             layers.append(_dense(folder, own, width))
             width = layers[-1].rows
@@ -124,7 +130,7 @@ def _sentence_transformer(folder: Path, spec: ModelSpec) -> PoolingSpec:
         else:
             raise ModelError(
                 f"modules.json: module {kind!r} is not supported (supported: Transformer, Pooling,"
-                " Dense, Normalize)"
+                " SpladePooling, Dense, Normalize)"
             )
         if normalized and kind != "Normalize":
             raise ModelError(f"modules.json: {kind} stands behind Normalize; it must be the last")
@@ -133,7 +139,9 @@ def _sentence_transformer(folder: Path, spec: ModelSpec) -> PoolingSpec:
         Task.EMBED,
         mode,
         spec.hidden_size,
+        token_layers,
         tuple(layers),
+        logarithms,
         normalized,
         pools_prompts,
         _max_tokens(folder),
@@ -185,6 +193,48 @@ def _mode(fields: Fields) -> tuple[Mode, bool]:
             f" one of {', '.join(_FLAGS)})"
         )
     return modes[0], pools_prompts
+
+
+def _logarithms(path: Path) -> int:
+    """How often SPLADE's numbers become logarithms."""
+    fields = read_fields(path)
+    fields.only("pooling_strategy", "max")
+    return fields.choice("activation_function", {"relu": 1, "log1p_relu": 2}, "relu")
+
+
+def _word_scores(fields: Fields, spec: ModelSpec, architecture: str) -> tuple[Dense, ...]:
+    """The head of a masked language model: from a token's state to scores of the vocabulary."""
+    heads = {
+        "Bert": ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+        "MPNet": ("lm_head.dense", "lm_head.layer_norm"),
+        "Roberta": ("lm_head.dense", "lm_head.layer_norm"),
+        "XLMRoberta": ("lm_head.dense", "lm_head.layer_norm"),
+    }
+    stem = architecture.removesuffix("ForMaskedLM")
+    if stem == architecture or stem not in heads:
+        names = ", ".join(f"{each}ForMaskedLM" for each in heads)
+        raise ModelError(f"modules.json: SpladePooling of {architecture} (supported: {names})")
+    dense, norm = heads[stem]
+    at, _, _ = dense.replace(".transform", "").rpartition(".")
+    # transformers' own code of RoBERTa and MPNet knows no other activation.
+    act = fields.text("hidden_act", "gelu") if stem == "Bert" else "gelu"
+    if act not in ACTIVATIONS:
+        raise ModelError(f"{fields.source}: hidden_act {act!r} is not supported")
+    epsilon = fields.real("layer_norm_eps", 1e-12)
+    prefix = {"Bert": "bert", "MPNet": "mpnet"}.get(stem, "roberta")
+    hidden = spec.hidden_size
+    return (
+        Dense(dense, "", hidden, hidden, True, act, norm, epsilon),
+        Dense(
+            f"{at}.decoder",
+            "",
+            spec.vocab_size,
+            hidden,
+            True,
+            tied=f"{prefix}.embeddings.word_embeddings.weight",
+            other_bias=f"{at}.bias",
+        ),
+    )
 
 
 def _dense(folder: Path, own: str, width: int) -> Dense:

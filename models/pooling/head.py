@@ -84,17 +84,28 @@ class DenseWeights:
         )
 
 
+#: Tokens whose scores are made at a time: those of a long text over a large vocabulary would be
+#: gigabytes.
+_SCORED_AT_ONCE = 128
+
+
 class PoolingHead:
     """Makes vectors of the hidden states of texts, in float32.
 
     Args:
         spec: how.
         layers: of the spec, with their tensors on the model's device.
+        token_layers: the same of those of each token.
     """
 
-    def __init__(self, spec: PoolingSpec, layers: Sequence[DenseWeights] = ()) -> None:
+    def __init__(
+        self,
+        spec: PoolingSpec,
+        layers: Sequence[DenseWeights] = (),
+        token_layers: Sequence[DenseWeights] = (),
+    ) -> None:
         self.spec = spec
-        self._layers = layers
+        self._layers, self._token_layers = layers, token_layers
 
     def texts(self, hidden: torch.Tensor, pieces: Sequence[PieceOfText]) -> torch.Tensor:
         """Read pieces [n] of texts that one vector is asked of.
@@ -118,6 +129,8 @@ class PoolingHead:
             vectors = vectors / _sent(torch.tensor(counts), device)[:, None]
         for layer in self._layers:
             vectors = layer(vectors)
+        for _ in range(self.spec.logarithms):
+            vectors = vectors.clamp_min(0).log1p()
         return functional.normalize(vectors) if self.spec.normalized else vectors
 
     def tokens(self, hidden: torch.Tensor, piece: PieceOfText) -> torch.Tensor | None:
@@ -146,7 +159,7 @@ class PoolingHead:
             at = [piece.first if mode is Mode.CLS else piece.end - 1 for piece in pieces]
             return hidden.index_select(0, _sent(torch.tensor(at), hidden.device)).float()
         if mode is Mode.MAX:
-            return torch.stack([hidden[p.first : p.end].float().amax(0) for p in pieces])
+            return torch.stack([self._highest(hidden[p.first : p.end]) for p in pieces])
         spans = [range(piece.counted, piece.end) for piece in pieces]
         whole = all(a.stop == b.start for a, b in pairwise(spans))
         if whole:
@@ -162,6 +175,18 @@ class PoolingHead:
             rows = rows * _sent(torch.cat(weights), hidden.device)[:, None]
         lengths = _sent(torch.tensor([len(span) for span in spans]), hidden.device)
         return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0)
+
+    def _highest(self, states: torch.Tensor) -> torch.Tensor:
+        """The highest of each number of the tokens of a piece, [n, hidden]: [width] float32."""
+        if not self._token_layers:
+            return states.float().amax(0)
+        found = []
+        for part in states.split(_SCORED_AT_ONCE):
+            x = part.float()
+            for layer in self._token_layers:
+                x = layer(x)
+            found.append(x.amax(0))
+        return torch.stack(found).amax(0)
 
     def _continued(self, states: torch.Tensor, pieces: Sequence[PieceOfText]) -> torch.Tensor:
         """With what was read of these texts before; noted of those that go on."""
@@ -192,35 +217,38 @@ def pooling_head(
 
     Raises ModelError if one is missing, or of another shape.
     """
-    layers = []
-    for layer in spec.layers:
+
+    def weights(layer: Dense) -> DenseWeights:
         if not layer.folder:
-            layers.append(dense_weights(layer, _reader(checkpoint), device))
-            continue
+            return dense_weights(layer, _reader(checkpoint), device)
         with Checkpoint(folder / layer.folder) as own:
-            layers.append(dense_weights(layer, _reader(own), device))
-    return PoolingHead(spec, layers)
+            return dense_weights(layer, _reader(own), device)
+
+    return PoolingHead(spec, [*map(weights, spec.layers)], [*map(weights, spec.token_layers)])
 
 
-def _reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
-    def read(name: str) -> torch.Tensor:
-        if name not in checkpoint:
-            raise ModelError(f"tensor {name} is missing from the checkpoint")
+#: The tensor of the first of these names that there is.
+_Read = Callable[..., torch.Tensor]
+
+
+def _reader(checkpoint: Checkpoint) -> _Read:
+    def read(*names: str) -> torch.Tensor:
+        name = next((name for name in names if name and name in checkpoint), None)
+        if name is None:
+            raise ModelError(f"tensor {names[0]} is missing from the checkpoint")
         return checkpoint.read(name)
 
     return read
 
 
-def dense_weights(
-    spec: Dense, read: Callable[[str], torch.Tensor], device: torch.device
-) -> DenseWeights:
-    """A layer with its tensors, which `read` finds by their names.
+def dense_weights(spec: Dense, read: _Read, device: torch.device) -> DenseWeights:
+    """A layer with its tensors, of which `read` finds the first by its names.
 
     Raises ModelError for a tensor of another shape.
     """
 
-    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        found = read(name)
+    def tensor(name: str, shape: tuple[int, ...], other: str = "") -> torch.Tensor:
+        found = read(name, other)
         if spec.difference is not None:
             first, second = found.float()[list(spec.difference)]
             found = (first - second)[None]
@@ -233,8 +261,8 @@ def dense_weights(
 
     return DenseWeights(
         spec,
-        tensor(f"{spec.name}.weight", (spec.rows, spec.columns)),
-        tensor(f"{spec.name}.bias", (spec.rows,)) if spec.bias else None,
+        tensor(f"{spec.name}.weight", (spec.rows, spec.columns), spec.tied),
+        tensor(f"{spec.name}.bias", (spec.rows,), spec.other_bias) if spec.bias else None,
         norm("weight"),
         norm("bias") if spec.norm is not None and spec.bias else None,
     )

@@ -75,7 +75,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of gated blocks of `width` features each."""
+    """A mixture of blocks of `width` features each."""
 
     count: int
     width: int
@@ -87,6 +87,11 @@ class Experts:
     correction: bool = False
     #: In both products of each expert.
     biases: bool = False
+    #: Each expert has gates.
+    gated: bool = True
+    #: Features of what experts read and add to, between two products with the stream's; None: they
+    #: read and add to the stream itself.
+    inner: int | None = None
     #: A block that works for every token, and is added to what the chosen ones say.
     shared: Mlp | None = None
     #: What it says is multiplied by the sigmoid of a product with one output.
@@ -110,15 +115,23 @@ class Experts:
             raise ModelError(f"{routing.per_token} experts per token: sparsemixer chooses 2")
         if self.shared_gate and (self.shared is None or self.shared.down_bias):
             raise ModelError("experts.shared_gate needs a shared block without a bias at its end")
+        if self.inner is not None and self.shared_gate:
+            raise ModelError("experts.shared_gate: experts add to the stream itself")
+        if not self.gated and self.activation is Activation.SWIGLU_CLAMPED:
+            raise ModelError("experts.activation is one of gates")
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
         """The router, all experts' products, and what there is for every token."""
         names, at, count, hidden = tensors.names.experts, tensors.at, self.count, tensors.hidden
         assert names is not None, "a family with experts names them"
-        width = Axis(self.width, Division.EVEN)
+        width, seen = Axis(self.width, Division.EVEN), hidden
+        if self.inner is not None:
+            seen = Axis(self.inner)
+            yield from tensors.product("experts_in", names.inner_in, seen, hidden, False)
+            yield from tensors.product("experts_out", names.inner_out, hidden, seen, False)
         weights = {
-            "gate_up": ((names.gate, names.up), (width, hidden)),
-            "down": ((names.down,), (hidden, width)),
+            "gate_up": ((names.gate, names.up) if self.gated else (names.up,), (width, seen)),
+            "down": ((names.down,), (seen, width)),
         }
         yield plain_weight("experts.router", at + names.router, Axis(count), hidden)
         for name, (stored, axes) in weights.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tokenpod.core.task import Task, VectorFacts
+from tokenpod.core.task import SPARSE, Task, VectorFacts
 
 
 class Mode(StrEnum):
@@ -37,12 +37,16 @@ class Dense:
     norm_epsilon: float = 1e-5
     #: The product's one row is the difference of these two of the tensor; None: it has all rows.
     difference: tuple[int, int] | None = None
+    #: What the weight is where it has no tensor of its own, and another name of the bias.
+    tied: str = ""
+    other_bias: str = ""
 
     @property
     def tensors(self) -> list[str]:
         """Names of its tensors, those that may be there included."""
         stems = [self.name] if self.norm is None else [self.name, self.norm]
-        return [f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")]
+        own = [f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")]
+        return [*own, self.other_bias] if self.other_bias else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,12 @@ class PoolingSpec:
     task: Task
     mode: Mode
     hidden_size: int
+    #: Of each token, before they are pooled: to scores of the vocabulary.
+    token_layers: tuple[Dense, ...] = ()
     layers: tuple[Dense, ...] = ()
+    #: How often what was pooled, and is above 0, becomes log(1 + x), which leaves a vector with few
+    #: numbers (SPLADE: Formal et al. 2021).
+    logarithms: int = 0
     normalized: bool = False
     #: Whether tokens of an instruction count in the mean.
     pools_prompts: bool = True
@@ -70,12 +79,14 @@ class PoolingSpec:
     @property
     def width(self) -> int:
         """Numbers of a text's vector."""
-        return self.layers[-1].rows if self.layers else self.hidden_size
+        layers = self.layers or self.token_layers
+        return layers[-1].rows if layers else self.hidden_size
 
     @property
     def tensors(self) -> list[str]:
         """Names of tensors of the model's own files."""
-        return [name for layer in self.layers if not layer.folder for name in layer.tensors]
+        layers = self.token_layers + self.layers
+        return [name for layer in layers if not layer.folder for name in layer.tensors]
 
     def facts(self, second_text: int) -> VectorFacts:
         """What `GetModel` and the limits of calls need; `second_text`: `ModelSpec.second_text`."""
@@ -88,7 +99,7 @@ class PoolingSpec:
             default_prompt=self.default_prompt,
             pools_prompts=self.pools_prompts,
             labels=list(self.labels),
-            pooling=self.mode.value,
+            pooling=SPARSE if self.logarithms else self.mode.value,
             second_text=second_text,
             several_labels=self.several_labels,
             before=self.before,

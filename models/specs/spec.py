@@ -13,6 +13,7 @@ from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.cache.state_pool import StateLayout
 from tokenpod.models.checkpoints.errors import ModelError
+from tokenpod.models.layers.attention import Attention
 from tokenpod.models.layers.mixer import Mixer
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.positions import Rope
@@ -161,6 +162,12 @@ class ModelSpec:
     def encodes(self) -> bool:
         """Whether each token sees all of its text, so that nothing is read after its step."""
         return any(not mixer.cache.kept for mixer in self.mixers)
+
+    @property
+    def mutual(self) -> int:
+        """How many tokens of an image may see each other in some layers; 0: none do."""
+        found = [x for x in self.mixers if isinstance(x, Attention) and x.mutual]
+        return min((x.window or self.max_positions for x in found), default=0)
 
     @property
     def second_text(self) -> int:

@@ -34,6 +34,7 @@ class TierSpec:
     second_text: int = 0
     expansion: Expansion | None = None
     own_positions: bool = False
+    mutual: int = 0
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

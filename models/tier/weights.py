@@ -1,16 +1,20 @@
 """The weights of transformers' models: read by our reader, put in their places by transformers.
 
 transformers knows which tensors a class has, how older files name and cut them, and which are tied;
-our reader knows which files may be read, and how.
+our reader knows which files may be read, and how. What does not fit is found before anything is
+read, with tensors that have shapes and no numbers.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from tokenpod.models.checkpoints.errors import ModelError
@@ -25,24 +29,73 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress,
 ) -> Any:
-    """The model with its weights, on a CPU. Raises ModelError as `checkpoint.check` does."""
+    """The model with its weights, on a CPU.
+
+    Raises ModelError as `checkpoint.check` does, before weights are read unless a class can't be
+    filled without numbers.
+    """
     # As config.json calls it.
     name = next(iter(config.architectures or ()), found.__name__)
-    counted = _Counted(tensors, progress)
     library: Any = logging
     library.disable_progress_bar()
     library.set_verbosity_error()  # what is missing is an error of ours
+    with suppress(_NoNumbers):
+        _check_fit(name, tensors, _fit(found, config, tensors, dtype))
+    counted = _Counted(tensors, progress)
     try:
         model, told = cast(Any, found).from_pretrained(
             None,
             config=config,
-            state_dict={name: _Stored(counted, name) for name in tensors.names},
+            state_dict={name: _Stored(counted.read, name) for name in tensors.names},
             dtype=dtype,
             ignore_mismatched_sizes=True,  # told by us
             output_loading_info=True,
         )
     except RuntimeError as error:
         raise ModelError(f"{name}: {' '.join(str(error).split())[:300]}") from None
+    _check_fit(name, tensors, told)
+    counted.finish()
+    return model.eval().requires_grad_(False)
+
+
+class _NoNumbers(Exception):
+    """A class needs its weights' numbers to be filled."""
+
+
+def _fit(
+    found: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    tensors: TextTensors,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """What `from_pretrained` says of tensors, by their names and shapes alone.
+
+    It would say so itself of a model on the meta device, but asks for accelerate first.
+    """
+    own, owner = copy(config), cast(Any, found)
+    own.dtype = dtype
+    meta = torch.device("meta")
+    try:
+        # Not above: other releases may have it elsewhere.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        with meta:
+            model = owner(own)
+        loading = modeling_utils.LoadStateDictConfig(
+            ignore_mismatched_sizes=True,
+            device_map={"": meta},
+            dtype=dtype,
+            weight_mapping=cast(Any, get_model_conversion_mapping)(model, None, None),
+        )
+        stored = {name: _Stored(tensors.outline, name) for name in tensors.names}
+        told, _ = owner._load_pretrained_model(model, stored, None, loading)
+        return cast("dict[str, Any]", owner._finalize_model_loading(model, loading, told).to_dict())
+    except Exception as error:  # whatever a class does without numbers
+        raise _NoNumbers from error
+
+
+def _check_fit(name: str, tensors: TextTensors, told: dict[str, Any]) -> None:
+    """Raise ModelError for what is missing, left over, or of another shape."""
     for kind, what in (
         ("missing_keys", "is missing from the checkpoint"),
         ("mismatched_keys", "has another shape than config.json says"),
@@ -54,8 +107,6 @@ def load_weights(
             f"{name} has no tensor {_some(tensors, told['unexpected_keys'])}: "
             "config.json and weights don't belong together"
         )
-    counted.finish()
-    return model.eval().requires_grad_(False)
 
 
 class _Counted:
@@ -84,11 +135,11 @@ class _Counted:
 class _Stored:
     """A tensor that transformers has not asked for yet: it does by `stored[...]`."""
 
-    def __init__(self, counted: _Counted, name: str) -> None:
-        self._counted, self._name = counted, name
+    def __init__(self, read: Callable[[str], torch.Tensor], name: str) -> None:
+        self._read, self._name = read, name
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._counted.read(self._name)[index]
+        return self._read(self._name)[index]
 
 
 def _some(tensors: TextTensors, names: Any) -> str:

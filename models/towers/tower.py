@@ -6,29 +6,42 @@ what it makes are rows that stand in for those of the embedding's table (`GivenE
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 
-from tokenpod.core.images import SIGHTS, RowCount
+from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, Sight, processor_of
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
-from tokenpod.models.checkpoints.fields import read_fields
-from tokenpod.models.checkpoints.nested import Nesting
-from tokenpod.models.folder import read_text
+from tokenpod.models.checkpoints.fields import Fields, read_fields
+from tokenpod.models.checkpoints.nested import Nesting, text_of
 
 #: Of the text model that comes with a tower's class, and is not wanted.
-_TEXT_TENSORS = ("language_model", "lm_head")
+_TEXT_MODELS = ("language_model", "text_model")
+_TEXT_TENSORS = (*_TEXT_MODELS, "lm_head")
 #: Tokens of that text model's embedding: its class wants some.
 _FEW_TOKENS = 8
 #: Of an image, where preprocessor_config.json does not say how many it may have (Qwen2-VL's).
 _MOST_PIXELS = 28 * 28 * 1280
+#: Heights and widths of images that processors cut into as many tiles as into any.
+_LARGE = ((2048, 2048), (1536, 2048), (512, 6144))
+
+
+class TowerSize(NamedTuple):
+    """What a tower takes, in numbers of its dtype."""
+
+    weights: int
+    #: While it computes the largest image, at most; about.
+    working: int
 
 
 class Tower:
@@ -45,6 +58,8 @@ class Tower:
         parameters = [*model.parameters()]
         self._dtype, self._device = parameters[0].dtype, parameters[0].device
         self.weight_bytes = sum(each.nbytes for each in parameters)
+        #: What it computes by; processors say more, of which prompts alone depend.
+        self._takes = inspect.signature(model.get_image_features).parameters.keys()
 
     @torch.inference_mode()
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -55,11 +70,14 @@ class Tower:
 
         Raises what transformers' code does with tensors that are not for it.
         """
-        given = {name: self._there(tensor) for name, tensor in tensors.items()}
+        given = {
+            name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
+        }
         made = self._model.get_image_features(**given)
-        # Of one image: lists of one, or a batch of one.
+        # Of one image: lists of one, or tiles.
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
-        rows = torch.cat([part[0].flatten(0, -2) for part in parts], dim=-1)
+        parts = [part if isinstance(part, torch.Tensor) else part[0] for part in parts]
+        rows = torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
         return rows.float().cpu()
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +93,7 @@ def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device, most_r
 
     Raises ModelError if tensors are missing or left over.
     """
-    nesting = read_text(folder).nesting
+    nesting = text_of(read_fields(folder / "config.json")).nesting
     assert nesting is not None
     with Checkpoint(folder) as checkpoint:
         tower = _read(folder, checkpoint, nesting, dtype, device)
@@ -91,11 +109,11 @@ def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
     """
     config = read_fields(folder / "config.json")
     vision, channels = config.fields("vision_config"), 3
+    sight = SIGHTS[config.texts("architectures")[0]]
+    if sight.rows is not RowCount.GRID:
+        return _most_numbers(folder, sight)
     patch = vision.integer("patch_size")
-    if SIGHTS[config.texts("architectures")[0]].rows is not RowCount.GRID:
-        side = vision.integer("image_size")
-        return {"pixel_values": torch.zeros(1, channels, side, side)}
-    processor = read_fields(folder / "preprocessor_config.json")
+    processor = Fields(processor_of(folder) or {}, str(folder / PROCESSOR))
     merge, time = processor.integer("merge_size", 2), processor.integer("temporal_patch_size", 2)
     size = processor.fields("size") if "size" in processor else processor
     pixels = size.integer("longest_edge", processor.integer("max_pixels", _MOST_PIXELS))
@@ -105,21 +123,50 @@ def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.zeros(side * side, numbers), "image_grid_thw": grid}
 
 
+def tower_size(folder: Path, most_rows: int) -> TowerSize:
+    """Of a checkpoint that `sees_images`: no weights are read."""
+    config, _ = _config(folder)
+    with torch.device("meta"):
+        base = _without_text(_class_of(config)(config))
+    numbers = sum(each.numel() for each in base.parameters())
+    vision: Any = config.vision_config
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    wide = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
+    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
+    # Of a layer: the stream with queries, keys and values before and behind rotation, or with the
+    # gated product. Some projectors choose among the outputs of all layers, which are kept.
+    each = max(9 * hidden, 3 * (hidden + wide))
+    each += layers * hidden if hasattr(config, "vision_feature_layer") else 0
+    pixels = largest_image(folder, most_rows)["pixel_values"].numel()
+    patch = math.prod(np.broadcast_to(vision.patch_size, 2).tolist()) * 3
+    patch *= getattr(vision, "temporal_patch_size", 1)
+    return TowerSize(numbers, pixels * 2 + pixels // patch * each)
+
+
+def _most_numbers(folder: Path, sight: Sight) -> dict[str, torch.Tensor]:
+    """What the processor makes of large images of several shapes: that with most numbers."""
+    load: Any = AutoImageProcessor
+    process = load.from_pretrained(
+        folder, backend="pil", local_files_only=True, trust_remote_code=False
+    )
+    found: list[dict[str, torch.Tensor]] = []
+    for height, width in _LARGE:
+        pixels = np.zeros((height, width, 3), np.uint8)
+        made = process(pixels, input_data_format="channels_last", **sight.options)
+        found.append({name: torch.from_numpy(np.asarray(each)) for name, each in made.items()})
+    return max(found, key=lambda tensors: tensors["pixel_values"].numel())
+
+
 def _read(
     folder: Path, checkpoint: Checkpoint, nesting: Nesting, dtype: torch.dtype, device: torch.device
 ) -> Tower:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    (name,) = config.architectures
-    text = config.get_text_config(decoder=True)
-    width = text.hidden_size
-    _shrink(config, text)
+    config, width = _config(folder)
     parts = tuple(part for part in nesting.unused if not part.endswith("mtp"))
     stored = {x: _Stored(checkpoint, x) for x in checkpoint.names if x.startswith(parts)}
     library: Any = logging
     library.disable_progress_bar()
     library.set_verbosity_error()  # what is missing is an error of ours
-    found = cast(Any, getattr(transformers, name))
-    whole, report = found.from_pretrained(
+    whole, report = _class_of(config).from_pretrained(
         None,
         config=config,
         state_dict=stored,
@@ -137,11 +184,32 @@ def _read(
         if wrong:
             without = "with --max-images 0 the model is served as text alone"
             raise ModelError(f"{folder}: tensor {wrong[0]} {problem}; {without}")
-    base = whole.model
-    del base.language_model
+    base = _without_text(whole)
     # Qwen3-VL's: one for each layer of the text model behind which its rows are added.
     deeper = len(getattr(getattr(base, "visual", None), "deepstack_merger_list", ()))
     return Tower(base.eval().requires_grad_(False).to(device), width * (1 + deeper))
+
+
+def _config(folder: Path) -> tuple[PreTrainedConfig, int]:
+    """The whole model's, with next to no text model; and the width of what that reads."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    width = text.hidden_size
+    _shrink(config, text)
+    return config, width
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    (name,) = cast(Any, config).architectures
+    return getattr(transformers, name)
+
+
+def _without_text(whole: Any) -> Any:
+    base = whole.model
+    for name in _TEXT_MODELS:
+        if hasattr(base, name):
+            delattr(base, name)
+    return base
 
 
 def _shrink(config: PreTrainedConfig, text: PreTrainedConfig) -> None:

@@ -83,6 +83,9 @@ class ExpertNames:
     shared_up: tuple[str, ...] | Fused = ()
     shared_down: str = ""
     shared_gate: str = ""
+    #: From the stream to what experts read, and back.
+    inner_in: str = ""
+    inner_out: str = ""
 
     def stacked(self, gate_up: str, down: str, **other: Any) -> ExpertNames:
         """The same with all experts' weights in two tensors [experts, out, in], and `other`."""

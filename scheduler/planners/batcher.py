@@ -189,7 +189,7 @@ class Batcher(Planner):
         portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
         beams = self._beams.wanted if portion.decode and self._beams.groups else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
-        if len(sequences) + beams + self.has_prompts > slots:
+        if len(sequences) + beams + self._least_prompt > slots:
             slots = self._make_room(slots, decode=portion.decode)
             sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
         # Before the others: these can be preempted.
@@ -295,7 +295,7 @@ class Batcher(Planner):
 
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add pieces of prompts, in the order of admission."""
-        budget = min(prompt_tokens, slots)
+        budget, begun = min(prompt_tokens, slots), False
         for sequence in [*self._ready, *self._prefilling] if budget > 0 else []:
             if sequence.late:
                 continue
@@ -304,8 +304,13 @@ class Batcher(Planner):
             n = min(sequence.next_piece, budget)
             if self._whole_prompts and n < sequence.next_piece:
                 break
+            if n < (least := sequence.least_piece):
+                # First in a step it may be longer than the others: it can't be cut.
+                if begun or least > min(slots, step.prompt_room):
+                    break
+                n = least
             step.prompt(sequence, n)
-            budget -= n
+            budget, begun = budget - n, True
             if not sequence.prefilling:
                 line = self._ready if self._ready else self._prefilling
                 line.remove(sequence)
@@ -335,11 +340,17 @@ class Batcher(Planner):
         return self._wanted(decode=True) > slots
 
     def _wanted(self, *, decode: bool) -> int:
-        """Slots for the next token of all that decode, if they do, and for one of a prompt."""
+        """Slots for the next token of all that decode, if they do, and for a piece of a prompt."""
         decoding = len(self._decoding.next()[0])
         if self._beams.groups:
             decoding += self._beams.wanted
-        return decoding * decode + self.has_prompts
+        return decoding * decode + self._least_prompt
+
+    @property
+    def _least_prompt(self) -> int:
+        """Slots that the next prompt takes at least; 0: there is none."""
+        prompts = chain(self._ready, self._prefilling)
+        return next((s.least_piece for s in prompts if not s.late), int(self.has_prompts))
 
     def _make_room(self, slots: int, *, decode: bool) -> int:
         """Preempt until every row has a slot, or the admission policy names no victims.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.outputs import Failure, FailureCode
-from tokenpod.core.positions import positions_problem
+from tokenpod.core.positions import positions_problem, spans_of
 from tokenpod.core.requests import BeamParams, Request
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.scheduler.sequences.beam_search import BeamSearch
@@ -45,9 +45,24 @@ def never_fits(request: Request, limits: Limits) -> str:
         return problem
     if request.given and (problem := positions_problem(request, served=limits.own_positions)):
         return problem
+    if request.given and (problem := _no_spans(request, limits)):
+        return problem
     if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
         return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
     return ""
+
+
+def _no_spans(request: Request, limits: Limits) -> str:
+    """Why vectors that see each other can't be computed; empty if they can be."""
+    longest = max((end - start for start, end in spans_of(request)), default=0)
+    if longest <= min(limits.mutual, limits.prefill_tokens):
+        return ""
+    if longest > limits.mutual:
+        return f"{longest} tokens of an image see each other; those of this model: {limits.mutual}"
+    return (
+        f"an image has {longest} tokens; a step reads {limits.prefill_tokens}, and this model reads"
+        " an image in one (--max-batch-prefill-tokens)"
+    )
 
 
 def _no_vectors(request: Request, limits: Limits) -> str:

@@ -204,6 +204,10 @@ class RouterSteps(Planner):
                 n = 1
             elif left > 0:
                 n = min(owed, left, sequence.next_piece)
+                if n < (least := sequence.least_piece):
+                    if left < budget or least > step.prompt_room:
+                        continue
+                    n = least
                 step.prompt(sequence, n)
                 left -= n
             else:
@@ -250,7 +254,7 @@ def _promised(sequence: Sequence, chunk: int) -> int:
     if not sequence.prefilling:
         return 1
     left = sequence.to_compute
-    return min(chunk, left) if chunk else left
+    return sequence.whole(min(chunk, left)) if chunk else left
 
 
 def _answer(op: _Op) -> Advanced:

@@ -8,6 +8,7 @@ from operator import attrgetter
 import numpy as np
 
 from tokenpod.core.outputs import FinishCode
+from tokenpod.core.positions import spans_of
 from tokenpod.core.requests import BeamParams, Request
 from tokenpod.scheduler.pool.offload_tier import Offloaded
 from tokenpod.scheduler.pool.radix import Node, Tokens
@@ -155,6 +156,8 @@ class Sequence:
         self.pooled = request.pooling is not None
         table.pooling += self.pooled
         table.pooled[self.place] = self.pooled
+        #: Positions, from and to, that are computed in one step, since they see each other.
+        self.spans = spans_of(request)
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
         table.id[self.place] = self.id
@@ -303,7 +306,22 @@ class Sequence:
     def next_piece(self) -> int:
         """Of these, how many a step may compute at most."""
         cut = self.branch if self.branch > self.computed else self.needed
+        for start, end in self.spans:
+            if self.computed < start:
+                cut = min(cut, start)
+            elif self.computed < end:
+                cut = end
         return cut - self.computed
+
+    @property
+    def least_piece(self) -> int:
+        """Of these, how many a step must compute if it computes any."""
+        return self.whole(1)
+
+    def whole(self, count: int) -> int:
+        """So many of these, or as many more as do not cut a span."""
+        at = self.computed + count
+        return next((end for start, end in self.spans if start < at < end), at) - self.computed
 
     @property
     def prefilling(self) -> bool:

@@ -64,6 +64,8 @@ class Limits:
     pools: bool = False
     #: Whether all of a prompt must be in one step: each of its tokens sees those behind it.
     whole_prompts: bool = False
+    #: How many tokens may see each other, of those that a request brings vectors for.
+    mutual: int = 0
     #: Whether requests may bring positions of three axes.
     own_positions: bool = False
     #: Adapters that running sequences can have at once, and those that have been read.

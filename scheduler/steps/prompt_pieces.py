@@ -57,6 +57,11 @@ class Piece:
         """[3, n] int32: positions of `tokens`; None: places plus the request's shift."""
         return axes_of(self.sequence.request, self.start, self.start + len(self.slots))
 
+    @property
+    def mutual(self) -> bool:
+        """Whether its tokens see each other: they are all that is left of a span."""
+        return any(start <= self.start < end for start, end in self.sequence.spans)
+
 
 class ChosenToken(Piece):
     """The last output of a beam, which was chosen among those of all."""

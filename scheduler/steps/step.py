@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import GIVEN, LAST, StepPlan
 from tokenpod.core.positions import shift_of
@@ -142,6 +143,11 @@ class StepBuilder:
         self._pieces: list[Piece] = []
 
     @property
+    def prompt_room(self) -> int:
+        """Tokens of prompts that executors have room for besides these."""
+        return self._limits.prompt - PROBE_TOKENS - self.prompt_tokens
+
+    @property
     def forced_left(self) -> int:
         """Forced tokens that may still be added."""
         return min(self._forced_left, self.drafts_left)
@@ -258,6 +264,9 @@ class StepBuilder:
             self._score(columns, by_row)
             self._embed(columns, by_row, sequences)
             self._place(columns, by_row)
+            if mutual := [row for row, piece in by_row if piece.mutual]:
+                columns["r_mutual"] = np.zeros_like(columns["r_row"])
+                columns["r_mutual"][mutual] = 1
         if table.adapted and any(sequence.adapter_slot for sequence in sequences):
             columns["r_adapter"] = [sequence.adapter_slot for sequence in sequences]
         if table.constrained:

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from tokenpod.core.requests import BeamParams
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.calls.images import GivenImage
+from tokenpod.service.calls.images import GivenImage, GivenTensors
 
 #: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
 _FOREVER_SECONDS = 1e9
@@ -164,6 +164,8 @@ class GenerateCall:
     max_draft_tokens: int | None = None
     #: Of a chat, in the order of their places there.
     images: Sequence[GivenImage] = ()
+    #: Images of a prompt of tokens, which has theirs.
+    tensors: GivenTensors | None = None
 
     @property
     def sequences(self) -> int:

@@ -183,6 +183,12 @@ class ResolvedSettings(Settings):
         return frozenset(name.strip() for name in (self.metrics_names or "").split(",") if name)
 
     @property
+    def resolved_image_hosts(self) -> frozenset[str]:
+        """From where images may be fetched."""
+        hosts = (self.image_url_hosts or "").split(",")
+        return frozenset(host.strip().lower() for host in hosts if host.strip())
+
+    @property
     def socket_path(self) -> str | None:
         """The unix socket's path, by this pod's first rank; None: there is none."""
         return f"{self.uds_path}-{self.first_rank}" if self.uds_path else None

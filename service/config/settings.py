@@ -151,6 +151,10 @@ class Settings(BaseSettings):
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits
     and one scale per head and token, on a CPU."""
+    deterministic: bool = _model(False)
+    """Let the tokens of a request, and their log probabilities, be the same bit by bit whatever
+    runs beside it, however its prompt is cut, and whether its beginning was cached. For dense
+    models without quantised weights, on one GPU; a little slower."""
     device: Literal["auto", "cpu", "cuda"] = _model("auto")
     """Where the model runs. auto: a GPU if there is one."""
     threads: int = _model(0, ge=0)
@@ -225,6 +229,11 @@ class Settings(BaseSettings):
     """Bytes of an image's file."""
     max_image_pixels: int = _limit(32 * 1024**2, ge=1)
     """Pixels of an image, by its header, before it is decoded."""
+    image_url_hosts: str | None = _limit(None, min_length=1)
+    """Hosts from which images that calls name by URL may be fetched, with commas; `HOST:PORT` where
+    the port is not that of http or https. Their addresses must be public. None: none is fetched."""
+    image_url_timeout: float = _limit(5.0, gt=0, le=600)
+    """Seconds that fetching an image may take."""
     image_workers: int = _limit(2, ge=1, le=64)
     """Processes of each front end that decode images."""
     image_timeout: float = _limit(10.0, gt=0, le=3600)

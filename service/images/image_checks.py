@@ -13,21 +13,21 @@ from tokenpod.service.images.headers import Header, ImageError, read_header
 MOST_RATIO = 200
 
 
-def check_images(images: Sequence[GivenImage], settings: ServerSettings) -> list[Header]:
-    """What the headers of a request's images say. Takes microseconds for each.
-
-    Raises InvalidArgument, which names the first image that is refused, its value and the limit.
-    """
+def check_count(images: Sequence[GivenImage], settings: ServerSettings) -> None:
+    """Raise InvalidArgument for more images than a request may have."""
     if len(images) > settings.max_images:
         problem = (
             f"is image {settings.max_images + 1} of {len(images)}; this server allows"
             f" {settings.max_images} (--max-images)"
         )
         raise InvalidArgument(images[settings.max_images].field, problem)
-    return [_check(image, settings) for image in images]
 
 
-def _check(image: GivenImage, settings: ServerSettings) -> Header:
+def check_image(image: GivenImage, settings: ServerSettings) -> Header:
+    """What its header says. Takes microseconds.
+
+    Raises InvalidArgument, which names the image, its value and the limit.
+    """
     size, most = len(image.data), settings.max_image_bytes
     if size > most:
         problem = f"has {size} bytes; this server allows {most} (--max-image-bytes)"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tokenpod.core.images import TensorPlace
+from tokenpod.core.images import RowCount, TensorPlace
 from tokenpod.core.message import Message
+from tokenpod.service.images.expansions import Layout
 from tokenpod.service.workers.worker_messages import Loaded, Refused
 
 
@@ -11,7 +12,7 @@ class ImageWorkerOptions(Message, frozen=True, array_like=True, tag=True):
     """The first message to a new worker.
 
     Args:
-        folder: the model's, with preprocessor_config.json and config.json.
+        folder: the model's, with config.json and the settings of its processor.
         memory_bytes: what the worker may take on top of what it has once that is loaded.
     """
 
@@ -19,14 +20,34 @@ class ImageWorkerOptions(Message, frozen=True, array_like=True, tag=True):
     memory_bytes: int
 
 
+class TensorShapes(Message, frozen=True, array_like=True):
+    """What a processor makes of images, of those models whose tensors are taken as they are.
+
+    Args:
+        rows: how rows are counted.
+        patch: numbers of one patch, with a grid.
+        merge: patches of a row, beside each other and above each other.
+        side: pixels of a square, without a grid.
+        most_rows: of one image; without a grid each has as many.
+    """
+
+    rows: RowCount
+    patch: int = 0
+    merge: int = 1
+    side: int = 0
+    most_rows: int = 0
+
+
 class ProcessorLoaded(Loaded, frozen=True, array_like=True, tag=True):
     """The worker is ready.
 
     Args:
         settings: SHA-256 of all that decides what the processor makes of an image.
+        shapes: of what it makes.
     """
 
     settings: bytes
+    shapes: TensorShapes
 
 
 class ReadImage(Message, frozen=True, array_like=True, tag=True):
@@ -50,14 +71,14 @@ class ImageRead(Message, frozen=True, array_like=True, tag=True):
         out: descriptor of a file with tensors, in the worker's process until its next job.
         size: bytes of the file.
         tensors: where they lie in it.
-        rows: how many tokens stand for it in a prompt.
+        layout: how it stands in a prompt.
         grid: how many lie above and beside each other, if they bring positions; else empty.
     """
 
     out: int
     size: int
     tensors: list[TensorPlace]
-    rows: int
+    layout: Layout
     grid: tuple[int, ...] = ()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tokenpod.core.images import SIGHTS
 from tokenpod.core.requests import ImageRun
 from tokenpod.service.calls.errors import InvalidArgument
-from tokenpod.service.images.expansions import ImageTexts, no_token
+from tokenpod.service.images.expansions import ImageTexts, Layout, no_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,21 @@ class ImageTokens:
 
     Args:
         token_id: has a row of an image each time.
-        token: its name, which a chat template writes once for an image.
+        row: its name.
+        token: what a chat template writes once for an image; empty: the same.
         opening, closing: what the template writes around that, for texts without one.
+        before, behind: what it does not write, and rows have around them.
+        axes: rows bring positions of three axes.
     """
 
     token_id: int
-    token: str
+    row: str
+    token: str = ""
     opening: str = ""
     closing: str = ""
+    before: str = ""
+    behind: str = ""
+    axes: bool = False
 
     @classmethod
     def of(
@@ -36,27 +43,55 @@ class ImageTokens:
         `name_of`: the tokenizer's.
         """
         sight = SIGHTS[config["architectures"][0]]
+
+        def names(*fields: str) -> list[str]:
+            found = [config[name] for name in fields if isinstance(config.get(name), int)]
+            return [name_of(each) or "" for each in found]
+
         token_id = config.get(sight.token)
-        token = name_of(token_id) if isinstance(token_id, int) else None
-        if token_id is None or token is None:
+        row = name_of(token_id) if isinstance(token_id, int) else None
+        if token_id is None or row is None:
             return None
-        wrapping = [name_of(config[name]) or "" for name in sight.wrapping if name in config]
-        return cls(token_id, token, *wrapping)
+        # A template that lacks one of the two has other ways.
+        opening, closing = _pair(names(*sight.wrapping))
+        before, behind = _pair(names(*sight.enclosing))
+        return cls(
+            token_id,
+            row,
+            (names(sight.written) or [sight.written])[0],
+            opening,
+            closing,
+            sight.spacing + before,
+            behind + sight.spacing,
+            sight.axes,
+        )
 
-    def texts(self, rows: Sequence[int]) -> ImageTexts:
-        """What stands in a chat for images with so many rows each."""
-        return ImageTexts(self.token, [self.token * count for count in rows])
+    @property
+    def written(self) -> str:
+        """What stands once for an image before it is known how many rows it has."""
+        return self.token or self.row
 
-    def within(self, text: str, places: Sequence[int], rows: Sequence[int], field: str) -> str:
-        """A text with images at these offsets, of so many rows each.
+    def texts(self, layouts: Sequence[Layout]) -> ImageTexts:
+        """What stands in a chat for images with these layouts."""
+        return ImageTexts(self.written, self.row, [self.expansion(each) for each in layouts])
 
-        Raises InvalidArgument, which names `field`, for a text that has the token itself.
+    def expansion(self, layout: Layout) -> str:
+        """What stands for one image."""
+        parts = (text + self.row * rows for text, rows in layout)
+        return "".join((self.before, *parts, self.behind))
+
+    def within(
+        self, text: str, places: Sequence[int], layouts: Sequence[Layout], field: str
+    ) -> str:
+        """A text with images of these layouts at these offsets.
+
+        Raises InvalidArgument, which names `field`, for a text that has a token for images itself.
         """
-        if self.token in text:
-            raise InvalidArgument(field, no_token(self.token))
+        if problem := no_token(text, (self.written, self.row)):
+            raise InvalidArgument(field, problem)
         parts, begin = [], 0
-        for place, count in zip(places, rows, strict=True):
-            parts += [text[begin:place], self.opening, self.token * count, self.closing]
+        for place, layout in zip(places, layouts, strict=True):
+            parts += [text[begin:place], self.opening, self.expansion(layout), self.closing]
             begin = place
         return "".join([*parts, text[begin:]])
 
@@ -78,3 +113,8 @@ class ImageTokens:
                     found.append(ImageRun(image, first, own[first], at - first))
                     first = at
         return found
+
+
+def _pair(names: Sequence[str]) -> tuple[str, str]:
+    """What stands before and behind; nothing, unless there are both."""
+    return (names[0], names[1]) if len(names) > 1 else ("", "")

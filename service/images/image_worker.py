@@ -26,17 +26,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, TensorPlace
+from tokenpod.core.images import PROCESSOR, SIGHTS, WHOLE_PROCESSOR, RowCount, TensorPlace
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
+from tokenpod.service.images.expansions import Layout, rows_of
 from tokenpod.service.images.image_messages import (
     FromImageWorker,
     ImageRead,
     ImageWorkerOptions,
     ProcessorLoaded,
     ReadImage,
+    TensorShapes,
     ToImageWorker,
 )
+from tokenpod.service.images.image_rows import layout_of
 from tokenpod.service.workers.worker_messages import Refusal, Refused
 
 #: Bytes between tensors in a file begin at multiples of this.
@@ -65,7 +68,7 @@ def main() -> int:
         assert isinstance(options, ImageWorkerOptions), "the first message is ImageWorkerOptions"
         processor = Processor(Path(options.folder))
         limit_memory(options.memory_bytes)
-        link.send(ProcessorLoaded(processor.settings))
+        link.send(ProcessorLoaded(processor.settings, processor.shapes))
         out = -1
         while True:
             for job in link.receive(None):
@@ -81,28 +84,57 @@ class Processor:
     """A model's processor of images, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        # Not above: it takes seconds, and asks whether there is torch.
+        # Not above: it takes seconds, and asks whether there is torch. The class by its module:
+        # 5.17 of `transformers` itself has it only beside torchvision.
         import transformers
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        self._config = json.loads((folder / _MODEL_CONFIG).read_text(encoding="utf-8"))
-        self._sight = SIGHTS[self._config["architectures"][0]]
+        auto: Any = transformers
+        local = {"local_files_only": True, "trust_remote_code": False}
+        self._config = auto.AutoConfig.from_pretrained(folder, **local)
+        self._sight = SIGHTS[self._config.architectures[0]]
         # "pil": what torchvision makes of an image differs from version to version.
-        auto: Any = transformers.AutoImageProcessor
-        self._process = auto.from_pretrained(
-            folder, backend="pil", local_files_only=True, trust_remote_code=False
-        )
+        processors: Any = AutoImageProcessor
+        self._process = processors.from_pretrained(folder, backend="pil", **local)
+        self._options = dict(self._sight.options)
+        if self._sight.rows is RowCount.LINES:
+            # transformers' processor of the whole gives it what a row takes.
+            vision = self._config.vision_config
+            self._options["patch_size"] = vision.patch_size * self._config.spatial_merge_size
+        whole = folder / WHOLE_PROCESSOR
+        self._names = json.loads(whole.read_bytes()) if whole.is_file() else {}
         digest = hashlib.sha256()
         for part in (type(self._process).__qualname__, transformers.__version__):
             digest.update(part.encode() + b"\0")
-        for name in (PROCESSOR, _MODEL_CONFIG):
-            digest.update((folder / name).read_bytes() + b"\0")
+        for name in (PROCESSOR, WHOLE_PROCESSOR, _MODEL_CONFIG):
+            if (folder / name).is_file():
+                digest.update((folder / name).read_bytes())
+            digest.update(b"\0")
         self.settings = digest.digest()
 
     def __call__(self, pixels: Pixels) -> Tensors:
         """[height, width, 3] to the tower's arguments, for one image."""
         # Said, not guessed: 1 or 3 pixels of height look like channels (CVE-2026-22773).
-        made = self._process(pixels, input_data_format="channels_last", return_tensors=None)
+        made = self._process(
+            pixels, input_data_format="channels_last", return_tensors=None, **self._options
+        )
         return {name: np.ascontiguousarray(np.asarray(value)) for name, value in made.items()}
+
+    @property
+    def shapes(self) -> TensorShapes:
+        """Of what it makes."""
+        rows, vision = self._sight.rows, self._config.vision_config
+        if rows is RowCount.GRID:
+            merge, time = int(vision.spatial_merge_size), int(vision.temporal_patch_size)
+            patch = vision.patch_size**2 * time
+            size: Any = self._process.size
+            most = size["longest_edge"] // (vision.patch_size * merge) ** 2
+            return TensorShapes(rows, 3 * patch, merge, most_rows=int(most))
+        if rows in (RowCount.PATCHES, RowCount.FIXED):
+            side = int(vision.image_size)
+            square = {"pixel_values": np.empty((1, 3, side, side), np.bool_)}
+            return TensorShapes(rows, side=side, most_rows=rows_of(self.layout(square)))
+        return TensorShapes(rows)
 
     def grid(self, tensors: Tensors) -> tuple[int, ...]:
         """How many rows lie above and beside each other, if they bring positions; else empty."""
@@ -112,20 +144,9 @@ class Processor:
         merge = int(self._process.merge_size)
         return int(height) // merge, int(width) // merge
 
-    def rows(self, tensors: Tensors) -> int:
-        """How many rows of embeddings the tower will make of it."""
-        match self._sight.rows:
-            case RowCount.GRID:
-                merge = int(self._process.merge_size)
-                return int(tensors["image_grid_thw"].prod()) // merge**2
-            case RowCount.PATCHES:
-                vision = self._config["vision_config"]
-                height, width = tensors["pixel_values"].shape[-2:]
-                patches = (height // vision["patch_size"]) * (width // vision["patch_size"])
-                # CLIP's towers have a class token, which "default" leaves out.
-                classes = vision.get("model_type") == "clip_vision_model"
-                whole = self._config.get("vision_feature_select_strategy", "default") == "full"
-                return int(patches) + int(classes) - (0 if whole else 1)
+    def layout(self, tensors: Tensors) -> Layout:
+        """How the image stands in a prompt."""
+        return layout_of(self._sight.rows, self._config, tensors, self._names)
 
 
 def _answer(processor: Processor, job: ReadImage, out: int) -> FromImageWorker:
@@ -135,7 +156,7 @@ def _answer(processor: Processor, job: ReadImage, out: int) -> FromImageWorker:
             return pixels
         tensors = processor(pixels)
         places, size = _written(tensors, out)
-        return ImageRead(out, size, places, processor.rows(tensors), processor.grid(tensors))
+        return ImageRead(out, size, places, processor.layout(tensors), processor.grid(tensors))
     except MemoryError:
         return Refused(Refusal.MEMORY, "")
     except Exception as error:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from tokenpod.core.images import TensorPlace
 from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.images.expansions import Layout
 from tokenpod.service.images.headers import Header
 from tokenpod.service.images.image_messages import (
     FromImageWorker,
@@ -19,6 +20,7 @@ from tokenpod.service.images.image_messages import (
     ImageWorkerOptions,
     ProcessorLoaded,
     ReadImage,
+    TensorShapes,
 )
 from tokenpod.service.workers.worker_pool import PoolLimits, WorkerPool
 from tokenpod.service.workers.worker_process import WorkerEnded, WorkerProcess
@@ -36,14 +38,13 @@ class TensorFile:
         descriptor: of that memory, in this process.
         size: its bytes.
         tensors: where they lie in it.
-        rows: how many tokens stand for the image in a prompt.
-        grid: as `ImageRead` has it.
+        layout, grid: as `ImageRead` has them.
     """
 
     descriptor: int
     size: int
     tensors: list[TensorPlace]
-    rows: int
+    layout: Layout
     grid: tuple[int, ...] = ()
 
     def close(self) -> None:
@@ -61,6 +62,8 @@ class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
 
     #: SHA-256 of what decides what the processor makes of an image; set by `start`.
     processor: bytes = b""
+    #: Of what it makes; set by `start`.
+    shapes: TensorShapes
 
     def __init__(self, folder: Path, settings: ServerSettings) -> None:
         limits = PoolLimits(
@@ -77,14 +80,15 @@ class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
     async def start(cls, folder: Path, settings: ServerSettings) -> ImageWorkers:
         """All workers, loaded. Raises CantStart if one can't be."""
         pool = cls(folder, settings)
-        pool.processor = (await pool.open())[0].settings
+        loaded = (await pool.open())[0]
+        pool.processor, pool.shapes = loaded.settings, loaded.shapes
         return pool
 
     async def read(self, data: bytes, header: Header, *, field: str) -> TensorFile:
         """Decode an image whose header has been checked; `run` says what it raises."""
         pixels = header.width * header.height
         made = await self.run(ReadImage(data, *header), field=field, size=pixels)
-        return TensorFile(made.out, made.size, made.tensors, made.rows, made.grid)
+        return TensorFile(made.out, made.size, made.tensors, made.layout, made.grid)
 
     async def _start_worker(self) -> WorkerProcess[ProcessorLoaded, ImageRead]:
         options = ImageWorkerOptions(str(self._folder), self._limits.memory_bytes)

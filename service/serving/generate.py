@@ -35,7 +35,6 @@ from tokenpod.service.calls.call import (
 )
 from tokenpod.service.calls.errors import AlreadyExists, NotFound, Unimplemented
 from tokenpod.service.calls.generation import Generation
-from tokenpod.service.calls.images import image_bytes
 from tokenpod.service.calls.limits import (
     MOST_RETURNED_IDS,
     NeverFits,
@@ -166,7 +165,7 @@ class GenerateService:
             serving = self._ready()
             check_tokens(call, serving.limits)
             serving.images.check(call.images)
-            size = prompt_bytes(call.prompt) + image_bytes(call.images)
+            size = prompt_bytes(call.prompt) + serving.images.bytes_of(call.images)
             with self._admission.memory.reserve(size) as lease:
                 seen = await serving.images.read(call.images)
                 # What an image becomes is not wanted, but how many tokens.
@@ -278,7 +277,9 @@ class AdmittedCall:
         size = prompt_bytes(call.prompt)
         if call.images:
             self._serving.images.check(call.images)
-            size += image_bytes(call.images)
+            size += self._serving.images.bytes_of(call.images)
+        if call.tensors is not None:
+            size += call.tensors.size
         self._lease = self._admission.memory.reserve(size)
 
     async def submit(
@@ -314,6 +315,9 @@ class AdmittedCall:
         prompt = tokenised.ids
         before = self._adapter_of(call)
         new_tokens = self._new_tokens(call, tokenised.count, len(prompt), before)
+        if call.tensors is not None:
+            seen = self._seen = await serving.images.read_tensors(call.tensors, prompt)
+            lease.resize(lease.size + seen.file_bytes)
         check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = list[list[int]]()
         if call.sampling.bad_words:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenpod.core.requests import ImageRows
-from tokenpod.service.calls.errors import Unimplemented
-from tokenpod.service.calls.images import GivenImage
+from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
+from tokenpod.service.calls.images import GivenImage, GivenTensors
 from tokenpod.service.images.image_reader import ImageReader, SeenImage, close_all
 from tokenpod.service.pod.client import EngineClient
 
@@ -27,8 +27,17 @@ class Images:
         """Whether the model sees."""
         return self._reader is not None
 
+    @property
+    def fetched(self) -> bool:
+        """Whether images may be named by URL."""
+        return self._reader is not None and self._reader.urls is not None
+
+    def bytes_of(self, images: Sequence[GivenImage]) -> int:
+        """Of their files, at most."""
+        return self._reader.bytes_of(images) if self._reader is not None else 0
+
     def check(self, images: Sequence[GivenImage]) -> None:
-        """All that can be said by their first bytes. Raises InvalidArgument or Unimplemented."""
+        """All that can be said at once. Raises InvalidArgument or Unimplemented."""
         if images:
             self._reading(images).check(images)
 
@@ -42,9 +51,20 @@ class Images:
         reader = self._reading(images)
         return SeenImages(await reader.read(images), reader, self._client)
 
+    async def read_tensors(self, given: GivenTensors, prompt: Sequence[int]) -> SeenImages:
+        """Of a prompt that has their tokens. `close` what is returned.
+
+        Raises InvalidArgument, which names the tensor.
+        """
+        if self._reader is None:
+            problem = "is not supported: this server has no model that sees"
+            raise InvalidArgument(given.field, problem)
+        seen = await self._reader.check_tensors(given, prompt)
+        return SeenImages(seen, self._reader, self._client)
+
     def _reading(self, images: Sequence[GivenImage]) -> ImageReader:
         if self._reader is None:
-            field = images[0].field.removesuffix(".data")
+            field = images[0].field.removesuffix(".data").removesuffix(".uri")
             raise Unimplemented(field, "is not supported: this server has no model that sees")
         return self._reader
 
@@ -72,8 +92,8 @@ class SeenImages:
         """A text with these images at these offsets. Raises InvalidArgument; see `ImageTokens`."""
         if self._reader is None:
             return text
-        rows = [image.rows for image in self.images]
-        return self._reader.tokens.within(text, places, rows, field)
+        layouts = [image.layout for image in self.images]
+        return self._reader.tokens.within(text, places, layouts, field)
 
     @property
     def file_bytes(self) -> int:

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 import tokenpod.commands.size
 from support.checkpoints import medusa_heads
 from support.pods.harness import serve
 from tokenpod.commands.gpus import GPUS
 from tokenpod.commands.size import SizeError, footprint
-from tokenpod.core.capacity import GIB
+from tokenpod.core.capacity import GIB, capacity
 from tokenpod.core.cgroup import memory_limits
-from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import ITEM_BYTES, Footprint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_layout
@@ -289,6 +290,20 @@ def test_states_that_a_model_keeps_by_itself_are_counted(tmp_path: Path):
     assert "100,000 tokens of 0.0078125 KiB, and 100 states of 438 KiB" in text
     little = (*asked[:4], 0.77, *asked[5:])
     assert "a sequence's state takes 0.00 GiB, and there is no room" in size(*little).stdout
+
+
+def test_a_tower_of_images_is_counted_where_images_are_served(big: Path):
+    """On the first rank: its weights, and what the largest image takes."""
+    plain = told_here(big)
+    seeing = structs.replace(plain, tower_numbers=600_000_000, tower_working=200_000_000)
+    shape = {"max_batch_size": 64, "max_batch_prefill_tokens": 2048, "image_cache_bytes": 0}
+    options = EngineOptions("", "bfloat16", "cuda:0", 1, **shape)
+    found, without = (capacity(x, options, memory=80 * GIB, ranks=1) for x in (seeing, plain))
+    assert found.reserve["image tower"] == 2 * 600_000_000
+    assert found.reserve["an image"] == 2 * 200_000_000
+    assert found.slots < without.slots
+    blind = structs.replace(options, image_cache_bytes=None)
+    assert "image tower" not in capacity(seeing, blind, memory=80 * GIB, ranks=1).reserve
 
 
 def test_experts_of_8_bits_are_counted(tmp_path: Path):

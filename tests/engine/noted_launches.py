@@ -28,6 +28,7 @@ from tokenpod.models.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from tokenpod.models.decoders.decoder import Decoder  # noqa: E402
 from tokenpod.models.folder import read_layout  # noqa: E402
 from tokenpod.models.layers.reading import read_weights  # noqa: E402
+from tokenpod.models.pooling.head import PoolingHead  # noqa: E402
 
 CPU = torch.device("cpu")
 ROWS, POSITIONS = 40, 256
@@ -51,17 +52,21 @@ def launched(options: EngineOptions) -> list[Kernel]:
             progress=lambda done, total: None,
             reader=layout.reader,
         )
-        model = Decoder(layout.spec, weights, OPERATIONS)
+        pooling = None if layout.pooling is None else PoolingHead(layout.pooling)
+        model, pools = Decoder(layout.spec, weights, OPERATIONS, pooling=pooling), bool(pooling)
+        positions = min(POSITIONS, model.config.max_positions)
         pool = make_pool(model, 8192, CPU)
         pool.reserve(ROWS + 1)
-        executor = device_executor(model, options, pool, POSITIONS, CPU)
-        run_worst_steps(executor, ROWS, 1200, POSITIONS)
-        executor.capture()
+        executor = device_executor(model, options, pool, positions, CPU)
+        mutual = model.config.mutual > 0
+        run_worst_steps(executor, ROWS, 1200, positions, pools=pools, mutual=mutual)
+        if model.captures:
+            executor.capture()
         for rows, prompt in ((1, 1), (3, 5), (17, 1), (40, 90), (2, 700), (40, 1100)):
-            plan = worst_step(rows, prompt, POSITIONS, scattered=rows == 3)
+            plan = worst_step(rows, prompt, positions, scattered=rows == 3, pools=pools)
             executor.launch(plan).wait()
             executor.release(range(rows))
-        warm_up(executor, [0] * 9)
+        warm_up(executor, [0] * 9, pools=pools)
     return notes.kernels
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from support.checkpoints.embedding_models import EmbeddingGolden
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.compile_ahead import CompileAhead, note_of
 
@@ -44,7 +45,7 @@ def answer_of(script: str, *arguments: str, cache: Path | None = None):
     [
         ("llama", ()),
         ("llama", ("int4",)),
-        ("gemma3", ()),
+        ("gemma3-images", ()),
         ("mixtral", ()),
         ("deepseek-v2-lite", ()),
         ("qwen3-5", ()),
@@ -54,6 +55,16 @@ def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quan
     found, asked = answer_of("noted_launches.py", str(golden(kind).folder), *quantize)
     assert len(asked) > 20
     assert Counter(name for key, name in asked.items() if key not in found) == Counter()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["minilm", "qwen3"])
+def test_a_model_that_makes_vectors_has_no_kernels_of_sampling(kind, tmp_path):
+    found, asked = answer_of("noted_launches.py", str(EmbeddingGolden(kind, tmp_path).folder))
+    assert len(asked) > 5
+    assert Counter(name for key, name in asked.items() if key not in found) == Counter()
+    sampling = {"prepare", "summarise", "race", "finish", "split_tops", "join_tops"}
+    assert not sampling & {*asked.values()}
 
 
 @pytest.mark.gpu

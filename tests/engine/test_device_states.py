@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -14,13 +15,15 @@ from support.engines.engine_link import Client
 from support.engines.guessing import drafting
 from support.kernels.interpreted import DEVICE
 from tokenpod.core.constraints import Regex
-from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.core.own_state import OwnState
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.gpu.device_executor import DeviceExecutor
 from tokenpod.engine.gpu.device_sampler import DeviceSampler
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.startup.room import no_prefix_cache
 from tokenpod.kernels.backends import cpu, reference, triton
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.decoders.decoder import Decoder
@@ -61,12 +64,10 @@ KINDS = {
         "block_auto_adjust_ff_dim": False,
     },
 }
-#: Those whose rows may have drafts.
-DRAFTING = ("delta net", "convolution")
 #: Kind, drafts, and whether steps are captured: what every test run tries.
 QUICK = {
     ("delta net", DRAFTS, True),
-    ("state space", 0, False),
+    ("state space", DRAFTS, False),
     ("convolution", 0, False),
     ("convolution", DRAFTS, True),
 }
@@ -174,7 +175,7 @@ def expected():
             id=f"{kind}-{drafts}-{'captured' if captured else 'launched'}",
             marks=() if (kind, drafts, captured) in QUICK else pytest.mark.slow,
         )
-        for kind, drafts in (*((kind, 0) for kind in KINDS), *((kind, DRAFTS) for kind in DRAFTING))
+        for kind, drafts in itertools.product(KINDS, (0, DRAFTS))
         for captured in (False, True)
     ],
 )
@@ -228,3 +229,22 @@ def test_late_masks_change_no_token(kind):
     assert sum(map(len, prompt.tokens.values())) > 50
     for i, logprobs in prompt.logprobs.items():
         assert late.logprobs[i] == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "snapshots", "said"),
+    [
+        ({}, None, 0, ""),
+        ({}, OwnState(1, 0, pooled=True), 8, ""),
+        ({}, OwnState(1, 0, pooled=True), 0, "no memory for snapshots"),
+        ({}, OwnState(1, 0), 0, "caches of their own"),
+        ({"prefix_caching": False}, None, 0, "--no-prefix-caching"),
+    ],
+)
+def test_why_no_prefixes_are_cached_is_said(asked, own, snapshots, said):
+    options = EngineOptions(
+        model_folder="", dtype=None, device="cpu", threads=1, max_batch_size=1, **asked
+    )
+    found = no_prefix_cache(options, own, snapshots)
+    assert said in found
+    assert bool(said) == bool(found)

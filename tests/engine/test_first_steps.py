@@ -99,7 +99,7 @@ def test_a_gpus_start_chooses_rows_times_steps_and_leaves_captures_for_later(gol
         def send(self, message):
             del message
 
-    assembled, ready, limits = load(options, Nobody(), None)
+    assembled, ready, limits, _ = load(options, Nobody(), None)
     assert ready.rows == limits.max_rows == assembled.room.rows == 384
     sizes = [size for size, _ in assembled.measured]
     assert all(seconds > 0 for _, seconds in assembled.measured)

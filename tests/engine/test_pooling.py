@@ -8,6 +8,7 @@ import torch
 
 from support.checkpoints.embedding_models import KINDS, LABELLED, VOCABULARY, EmbeddingGolden
 from support.engines.engine_link import Client
+from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.outputs import FailureCode, FinishCode
 from tokenpod.core.requests import PoolingParams, Request, StoppingParams
@@ -15,6 +16,8 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.core.task import Task
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup.assemble import assemble
+from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
+from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -193,3 +196,19 @@ def test_no_numbers_end_their_own_text_alone(made):
     client = engine.answer(asked(prompts))
     assert client.codes == {0: FailureCode.DATA_LOSS}
     assert np.isfinite(client.vectors[1]).all()
+
+
+def test_a_model_whose_vectors_are_no_numbers_does_not_start(made, monkeypatch):
+    monkeypatch.setattr(Decoder, "forward", lambda self, batch, pool: torch.full((64, 32), np.nan))
+    with pytest.raises(EngineError, match="computes NaN or Inf of a prompt of 64 tokens"):
+        Engine(made("minilm").folder)
+
+
+def test_steps_before_the_first_text_draw_nothing(made):
+    plan = worst_step(6, 64, 64, scattered=False, pools=True)
+    assert (plan.tokens, plan.sampling, len(plan.scored_token)) == (5 + 63, 0, 0)
+    engine = Engine(made("minilm").folder)
+    found = engine.executor.launch(plan).wait()
+    assert [sum(part.counts) for part in found.pooled] == [plan.tokens]
+    engine.executor.release(range(6))
+    run_worst_steps(engine.executor, 6, 64, 64, pools=True)

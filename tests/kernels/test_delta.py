@@ -11,6 +11,7 @@ from support.kernels.attention_steps import Spec
 from support.kernels.delta_steps import (
     SMALL,
     WALKS,
+    Delta,
     copied,
     drawn_inputs,
     drawn_states,
@@ -95,7 +96,7 @@ def test_a_position_that_is_computed_again_changes_nothing(form):
 @pytest.mark.parametrize("form", FORMS, ids=["reference", "chunked"])
 def test_wrong_drafts_leave_nothing(form, steps):
     """What counts is what is found without drafts, and so is what the memory comes to."""
-    (found, states), (expected, plain) = walk(form, SMALL, steps)
+    (found, states), (expected, plain) = walk(Delta(form, SMALL), steps)
     close(found, expected)
     close(states.memory, plain.memory)
     assert torch.equal(states.seen, plain.seen)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from support.kernels.attention_steps import Spec
-from support.kernels.delta_steps import copied, drawn_states, one_row, step_of
+from support.kernels.delta_steps import (
+    WALKS,
+    copied,
+    drawn_states,
+    one_row,
+    step_of,
+    walk,
+    with_ring,
+)
 from support.kernels.space_steps import (
     NORMS,
     SMALL,
+    SpaceNet,
     convolution_inputs,
     convolution_states,
     drawn_convolution,
@@ -137,3 +148,24 @@ def test_a_position_that_is_computed_again_changes_nothing(form):
     close(form.run(given, states, batch), first)
     for old, new in zip(kept, states, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
+@pytest.mark.parametrize("form", [reference_space, chunked_space], ids=["reference", "chunked"])
+def test_wrong_drafts_leave_nothing(form, steps):
+    """What counts is what is found without drafts, and so is what the memory comes to."""
+    (found, states), (expected, plain) = walk(SpaceNet(form, SMALL), steps)
+    close(found, expected)
+    close(states.memory, plain.memory)
+    assert torch.equal(states.seen, plain.seen)
+
+
+@pytest.mark.parametrize("form", [reference_space, chunked_space], ids=["reference", "chunked"])
+def test_a_memory_goes_through_no_draft_before_it_is_known(form):
+    """A copy of the states between two steps holds whatever is said of the drafts."""
+    batch = replace(one_row(step_of([Spec(4, 9)]), 2), b_drafts=[3])
+    states = with_ring(drawn_states(SMALL, batch), SMALL, 3, beside=1)
+    before, net = copied(states), SpaceNet(form, SMALL)
+    net.run(net.inputs(4), states, batch)
+    torch.testing.assert_close(states.memory, before.memory, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(states.seen, before.seen)

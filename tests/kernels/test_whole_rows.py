@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.kernels.attention_steps import Spec, draw_inputs, lay_out
-from support.kernels.whole_rows import agree, options_of
+from support.kernels.whole_rows import agree, agree_where_some_see_each_other, options_of
 from tokenpod.kernels.backends import cpu, reference
 
 CPU = torch.device("cpu")
@@ -17,6 +17,14 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("options", ["plain", "distance", "alibi"])
 def test_loops_do_what_the_definition_says(options, window, piece):
     agree(cpu.OPERATIONS, CPU, window, piece, options_of(options, CPU))
+
+
+@pytest.mark.parametrize("piece", [None, 7], ids=["one-run", "pieces"])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("options", ["plain", "alibi"])
+def test_rows_of_images_see_each_other_beside_others(options, window, piece):
+    options = options_of(options, CPU)
+    agree_where_some_see_each_other(cpu.OPERATIONS, CPU, window, piece, options)
 
 
 def test_a_token_sees_the_one_behind_it():

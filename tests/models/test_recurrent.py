@@ -21,11 +21,13 @@ TOLERANCE = 1e-4
 DRAFTS, VOCABULARY = 4, 96
 
 
-#: Gated delta nets, short convolutions, state spaces apart from attention and beside it.
+#: Gated delta nets, short convolutions, state spaces apart from attention, with experts of their
+#: own layers, and beside attention.
+_SPACES = ("granite4", "nemotron-h-moe", "falcon-h1")
 KINDS = (
     "qwen3-5",
     "lfm2",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("granite4", "falcon-h1")),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in _SPACES),
 )
 
 
@@ -133,7 +135,6 @@ def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
         assert outputs == said_by(golden(family), prompt, outputs)
 
 
-@pytest.mark.parametrize("family", ["qwen3-5", "lfm2"], indirect=True)
 @any_service(4, quick=4)
 @given(data=st.data())
 def test_whatever_is_drafted_tokens_are_the_same(golden, family, engine, text, data):

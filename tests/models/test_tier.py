@@ -120,7 +120,9 @@ def test_weights_that_do_not_fit(folder, edit, message):
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors")
-    refused(folder, message)
+    read = []
+    refused(folder, message, progress=lambda done, total: read.append(done))
+    assert not read, "it is refused before weights are read"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,6 @@ def refused(folder, message, **more):
 def load(folder, **more):
     return load_model(
         folder,
-        **{"dtype": None, "max_total_tokens": 256} | more,
+        **{"dtype": None, "max_total_tokens": 256, "progress": lambda done, total: None} | more,
         device=torch.device("cpu"),
-        progress=lambda done, total: None,
     )

@@ -1,6 +1,8 @@
 import pytest
 
 from support.engines.scheduler_driver import Driver, request
+from tokenpod.core.plan import GIVEN
+from tokenpod.core.requests import GivenVectors
 
 
 @pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])
@@ -51,6 +53,51 @@ def test_the_prompt_budget_is_filled_from_several_prompts(driver):
         driver.submit(request(sequence_id, [sequence_id] * 3))
     driver.turn()
     assert driver.planned() == {1: 3, 2: 3, 3: 2}
+
+
+def seeing(first: int, count: int) -> GivenVectors:
+    """An image whose tokens see each other; the first one has the ids of `SEEN`."""
+    return GivenVectors(first, 1, bytes(4 * count), key=b"an image", mutual=True)
+
+
+SEEN = [GIVEN - i for i in range(30)]
+
+
+def test_tokens_that_see_each_other_are_in_one_step():
+    """Before and behind it a piece ends; beside streams it may be longer than others are."""
+    driver = Driver(slots=200, max_rows=8, prefill_tokens=8, mutual=8)
+    driver.submit(request(1, [1] * 5 + SEEN[:7] + [1] * 10, given=[seeing(5, 7)]))
+    driver.submit(request(2, [2] * 3))
+    steps = []
+    while not driver.outputs(1):
+        driver.turn()
+        steps.append((driver.planned(), driver.last_step.plan.r_mutual.tolist()))
+    assert steps == [
+        ({1: 5, 2: 3}, []),
+        ({2: 1, 1: 7}, [0, 1]),
+        ({2: 1, 1: 8}, []),
+        ({2: 1, 1: 2}, []),
+    ]
+    driver.run()
+    # The same image behind the same text is in the cache.
+    driver.submit(request(3, [1] * 5 + SEEN[:7] + [3] * 2, given=[seeing(5, 7)]))
+    driver.turn()
+    assert driver.planned() == {3: 2}
+    driver.drain()
+
+
+@pytest.mark.parametrize(
+    ("count", "problem"),
+    [
+        (12, "an image has 12 tokens; a step reads 8"),
+        (21, "21 tokens of an image see each other; those of this model: 20"),
+    ],
+)
+def test_an_image_that_no_step_has_room_for_is_refused(count, problem):
+    driver = Driver(slots=200, max_rows=8, prefill_tokens=8, mutual=20)
+    driver.scheduler.submit(request(1, [1] * 30, given=[seeing(2, count)]))
+    (failure,) = driver.scheduler.drain_events().failures
+    assert failure.message.startswith(problem)
 
 
 def test_nobody_overtakes_the_head_of_the_queue():

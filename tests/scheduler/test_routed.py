@@ -1,6 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from support.engines.scheduler_driver import Driver, FailureCode, request
+from tokenpod.core.plan import GIVEN
+from tokenpod.core.requests import GivenVectors
 
 
 @pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])
@@ -40,6 +44,19 @@ def test_a_chunk_yields_no_token_until_it_ends_the_prompt(driver):
     driver.advance(3, resume=[1])
     driver.run()
     assert (driver.ops_done, len(driver.outputs(1))) == ([1, 2, 3], 1)
+
+
+def test_a_chunk_does_not_end_within_an_image(driver):
+    image = GivenVectors(2, 1, bytes(4 * 5), key=b"an image", mutual=True)
+    seen = [GIVEN - i for i in range(5)]
+    driver.scheduler.limits = replace(driver.scheduler.limits, mutual=8)
+    driver.advance(1, [request(1, [1, 1, *seen, 1, 1, 1], given=[image])], chunks=[4])
+    sizes = []
+    while driver.turn():
+        sizes += driver.planned().values()
+    driver.advance(2, resume=[1])
+    driver.run()
+    assert (sizes, driver.ops_done, len(driver.outputs(1))) == ([2, 5], [1, 2], 1)
 
 
 def test_streams_do_not_wait_for_the_prompts_that_join_them(driver):

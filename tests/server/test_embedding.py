@@ -270,9 +270,9 @@ def test_a_stream_answers_before_the_next_request(pod: ServerProcess) -> None:
 
 def test_what_tei_can_ask_and_is_not_there_is_named(pod: ServerProcess) -> None:
     stubs = tei(pod.address)
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError, match=r"call tei\.v1\.Embed/Embed") as refused:
         stubs.Embed.EmbedSparse(tei_pb.EmbedSparseRequest(inputs="a"), timeout=30)
-    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     for call in (
         lambda: stubs.Rerank.Rerank(tei_pb.RerankRequest(query="a", texts=["b"]), timeout=30),
         lambda: next(stubs.Predict.PredictStream(iter([tei_pb.PredictRequest(inputs="a")]))),
@@ -286,6 +286,23 @@ def test_what_tei_can_ask_and_is_not_there_is_named(pod: ServerProcess) -> None:
         stubs.Embed.Embed(long, timeout=30)
     long.truncate = True
     assert len(stubs.Embed.Embed(long, timeout=30).embeddings) == 32
+
+
+def test_sparse_vectors_are_their_numbers_that_are_not_zero(tmp_path: Path) -> None:
+    golden = EmbeddingGolden("splade", tmp_path)
+    save_tokenizer(golden.folder, "encoder")
+    with serve("--model-id", str(golden.folder)) as running, Client(running.address) as client:
+        stub = tei(running.address).Embed
+        expected = {text: golden.vector(framed(text)) for text in TEXTS}
+        requests = (tei_pb.EmbedSparseRequest(inputs=text) for text in TEXTS)
+        for text, found in zip(TEXTS, stub.EmbedSparseStream(requests, timeout=30), strict=True):
+            there = [each.index for each in found.sparse_embeddings]
+            assert 0 < len(there) < len(expected[text])
+            assert there == expected[text].nonzero().flatten().tolist()
+            close([each.value for each in found.sparse_embeddings], expected[text][there])
+        assert client.model().embedding.pooling == "splade"
+        close(client.embed(TEXTS[:1])[0], expected[TEXTS[0]])
+        assert running.stop() == 0
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,7 @@ def test_the_model_tells_of_them(api: Any) -> None:
     parsers = model.chat_template.tool_parser, model.chat_template.reasoning_parser
     assert parsers == ("hermes", "think")
     assert model.host_token_count > 1000
+    assert not model.no_prefix_cache
 
 
 @pytest.mark.parametrize(

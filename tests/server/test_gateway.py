@@ -20,12 +20,14 @@ from typing import Any
 
 import pytest
 
+from support.checkpoints.embedding_models import EmbeddingGolden, save_tokenizer
 from support.clients.public_api import PROMPT, generate, said
 from support.outside import gateway_client
 from support.pods.harness import ServerProcess, free_port, serve
 from support.texts import fixed_text
 from support.texts.chat_templates import QWEN
 from support.waiting import wait_for
+from tokenpod_client import Client
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 
@@ -155,6 +157,32 @@ def test_a_call_that_the_model_writes_is_a_call_for_openais_client(tmp_path: Pat
 
 def _parsed(calls: list[list[str]]) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def test_a_text_becomes_a_vector(tmp_path: Path) -> None:
+    golden = EmbeddingGolden("minilm", tmp_path / "model")
+    save_tokenizer(golden.folder, "encoder")
+    log = tmp_path / "log"
+    flags = ("--model-id", str(golden.folder), "--served-model-name", "vectors")
+    with serve(*flags) as pod, launched((pod,), log) as port:
+        wait_for(lambda: "registered tokenizer 'vectors'" in log.read_text(), 120)
+
+        def embedded(given: Any) -> Any:
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+                body = json.dumps({"model": "vectors", "input": given})
+                headers = {"content-type": "application/json"}
+                connection.request("POST", "/v1/embeddings", body, headers)
+                answer = connection.getresponse()
+                return answer.status, json.loads(answer.read())
+
+        status, told = embedded("abc")
+        assert status == 200
+        assert told["usage"]["prompt_tokens"] == 5
+        with Client(pod.address) as client:
+            (expected,) = client.embed(["abc"])
+        assert told["data"][0]["embedding"] == pytest.approx(list(expected), abs=1e-6)
+        # As docs/openai.md says: several texts become one.
+        assert len(embedded(["abc", "de"])[1]["data"]) == 1
 
 
 def test_prompts_go_where_their_beginning_is_cached(gateway: Gateway) -> None:

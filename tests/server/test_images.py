@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from PIL import Image
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_rpc
 
 from support.clients.public_api import generate, refused, stream, violations
 from support.images.files import file_of, hostile, moving, picture, png
@@ -38,7 +41,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
 @pytest.fixture(scope="module")
 def server(seeing: Seeing) -> Iterator[ServerProcess]:
     flags = ("--model-id", str(seeing.folder), "--max-images", "3", "--max-total-tokens", "200")
-    with serve(*flags) as running:
+    with serve(*flags, "--image-url-hosts", "localhost:80, 192.0.2.1") as running:
         yield running
 
 
@@ -119,7 +122,7 @@ def test_tokenize_tells_what_an_image_costs(seeing: Seeing, stub: Any) -> None:
 def test_the_model_says_that_it_sees(stub: Any) -> None:
     features = stub.GetModel(service.GetModelRequest()).model.features
     assert "chat.messages.content.image.data" in features
-    assert "chat.messages.content.image.uri" not in features
+    assert "chat.messages.content.image.uri" in features
 
 
 AT = "chat.messages[0].content[1].image.data"
@@ -155,12 +158,21 @@ def test_a_prompt_that_is_cut_within_its_images_is_refused(seeing: Seeing, stub:
     assert "tokens that stand for images" in found["truncate"]
 
 
-def test_urls_are_not_fetched(stub: Any) -> None:
+@pytest.mark.parametrize(
+    ("uri", "problem"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "which is not allowed (--image-url-hosts)"),
+        ("https://localhost:80/x", "names a host whose address is not public"),
+        ("http://192.0.2.1/x", "names a host whose address is not public"),
+    ],
+)
+def test_urls_lead_to_allowed_hosts_and_never_inside(stub: Any, uri: str, problem: str) -> None:
     request = asked("x")
-    part = request.chat.messages[0].content.add()
-    part.image.uri = "http://169.254.169.254/latest/meta-data"
-    error = refused(grpc.StatusCode.UNIMPLEMENTED, stream, stub, request)
-    assert [*violations(error)] == ["chat.messages[0].content[1].image.uri"]
+    request.chat.messages[0].content.add().image.uri = uri
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, stream, stub, request)
+    ((field, description),) = violations(error).items()
+    assert field == "chat.messages[0].content[1].image.uri"
+    assert problem in description
 
 
 def test_hostile_images_disturb_nobody(seeing: Seeing, server: ServerProcess, stub: Any) -> None:
@@ -268,6 +280,48 @@ def test_routers_send_images_as_chunks_and_inline(seeing: Seeing, server: Server
     assert [len(answer) for answer in answers[3:]] == [1, 1]
 
 
+def prepared(seeing: Seeing, *parts: str | Image.Image) -> vllm.GenerateRequest:
+    """As vLLM's gateways send it: tokens, and what they have made of the images."""
+    text = "".join(part if isinstance(part, str) else seeing.shown(part) for part in parts)
+    ids = seeing.tokenizer.encode(text, add_special_tokens=False).ids
+    images = [seeing.prepared(part) for part in parts if not isinstance(part, str)]
+    rows = [seeing.rows(part) for part in parts if not isinstance(part, str)]
+    runs = seeing.tokens.runs(ids, rows)
+    whole = {name: np.concatenate([each[name] for each in images]) for name in images[0]}
+    tensors = {
+        name: vllm.TensorData(shape=x.shape, dtype=x.dtype.name, inline=x.tobytes())
+        for name, x in whole.items()
+    }
+    return vllm.GenerateRequest(
+        tokenized={"input_ids": ids},
+        sampling_params={"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True},
+        mm_inputs=vllm.MultimodalInputs(
+            pixel_values=tensors.pop("pixel_values"),
+            model_specific_tensors=tensors,
+            mm_placeholders=[{"offset": run.start, "length": run.count} for run in runs],
+            mm_hashes=["00" * 32] * len(runs),
+            batched_keys=["image_grid_thw"],
+        ),
+    )
+
+
+def test_gateways_send_images_as_tensors(seeing: Seeing, server: ServerProcess) -> None:
+    engine = vllm_rpc.VllmEngineStub(server.channel())
+    # The same hash for another image: it is no key.
+    for parts in (("A: ", RED, " say"), (WIDE, "and", RED), ("A: ", WIDE, " say")):
+        request = prepared(seeing, *parts)
+        (answer,) = engine.Generate(request, timeout=60)
+        ids = [*request.tokenized.input_ids]
+        images = [part for part in parts if not isinstance(part, str)]
+        assert list(answer.complete.output_ids) == seeing.greedy(ids, images, NEW)
+    lying = prepared(seeing, "A: ", RED)
+    lying.mm_inputs.pixel_values.shape[0] += 4
+    field = "mm_inputs.pixel_values"
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, list, engine.Generate(lying, timeout=60))
+    assert [*violations(error)] == [field]
+    wait_for(lambda: not [*server_files(server)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--num-shard=2", "--front-ends=2", "--image-cache-bytes=0"])
 def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
@@ -285,12 +339,23 @@ def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
             assert [*answers] == truths
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["llava", "qwen2.5-vl", "qwen3-vl"])
-def test_a_gpu_says_the_same(kind: str, tmp_path: Path) -> None:
+_GPU = ("llava", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-images")
+_CPU = ("gemma3-images", "idefics3", "llava-next", "mistral3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in _GPU),
+        *(pytest.param(kind, "cpu", marks=pytest.mark.slow) for kind in _CPU),
+    ],
+)
+def test_servers_of_other_models_say_what_transformers_says(
+    kind: str, device: str, tmp_path: Path
+) -> None:
     seeing = Seeing(kind, tmp_path / kind)
     texts: list[tuple[str | Image.Image, ...]] = [("a ", RED), (WIDE, "and", RED), ("text",)]
-    flags = ("--model-id", str(seeing.folder), "--max-total-tokens", "200", "--device", "cuda")
+    flags = ("--model-id", str(seeing.folder), "--max-total-tokens", "200", "--device", device)
     with serve(*flags, "--dtype", "float32", "--max-batch-size", "8") as server:
         stub = GenerationServiceStub(server.channel())
         for parts in texts:

@@ -9,7 +9,7 @@ from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.images.headers import ImageError, read_header
-from tokenpod.service.images.image_checks import check_images
+from tokenpod.service.images.image_checks import check_count, check_image
 
 pytestmark = pytest.mark.unit
 
@@ -68,11 +68,11 @@ def test_limits_hold_before_anything_is_decoded(
     data: bytes, limits: dict[str, int], problem: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=problem) as refused:
-        check_images([GivenImage(data, FIELD)], ServerSettings(**limits))
+        check_image(GivenImage(data, FIELD), ServerSettings(**limits))
     assert str(refused.value).startswith(FIELD)
 
 
 def test_the_image_beyond_the_number_is_named() -> None:
     images = [GivenImage(b"", f"part[{at}]") for at in range(5)]
     with pytest.raises(InvalidArgument, match=r"^part\[2\] is image 3 of 5; .* 2 \(--max-images\)"):
-        check_images(images, ServerSettings(max_images=2))
+        check_count(images, ServerSettings(max_images=2))

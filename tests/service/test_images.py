@@ -19,7 +19,7 @@ from support.images.files import file_of, hostile, moving, picture, png, sideway
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.images.image_checks import check_images
+from tokenpod.service.images.image_checks import check_image
 from tokenpod.service.images.image_workers import ImageWorkers, TensorFile
 
 pytestmark = [pytest.mark.pod, pytest.mark.asyncio(loop_scope="module")]
@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
         "vision_config": {"model_type": "clip_vision_model", "patch_size": 8},
     }
     (made / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -65,7 +66,7 @@ async def workers(folder: Path) -> AsyncIterator[ImageWorkers]:
 
 async def read(workers: ImageWorkers, data: bytes, **more: Any) -> TensorFile:
     """By way of all checks."""
-    (header,) = check_images([GivenImage(data, FIELD)], ServerSettings(**more))
+    header = check_image(GivenImage(data, FIELD), ServerSettings(**more))
     return await workers.read(data, header, field=FIELD)
 
 
@@ -95,7 +96,7 @@ async def test_tensors_are_those_of_the_models_processor(
     process = AutoImageProcessor.from_pretrained(folder, backend="pil")
     for data in images.values():
         made = await read(workers, data)
-        assert made.rows == (SIDE // 8) ** 2
+        assert made.layout == (("", (SIDE // 8) ** 2),)
         image = Image.open(io.BytesIO(data)).convert("RGB")
         truth = process(image, return_tensors="np")["pixel_values"]
         assert np.array_equal(numbers(made), truth)

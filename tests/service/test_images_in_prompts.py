@@ -10,6 +10,7 @@ from support.images.files import file_of, picture
 from tokenpod.core.requests import ImageRun
 from tokenpod.service.calls.chats import ChatMessage, ChatPrompt, ToolCall
 from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.images.expansions import Layout
 from tokenpod.service.images.image_text import ImageTokens
 from tokenpod.service.images.inline import cut_out
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplate, wants_parts
@@ -29,6 +30,11 @@ EITHER = """{% for message in messages %}{% if message.content is string %}{{ me
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
+def plain(rows: int) -> Layout:
+    """Of an image whose rows follow each other."""
+    return (("", rows),)
+
+
 def chat(*messages: ChatMessage) -> ChatPrompt:
     return ChatPrompt(messages)
 
@@ -46,7 +52,7 @@ def test_images_stand_where_the_client_put_them() -> None:
     turns = chat(ChatMessage("user", "ab", images=[0, 1, 2]), ChatMessage("user", "c"))
     rendered = ChatTemplate(EITHER, {}).render(turns)
     assert rendered == "<image>a<image>b<image>c"
-    assert with_images(rendered, turns, TOKENS.texts([1, 2, 3])) == (
+    assert with_images(rendered, turns, TOKENS.texts([*map(plain, (1, 2, 3))])) == (
         "<image>a<image><image>b<image><image><image>c"
     )
     filtered = ChatTemplate(FILTERED, {}).render(turns)
@@ -72,10 +78,24 @@ def test_a_text_has_no_token_of_images(message: ChatMessage, field: str) -> None
     assert refused.value.field == field
 
 
+def test_what_stands_for_an_image_has_its_own_tokens() -> None:
+    """Where the template writes one token, and rows have another, nobody may write either."""
+    tokens = ImageTokens(9, "<soft>", "<image>", before="[", behind="]")
+    lines = (("", 2), ("|", 2), ("!", 0))
+    assert tokens.texts([lines]).expansions == ["[<soft><soft>|<soft><soft>!]"]
+    turns = chat(ChatMessage("user", "a", images=[0]))
+    assert with_images("<image>", turns, tokens.texts([lines])) == "[<soft><soft>|<soft><soft>!]"
+    for token in "<soft>", "<image>":
+        with pytest.raises(ChatTemplateError, match=f"has '{token}', which stands"):
+            with_images("x", chat(ChatMessage("user", token)), tokens.texts([]))
+        with pytest.raises(InvalidArgument, match=f"has '{token}', which stands"):
+            tokens.within(token, [], [], "inputs")
+
+
 def test_a_template_must_have_a_place_for_each_image() -> None:
     turns = chat(ChatMessage("user", "ab", images=[0, 1]))
     with pytest.raises(ChatTemplateError, match="has 1 places for images, of which there are 2"):
-        with_images("a <image>", turns, TOKENS.texts([4, 4]))
+        with_images("a <image>", turns, TOKENS.texts([plain(4), plain(4)]))
 
 
 def test_rows_are_found_in_a_prompt() -> None:
@@ -97,7 +117,7 @@ def test_inline_images_are_cut_out_of_a_text() -> None:
     found = cut_out(text, "inputs")
     assert found.text == "see  and ? ![](https://example.org/x.png)"
     assert ([image.data for image in found.images], found.places) == ([data, data], [4, 9])
-    assert TOKENS.within("see  and ?", found.places, [1, 2], "inputs") == (
+    assert TOKENS.within("see  and ?", found.places, [plain(1), plain(2)], "inputs") == (
         "see <see><image></see> and <see><image><image></see>?"
     )
     with pytest.raises(InvalidArgument, match=r"^inputs: image 1 is no base64"):

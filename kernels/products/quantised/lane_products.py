@@ -4,7 +4,7 @@ The weight is the left factor. Tiles of lanes come through shared memory, severa
 straight into the registers that the matrix unit takes a left factor from; a few instructions on two
 numbers at a time make them bfloat16 there, scales included. So a weight is rounded to 16 bits, once
 and at any number of tokens, and never written out. A step's planes beside each other are one
-factor. A program widens, then multiplies (`lane_widening.settled`): several on a multiprocessor
+factor. A program widens, then multiplies (`launch.settled`): several on a multiprocessor
 take turns.
 
 Few tokens' rows are cut into `parts`.
@@ -23,12 +23,13 @@ from tokenpod.kernels.gpu.launch import (
     capability,
     launch_options,
     most_stages,
+    settled,
 )
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
 from tokenpod.kernels.products.quantised.around import Around, Product, put
-from tokenpod.kernels.products.quantised.lane_widening import lane_unit, settled, widened_lanes
+from tokenpod.kernels.products.quantised.lane_widening import lane_unit, widened_lanes
 from tokenpod.kernels.products.quantised.lanes import Lanes
 from tokenpod.kernels.products.quantised.parts import LEAST_COLUMNS, sum_parts, write_tile
 from tokenpod.kernels.products.quantised.quantised_tiles import LaneTile, Tiles, measured

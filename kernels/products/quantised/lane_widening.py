@@ -191,22 +191,6 @@ def _whole(
 
 
 @triton.jit
-def settled(sums, ASSEMBLY: tl.constexpr):
-    """Sums [R, C] float32 of a step, once its multiplication has ended.
-
-    The matrix unit reads a left factor from registers for as long as it multiplies, and the
-    compiler gives the next step's numbers the same registers. Where sums are only added to,
-    Triton lets steps overlap, and numbers are overwritten before they are multiplied. What looks
-    at the sums here makes it wait; no instruction is left of it.
-    """
-    if ASSEMBLY:
-        sums = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return sums
-
-
-@triton.jit
 def lane_unit(KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """What sums are to be multiplied by, where numbers of `scaled_planes` are too small."""
     if KIND == "int4" and not ZEROS and ASSEMBLY and tl.bfloat16 == DTYPE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -30,6 +31,8 @@ _TYPES = {
     Task.SCORE: pb.MODEL_TYPE_RERANKER,
     Task.CLASSIFY: pb.MODEL_TYPE_CLASSIFIER,
 }
+#: Numbers of a sparse vector that are written at a time: some milliseconds.
+_SPARSE_AT_ONCE = 4096
 #: The field that makes long texts shorter.
 TRUNCATES = "truncate"
 
@@ -71,6 +74,16 @@ def embed_all_call(request: pb.EmbedAllRequest) -> ReadCall:
         _truncation(request),
         prompt_name=_prompt_name(request),
         token_vectors=True,
+        truncates=TRUNCATES,
+    )
+
+
+def embed_sparse_call(request: pb.EmbedSparseRequest) -> ReadCall:
+    """The numbers of a vector that are not 0."""
+    return ReadCall(
+        [AskedText("inputs", request.inputs)],
+        _truncation(request),
+        prompt_name=_prompt_name(request),
         truncates=TRUNCATES,
     )
 
@@ -120,6 +133,26 @@ def embedded(
     """A vector."""
     vectors = shown(read[0].vectors, call, limits)
     return pb.EmbedResponse(embeddings=vectors[0].tolist(), metadata=_metadata(call, read, times))
+
+
+async def embedded_sparse(
+    call: ReadCall, limits: ReadLimits, read: Sequence[ReadText], times: ReadTimes
+) -> pb.EmbedSparseResponse:
+    """The numbers of a vector that are not 0, by tokens of the vocabulary.
+
+    A text may have very many: others take their turns in between.
+    """
+    (vector,) = shown(read[0].vectors, call, limits)
+    response = pb.EmbedSparseResponse(metadata=_metadata(call, read, times))
+    there = np.flatnonzero(vector)
+    for first in range(0, len(there), _SPARSE_AT_ONCE):
+        some = there[first : first + _SPARSE_AT_ONCE]
+        pairs = zip(some.tolist(), vector[some].tolist(), strict=True)
+        response.sparse_embeddings.extend(
+            pb.SparseValue(index=index, value=value) for index, value in pairs
+        )
+        await asyncio.sleep(0)
+    return response
 
 
 def embedded_all(

@@ -7,9 +7,9 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from tokenpod.core.task import Task
+from tokenpod.core.task import SPARSE, Task
 from tokenpod.service.calls.embedding import ReadCall, ReadLimits
-from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.dialects.fields import copied, field_names
 from tokenpod.service.dialects.streams import request_id_of
 from tokenpod.service.dialects.tei import codec
@@ -58,9 +58,16 @@ async def embed_all(
     return codec.embedded_all(call, *await _read(backend, call, "inputs", context))
 
 
-async def embed_sparse(backend: Backend, request: Any, context: Context) -> Any:
-    """Sparse vectors are not made."""
-    raise Unimplemented("inputs", "is to become a sparse vector, which this server does not make")
+async def embed_sparse(
+    backend: Backend, request: pb.EmbedSparseRequest, context: Context
+) -> pb.EmbedSparseResponse:
+    """The numbers of a vector that are not 0."""
+    if read_limits(backend.generate.serving).facts.pooling != SPARSE:
+        raise FailedPrecondition(
+            "this server's model makes vectors without zeros: call tei.v1.Embed/Embed"
+        )
+    call = codec.embed_sparse_call(request)
+    return await codec.embedded_sparse(call, *await _read(backend, call, "inputs", context))
 
 
 async def predict(

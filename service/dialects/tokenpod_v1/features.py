@@ -17,11 +17,7 @@ from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 
 #: Paths of fields; what lies below them is not built either. Requests to tokenise have the same
 #: chats.
-NOT_BUILT = frozenset(
-    {
-        "chat.messages.content.image.uri",
-    }
-)
+NOT_BUILT: frozenset[str] = frozenset()
 #: Fields of requests with tools.
 _TOOLS = ("chat.tools", "chat.tool_choice", "chat.parallel_tool_calls")
 #: Messages that are looked at before others get their turn: a millisecond or two.
@@ -68,7 +64,7 @@ def _check(message: Any, places: Places, path: str) -> Generator[None]:
 
 
 def features(
-    *, chats: bool, tools: bool, adapters: bool, constraints: bool, images: bool
+    *, chats: bool, tools: bool, adapters: bool, constraints: bool, images: bool, urls: bool
 ) -> list[str]:
     """Paths of the fields of a request that this server takes.
 
@@ -78,11 +74,13 @@ def features(
         adapters: there are slots for them.
         constraints: the model's tokens add bytes of their own to a text.
         images: the model sees them.
+        urls: it fetches some.
     """
     left_out = () if chats and tools else _TOOLS if chats else ("chat",)
     left_out = left_out if adapters else (*left_out, "adapter")
     left_out = left_out if constraints else (*left_out, "constraint")
     left_out = left_out if images else (*left_out, "chat.messages.content.image")
+    left_out = left_out if urls else (*left_out, "chat.messages.content.image.uri")
     paths = _paths(pb.GenerateRequest.DESCRIPTOR, "")
     return [path for path in paths if not f"{path}.".startswith(tuple(f"{x}." for x in left_out))]
 

@@ -49,6 +49,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
             adapters=adapters.taken,
             constraints=tokenizer.tells_bytes,
             images=serving.images.served,
+            urls=serving.images.fetched,
         ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
@@ -64,6 +65,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         lora_vocabulary=serving.settings.lora_vocabulary and adapters.slots > 0,
         draft_method=ready.draft_method,
         host_token_count=ready.offload_slots,
+        no_prefix_cache=ready.no_prefix_cache,
         task=_TASKS[ready.task],
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )

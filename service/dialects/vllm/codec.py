@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import common_pb2 as common
 
 from tokenpod.service.calls.call import (
     AskedConstraint,
@@ -17,8 +18,10 @@ from tokenpod.service.calls.call import (
     Stopping,
 )
 from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.calls.images import GivenTensor, GivenTensors
 from tokenpod.service.calls.limits import RequestLimits
 from tokenpod.service.dialects.fields import copied, given
+from tokenpod.service.images.given_tensors import PIXELS
 
 #: What OpenAI's API lets a client ask for, and vLLM by default.
 MOST_TOP_TOKENS = 20
@@ -39,7 +42,7 @@ FIELDS = {
 }
 #: What this server does not do; a gateway makes HTTP's 400 of the refusal.
 _UNBUILT = (
-    *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs"),
+    *("kv_transfer_params", "kv_transfer_params_json", "extra_mm_inputs"),
     "media_refs",
 )
 
@@ -68,6 +71,7 @@ async def generate_call(request: pb.GenerateRequest, limits: RequestLimits) -> G
         truncate=_truncate(params, limits),
         request_id=request.request_id,
         constraint=_constraint(params),
+        tensors=_tensors(request) if request.HasField("mm_inputs") else None,
     )
 
 
@@ -81,6 +85,36 @@ def _check_built(request: pb.GenerateRequest) -> None:
     if request.data_parallel_rank:
         problem = f"is {request.data_parallel_rank}; this server is one rank, 0"
         raise InvalidArgument("data_parallel_rank", problem)
+
+
+def _tensors(request: pb.GenerateRequest) -> GivenTensors:
+    """The images of a prompt of tokens: whether they are true is checked later."""
+    given, field = request.mm_inputs, "mm_inputs"
+    if request.WhichOneof("input") != "tokenized":
+        raise InvalidArgument(field, "is there without tokenized: tokens of images stand in it")
+    if request.sampling_params.HasField("truncate_prompt_tokens"):
+        problem = "is set beside mm_inputs, whose places it would move"
+        raise InvalidArgument("sampling_params.truncate_prompt_tokens", problem)
+    if given.modality not in (common.MODALITY_UNSPECIFIED, common.IMAGE):
+        raise InvalidArgument(f"{field}.modality", "is not supported by this server: images are")
+    if given.encoder_input_key not in ("", PIXELS):
+        raise InvalidArgument(f"{field}.encoder_input_key", f"is not {PIXELS}")
+    if len(given.mm_hashes) not in (0, len(given.mm_placeholders)):
+        problem = f"has {len(given.mm_hashes)} of {len(given.mm_placeholders)} images"
+        raise InvalidArgument(f"{field}.mm_hashes", problem)
+    found = {PIXELS: _tensor(given.pixel_values, f"{field}.{PIXELS}")}
+    for name, tensor in given.model_specific_tensors.items():
+        # How to cut tensors, of which their own numbers tell.
+        if name not in given.flat_keys.values():
+            found[name] = _tensor(tensor, f"{field}.model_specific_tensors[{name:.60}]")
+    places = [(place.offset, place.length) for place in given.mm_placeholders]
+    return GivenTensors(found, places, field)
+
+
+def _tensor(tensor: pb.TensorData, field: str) -> GivenTensor:
+    if tensor.WhichOneof("payload") not in (None, "inline"):
+        raise InvalidArgument(field, "is not inline: nothing else is supported by this server")
+    return GivenTensor(tensor.dtype, [*tensor.shape], tensor.inline)
 
 
 def _constraint(params: pb.SamplingParams) -> AskedConstraint | None:

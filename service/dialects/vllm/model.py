@@ -26,7 +26,8 @@ def model_info(serving: Serving) -> pb.GetModelInfoResponse:
         # Not the folder: a gateway would look for it on its own machine. It asks for the files.
         model_path=serving.model_id,
         served_model_name=serving.model_id,
-        is_generation=True,
+        is_generation=not serving.ready.task.pools,
+        supports_vision=serving.images.served,
         max_context_length=limits.max_total_tokens,
         max_req_input_len=limits.max_input_tokens,
         vocab_size=limits.vocab_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.images.expansions import ImageTexts, no_token
+from tokenpod.service.images.expansions import ImageTexts
 from tokenpod.service.text.tokenizers.template_values import ChatTemplateError
 
 
@@ -32,5 +32,5 @@ def with_images(rendered: str, chat: ChatPrompt, images: ImageTexts) -> str:
 
 
 def _check(text: str, field: str, images: ImageTexts) -> None:
-    if images.token in text:
-        raise ChatTemplateError(no_token(images.token), field)
+    if problem := images.forbidden(text):
+        raise ChatTemplateError(problem, field)

@@ -105,6 +105,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
 
     JITFunction.run = run
     choosing = (
+        adapters,
         launch,
         product,
         experts,
@@ -298,6 +299,10 @@ def experts_with_everything() -> None:
         add = experts.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
         for tokens in (1, 40):
             add(draw(tokens, HIDDEN))
+    plain = ExpertWeights(draw(8, HIDDEN), draw(8, 256, HIDDEN), draw(8, HIDDEN, 256))
+    for tokens in (1, 40):
+        add = experts.prepare_experts(plain, None, Activation.RELU_SQUARED, groups)
+        add(draw(tokens, HIDDEN))
 
 
 def stored_experts(every: bool = False) -> None:
@@ -364,7 +369,10 @@ def delta_nets() -> None:
 
 
 def state_spaces() -> None:
-    """Heads of Granite 4, Nemotron-H and Falcon-H1: one token each, prompts, and both."""
+    """Heads of Granite 4, Nemotron-H and Falcon-H1: one token each, prompts, and both.
+
+    And what is launched where there may be drafts.
+    """
     shapes = (
         MemoryShape(1, 128, 128, 64, 4),
         MemoryShape(8, 128, 128, 64, 4),
@@ -380,6 +388,8 @@ def state_spaces() -> None:
             )
             plan = OPERATIONS.plan_recurrent(batch)
             OPERATIONS.state_space(inputs, weights, shape, states, plan)
+            longer = with_ring(states, shape, 4, beside=1)
+            OPERATIONS.state_space(inputs, weights, shape, longer, plan)
 
 
 def short_convolutions() -> None:

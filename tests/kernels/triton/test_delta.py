@@ -11,6 +11,7 @@ from support.kernels.attention_steps import Spec
 from support.kernels.delta_steps import (
     SMALL,
     WALKS,
+    Delta,
     copied,
     drawn_inputs,
     drawn_states,
@@ -142,7 +143,8 @@ def test_a_position_that_is_computed_again_changes_nothing(device):
 @pytest.mark.parametrize("shape", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
 def test_wrong_drafts_leave_nothing(shape, steps, device):
-    (found, states), (expected, plain) = walk(triton_delta, shape, steps, plan_recurrent, device)
+    net = Delta(triton_delta, shape, device)
+    (found, states), (expected, plain) = walk(net, steps, plan_recurrent)
     assert error(found, expected) < TOLERANCE[torch.float32]
     assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
     assert torch.equal(states.seen, plain.seen)

@@ -123,6 +123,31 @@ def test_gates(tokens, activation, case):
     check(*case(tokens), Routing(2, True), activation)
 
 
+@pytest.mark.sampled(2, "gpu")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_experts_without_gates_that_read_another_input(tokens, dtype, case, draw, device):
+    """As Nemotron 3's: the router alone reads the stream, here of 40 numbers and not of 24."""
+    residual, weights, _ = case(tokens, hidden=24, dtype=dtype)
+    weights = weights._replace(
+        gate_up=weights.gate_up[:, :24].contiguous(),
+        router=draw(5, 40, dtype=dtype).to(device),
+        gate_up_bias=draw(5, 24, dtype=dtype).to(device),
+    )
+    assert not weights.gated
+    seen = draw(tokens, 40, dtype=dtype).to(device)
+    routing, activation = Routing(2, True, Score.SIGMOID), Activation.RELU_SQUARED
+    truth = residual.double() + mixture(
+        seen.double(),
+        ExpertWeights(*(x if x is None else x.double() for x in weights)),
+        activation,
+        routing,
+        residual,
+    )
+    block(weights, None, routing, activation)(seen, residual, None, residual.clone())
+    agree(residual, truth)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_what_is_shared_is_rounded_with_the_sum(tokens, gated, case, draw, device):

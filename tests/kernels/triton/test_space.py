@@ -8,10 +8,19 @@ import pytest
 import torch
 
 from support.kernels.attention_steps import Spec
-from support.kernels.delta_steps import copied, drawn_states, one_row, step_of
+from support.kernels.delta_steps import (
+    WALKS,
+    copied,
+    drawn_states,
+    one_row,
+    step_of,
+    walk,
+    with_ring,
+)
 from support.kernels.space_steps import (
     NORMS,
     SMALL,
+    SpaceNet,
     convolution_inputs,
     convolution_states,
     drawn_convolution,
@@ -223,3 +232,37 @@ def test_captured_steps_have_room_for_chunks(device):
     assert torch.equal(*found)
     for got, own in zip((*states, *rings[0]), (*wanted, *rings[1]), strict=True):
         torch.testing.assert_close(got, own, rtol=0, atol=0, equal_nan=True)
+
+
+SHAPES = [SMALL, *(pytest.param(x, marks=pytest.mark.gpu) for x in REAL.values())]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
+def test_wrong_drafts_leave_nothing(shape, steps, device):
+    net = SpaceNet(triton_space, shape, device)
+    (found, states), (expected, plain) = walk(net, steps, plan_recurrent)
+    assert error(found, expected) < TOLERANCE[torch.float32]
+    assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
+    assert torch.equal(states.seen, plain.seen)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_with_drafts_beside_others(shape, dtype, device, poisoned_memory):
+    """In one step: rows that decode, are behind, have drafts, and have a prompt's piece."""
+    specs = [Spec(1, 9), Spec(1, 4), Spec(4, 12), Spec(3, 20), Spec(70, 74)]
+    batch = replace(step_of(specs, device), b_drafts=[0, 0, 3, 2, 0])
+    weights = drawn_space(shape, dtype, device)
+    states = with_ring(drawn_states(shape, batch, dtype), shape, 4, beside=1)
+    states.inputs[:, shape.channels :] = space_inputs(shape, 99, dtype, device).step[:1, :1]
+    behind = torch.tensor([2, 0, 3, 0, 4], device=device, dtype=torch.int32)
+    states.seen[torch.tensor(batch.b_row, device=device)] -= behind[:, None]
+    given, wanted = space_inputs(shape, batch.tokens, dtype, device), copied(states)
+    wanted = wanted._replace(inputs=wanted.inputs.float())
+    expected = reference_space.state_space(wide(given), wide(weights), shape, wanted, batch)
+    out = triton_space.state_space(given, weights, shape, states, plan_recurrent(batch))
+    assert error(out, expected) < TOLERANCE[dtype]
+    assert error(states.memory, wanted.memory) < TOLERANCE[dtype]
+    assert torch.equal(states.seen, wanted.seen)
+    torch.testing.assert_close(states.inputs.float(), wanted.inputs, rtol=0, atol=0, equal_nan=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenpod.kernels.products.product_tiles import LIBRARY, Kind, Tile, measured, parse
+from tokenpod.kernels.products.quantised import quantised_tiles
 
 SMALL = {"kind": "multiply_add", "block_n": 4, "block_k": 512}
 TABLE = {
@@ -51,3 +52,10 @@ def test_the_package_carries_a_table(capability):
 def test_what_was_measured_on_one_generation_is_not_used_on_another():
     assert measured((8, 9)).by_shape == {}
     assert measured((8, 9)).otherwise == measured((9, 0)).otherwise
+
+
+def test_every_format_and_shape_has_tiles_of_its_own_for_few_tokens_and_one_for_any_number():
+    tiles = quantised_tiles.measured((9, 0))
+    for which, rows in {**tiles.by_kind, **tiles.by_shape}.items():
+        fewest, most = rows[0][0], rows[-1][0]
+        assert (fewest <= 16, most) == (True, 1_000_000), which

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.kernels.whole_rows import agree, options_of
+from support.kernels.whole_rows import agree, agree_where_some_see_each_other, options_of
 from tokenpod.kernels.backends import triton as triton_backend
 
 
@@ -21,6 +21,12 @@ def poisoned(poisoned_memory):
 def test_kernels_do_what_the_definition_says(device, options, window, piece):
     ops = triton_backend.OPERATIONS
     agree(ops, device, window, piece, options_of(options, device), lengths=(1, 2, 17, 70))
+
+
+@pytest.mark.parametrize(("window", "piece"), [(None, 7), (33, None)])
+def test_rows_of_images_see_each_other_beside_others(device, window, piece):
+    options = options_of("plain", device)
+    agree_where_some_see_each_other(triton_backend.OPERATIONS, device, window, piece, options)
 
 
 @pytest.mark.gpu

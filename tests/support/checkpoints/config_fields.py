@@ -24,7 +24,7 @@ HARMLESS = {
     *("mamba_ssm_cache_dtype", "expand", "num_logits_to_keep", "mtp_layers_block_type"),
     # How transformers computes the same.
     *("reorder_and_upcast_attn", "attention_softmax_in_fp32", "attn_implementation"),
-    "enable_moe_fp32_combine",
+    *("enable_moe_fp32_combine", "moe_shared_expert_overlap"),
     *("scale_attention_softmax_in_fp32", "_sliding_window_pattern", "cache_implementation"),
     # Of positions where there is ALiBi, of gradients, and of decoders that are no decoders.
     *("learned_pos_emb", "embedding_fraction", "emb_pdrop", "is_decoder"),

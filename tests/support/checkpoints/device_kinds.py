@@ -80,6 +80,19 @@ MODELS = {
             "ssm_state_size": 128,
         },
     ),
+    "nemotron-h-inner": (
+        "nemotron-h-inner",
+        {
+            "hybrid_override_pattern": "ME*E",
+            "head_dim": 64,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "moe_intermediate_size": 320,
+            "moe_shared_expert_intermediate_size": 512,
+            "moe_latent_size": 256,
+        },
+    ),
     "falcon-h1": (
         "falcon-h1-varied",
         {**SPACE, "mamba_d_ssm": 2048, "head_dim": 64, "mamba_d_state": 256},

@@ -35,12 +35,17 @@ class EmbeddingKind:
     #: transformers' class, and settings of its config.
     model: str
     settings: dict[str, Any]
-    #: A key of 1_Pooling/config.json; "": there is no modules.json.
+    #: A key of 1_Pooling/config.json, or an activation of SPLADE; "": there is no modules.json.
     pooling: str = ""
     #: (numbers that come out, activation) of each.
     dense: tuple[tuple[int, str], ...] = ()
     normalize: bool = False
     more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def splade(self) -> bool:
+        """Whether vectors have a number for each token of the vocabulary."""
+        return self.pooling.endswith("relu")
 
 
 KINDS = {
@@ -96,6 +101,13 @@ KINDS = {
     ),
     "bert-max": EmbeddingKind("BertModel", _BERT, "pooling_mode_max_tokens"),
     "bert-alone": EmbeddingKind("BertModel", _BERT),
+    "splade": EmbeddingKind("BertForMaskedLM", _BERT, "relu"),
+    "splade-roberta": EmbeddingKind(
+        "XLMRobertaForMaskedLM",
+        {**_BERT, "pad_token_id": 1, "type_vocab_size": 1},
+        "log1p_relu",
+        normalize=True,
+    ),
 }
 
 WRITING = {
@@ -167,7 +179,7 @@ class EmbeddingGolden:
                 layer = torch.nn.Linear(width, rows, bias=activation.endswith("Tanh"))
                 self.dense.append((layer, activation))
                 width = rows
-        self.width = width
+        self.width = width if not self.kind.splade else VOCABULARY
         # Sliding windows of an encoder are derived from the config's number again when it is read.
         self.model.save_pretrained(folder)
         written = json.loads((folder / "config.json").read_text())
@@ -179,9 +191,13 @@ class EmbeddingGolden:
 
     def _save_modules(self) -> None:
         modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-        flags = dict.fromkeys(["pooling_mode_cls_token", "pooling_mode_mean_tokens"], False)
-        flags |= {self.kind.pooling: True}
-        self._write("1_Pooling/config.json", {"word_embedding_dimension": 32, **flags})
+        if self.kind.splade:
+            modules = [("", "MLMTransformer"), ("1_Pooling", "SpladePooling")]
+            about = {"pooling_strategy": "max", "activation_function": self.kind.pooling}
+        else:
+            about = dict.fromkeys(["pooling_mode_cls_token", "pooling_mode_mean_tokens"], False)
+            about |= {self.kind.pooling: True, "word_embedding_dimension": 32}
+        self._write("1_Pooling/config.json", about)
         for at, (layer, activation) in enumerate(self.dense, start=2):
             name = f"{at}_Dense"
             modules.append((name, "Dense"))
@@ -209,12 +225,15 @@ class EmbeddingGolden:
     def states(self, tokens: list[int]) -> torch.Tensor:
         """[len(tokens), hidden] the states behind the last norm."""
         with torch.no_grad():
-            return self.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+            return self.model.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
 
     def vector(self, tokens: list[int], left_out: int = 0) -> torch.Tensor:
         """[width] of a text, by the definition of its modules."""
         states = self.states(tokens)
         match self.kind.pooling:
+            case "relu" | "log1p_relu":
+                pooled = self.logits(tokens).relu().log1p().amax(0)
+                pooled = pooled.log1p() if self.kind.pooling == "log1p_relu" else pooled
             case "pooling_mode_cls_token":
                 pooled = states[0]
             case "pooling_mode_lasttoken":
@@ -233,7 +252,10 @@ class EmbeddingGolden:
         return functional.normalize(pooled, dim=0) if self.kind.normalize else pooled
 
     def logits(self, tokens: list[int], second: int = 0) -> torch.Tensor:
-        """[labels] of a text whose tokens from number `second` on are of a second one; 0: none."""
+        """[labels], or of each token [n, vocabulary].
+
+        Tokens from number `second` on are of a second text; 0: there is none.
+        """
         given = {"input_ids": torch.tensor([tokens])}
         if second:
             kinds = [0] * second + [1] * (len(tokens) - second)

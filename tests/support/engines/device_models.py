@@ -82,7 +82,7 @@ def serve(
     loop = EngineLoop(client, Scheduler(limits), made.executor, overlap=made.overlap)
     while client.left:
         loop.turn()
-    assert not client.failures
+    assert not client.failures, client.failures
     return Served(prompts, client, made.slots)
 
 

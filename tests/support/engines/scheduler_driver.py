@@ -100,7 +100,10 @@ def works_of(step: Step | None) -> list[Work]:
                 sequence,
                 int(plan.r_row[at]),
                 int(plan.r_start[at]),
-                [_with_id(plan, sequence, token) for token in plan.t_token[tokens].tolist()],
+                [
+                    _with_id(plan, sequence, token, int(plan.r_start[at]) + i)
+                    for i, token in enumerate(plan.t_token[tokens].tolist())
+                ],
                 plan.t_slot[tokens].tolist(),
                 int(plan.r_samples[at]),
                 int(plan.r_output[at]),
@@ -110,11 +113,13 @@ def works_of(step: Step | None) -> list[Work]:
     return works
 
 
-def _with_id(plan: StepPlan, sequence: Sequence, token: int) -> int:
+def _with_id(plan: StepPlan, sequence: Sequence, token: int, place: int) -> int:
     """A token as the tree has it: virtual ones have the ids of their adapter's."""
     if token > GIVEN:
         return token
     at = GIVEN - token - len(plan.given)
+    if at < 0:  # a given embedding
+        return int(sequence.inputs[place])
     assert plan.soft_adapter[at] == sequence.request.adapter
     return VIRTUAL - int(plan.soft_index[at])
 

@@ -34,7 +34,7 @@ def load(folder, device=CPU, drafts=0):
 class Engine:
     """A loaded model, and a loop over it."""
 
-    def __init__(self, folder, **more):
+    def __init__(self, folder, prefill=PREFILL, **more):
         self.model = load(folder, drafts=more.get("speculate", 0))
         self.options = options = EngineOptions(
             model_folder="",
@@ -42,7 +42,7 @@ class Engine:
             device="cpu",
             threads=1,
             max_batch_size=ROWS,
-            max_batch_prefill_tokens=PREFILL,
+            max_batch_prefill_tokens=prefill,
             **more,
         )
         made = assemble(self.model, options, positions=POSITIONS, device=CPU)
@@ -53,12 +53,13 @@ class Engine:
             made.slots,
             made.room.rows,
             POSITIONS,
-            PREFILL,
+            prefill,
             sharing=own is None,
             snapshots=made.room.snapshot_limits,
             scores_prompts=own is None or own.scores_prompts,
             offload_slots=made.offload_slots,
             own_positions=self.model.config.own_positions,
+            mutual=self.model.config.mutual,
         )
 
     def answer(

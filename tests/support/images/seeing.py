@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,21 @@ from tokenizers import AddedToken, Tokenizer
 
 from support.checkpoints.demo import DEMO
 from support.checkpoints.golden import Golden
-from support.checkpoints.golden_kinds import NESTED_KINDS
+from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
+from tokenpod.core.images import SIGHTS, RowCount
+from tokenpod.service.images.expansions import Layout, rows_of
+from tokenpod.service.images.image_rows import layout_of
+from tokenpod.service.images.image_text import ImageTokens
 
 #: Of the embedding's table: the demo's tokens and those below.
 VOCABULARY = 4224
-_MARKS = ("<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+_MARKS = (
+    *("<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    *("<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<|IMG_PATCH|>", "<global-img>"),
+    *("<fake_token_around_image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *(f"<row_{line}_col_{column}>" for line in (1, 2) for column in (1, 2)),
+)
 _LLAVA = """{% for message in messages %}{{ message.role + ': ' }}{% if message.content is string
  %}{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image'
  %}{{ '<image>\\n' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif
@@ -36,6 +47,14 @@ def _tiles(patch: int, kind: str = "Qwen2VLImageProcessor") -> dict[str, Any]:
         "patch_size": patch,
     }
 
+
+#: Tiles of 16 x 16 pixels.
+_TILE = {"height": _SIDE, "width": _SIDE}
+_CUT = {"size": _TILE, "crop_size": _TILE}
+_PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16]]
+_LINED = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": _SIDE}}
+_CROPS = {"size": _TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}
+_CROPS |= {"image_processor_type": "GotOcr2ImageProcessor"}
 
 #: By kind: the token for a row, the template, and the processor.
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -57,7 +76,73 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4v": ("<|image_pad|>", _QWEN, _tiles(14, "Glm4vImageProcessor")),
     "glm4.6v": ("<|image_pad|>", _QWEN, _tiles(14, "Glm46VImageProcessor")),
     "glm4v-moe": ("<|image_pad|>", _QWEN, _tiles(14, "Glm4vImageProcessor")),
+    "aya-vision": ("<|IMG_PATCH|>", _LLAVA, _CROPS),
+    "gemma3-images": (
+        "<image_soft_token>",
+        _LLAVA.replace("<image>\\n", "<start_of_image>"),
+        {"image_processor_type": "Gemma3ImageProcessor", "size": _TILE},
+    ),
+    "gemma4-images": (
+        "<image_soft_token>",
+        _LLAVA.replace("<image>\\n", "<image_soft_token>"),
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            **{"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        },
+    ),
+    "idefics3": ("<image>", _LLAVA, {"image_processor_type": "Idefics3ImageProcessor", **_LINED}),
+    "internvl": ("<image>", _LLAVA, _CROPS),
+    "llava-next": (
+        "<image>",
+        _LLAVA,
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "image_grid_pinpoints": _PINPOINTS,
+            **_CUT,
+            "size": {"shortest_edge": _SIDE},
+        },
+    ),
+    "llava-onevision": (
+        "<image>",
+        _LLAVA,
+        {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "image_grid_pinpoints": _PINPOINTS,
+            "size": _TILE,
+        },
+    ),
+    "mistral3": (
+        "<image>",
+        _LLAVA,
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}},
+    ),
+    "smolvlm": ("<image>", _LLAVA, {"image_processor_type": "SmolVLMImageProcessor", **_LINED}),
 }
+
+
+_KINDS_OF_GOLDEN = {**KINDS, **NESTED_KINDS}
+#: Settings of configs besides those of text alone.
+_MORE: dict[str, dict[str, Any]] = {
+    "gemma3-images": {"tie_word_embeddings": False},
+    "gemma4-images": {
+        "vision_config": {
+            **NESTED_KINDS["gemma4-images"].settings["vision_config"],
+            **{"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2},
+            **{"position_embedding_size": 64, "rope_parameters": None},
+        },
+    },
+    **{kind: {"image_grid_pinpoints": _PINPOINTS} for kind in ("llava-next", "llava-onevision")},
+}
+_MORE_OF_TEXT: dict[str, dict[str, Any]] = {
+    "gemma3-images": {"tie_word_embeddings": False},
+    "gemma4-images": {
+        "use_bidirectional_attention": "vision",
+        "sliding_window": 80,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+}
+#: Kinds whose processor lies within that of the whole, as newer files have it.
+_NESTED = ("gemma3-images", "gemma4-images")
 
 
 class Seeing:
@@ -76,17 +161,20 @@ class Seeing:
         tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
         self.token_id = tokenizer.token_to_id(self.token)
         assert self.token_id < VOCABULARY
-        #: Tokens that the template writes around an image.
-        self.around: tuple[list[int], list[int]] = ([], [])
-        if "<|vision_start|>" in template:
-            start, end = map(tokenizer.token_to_id, ("<|vision_start|>", "<|vision_end|>"))
-            self.around = [start], [end]
-        text = NESTED_KINDS[kind].settings["text_config"]
+        text = _KINDS_OF_GOLDEN[kind].settings["text_config"]
         fields = dict.fromkeys(("image_token_id", "image_token_index"), self.token_id)
-        for name, around in zip(("start", "end"), self.around, strict=True):
-            for part in ("vision", "image") if around else ():
-                fields[f"{part}_{name}_token_id"] = around[0]
-        golden = Golden(kind, text_config={**text, "vocab_size": VOCABULARY}, **fields)
+        for name, mark in (("boi", "<start_of_image>"), ("eoi", "<end_of_image>")):
+            token = tokenizer.token_to_id(mark)
+            fields |= dict.fromkeys((f"{name}_token_id", f"{name}_token_index"), token)
+        if "<|vision_start|>" in template:
+            for name in "start", "end":
+                token = tokenizer.token_to_id(f"<|vision_{name}|>")
+                fields |= dict.fromkeys(
+                    (f"vision_{name}_token_id", f"image_{name}_token_id"), token
+                )
+        more = {**fields, **_MORE.get(kind, {})}
+        text = {**text, "vocab_size": VOCABULARY, **_MORE_OF_TEXT.get(kind, {})}
+        golden = Golden(kind, text_config=text, **more)
         golden.save(folder)
         self._never_say(golden.model, folder)
         self.folder, self.model, self.tokenizer = folder, golden.model, tokenizer
@@ -95,8 +183,23 @@ class Seeing:
         (folder / "tokenizer_config.json").write_text(
             json.dumps(config | {"chat_template": template})
         )
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+        if kind in _NESTED:
+            whole = {"image_processor": processor, "processor_class": "AnyProcessor"}
+            (folder / "processor_config.json").write_text(json.dumps(whole))
+        else:
+            (folder / "preprocessor_config.json").write_text(json.dumps(processor))
         self._process = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        self.config = json.loads((folder / "config.json").read_text())
+        self.sight = SIGHTS[self.config["architectures"][0]]
+        tokens = ImageTokens.of(self.config, tokenizer.id_to_token)
+        assert tokens is not None
+        self.tokens = tokens
+        #: What the template writes behind an image.
+        self._behind = "\n" if "<image>\\n" in template else ""
+        self._options = dict(self.sight.options)
+        if self.sight.rows is RowCount.LINES:
+            vision = self.model.config.vision_config
+            self._options["patch_size"] = vision.patch_size * self.model.config.spatial_merge_size
 
     def _never_say(self, model: Any, folder: Path) -> None:
         """Let the token for images be unlikely: transformers takes one in a text for an image."""
@@ -110,18 +213,23 @@ class Seeing:
 
     def prepared(self, image: Image.Image) -> dict[str, np.ndarray]:
         """What the processor makes of an image."""
-        made = self._process(image, return_tensors="np")
+        made = self._process(image, return_tensors="np", **self._options)
         return {name: np.ascontiguousarray(value) for name, value in made.items()}
+
+    def layout(self, image: Image.Image) -> Layout:
+        """How it stands in a prompt."""
+        return layout_of(self.sight.rows, self.model.config, self.prepared(image), {})
 
     def rows(self, image: Image.Image) -> int:
         """Tokens that stand for an image."""
-        grid = self.prepared(image).get("image_grid_thw")
-        return (_SIDE // 8) ** 2 if grid is None else int(grid.prod()) // 4
+        return rows_of(self.layout(image))
 
     def shown(self, image: Image.Image) -> str:
         """What the template writes for it, with a token for each row."""
-        text = self.token * self.rows(image)
-        return f"<|vision_start|>{text}<|vision_end|>" if self.around[0] else f"{text}\n"
+        text = self.tokens.expansion(self.layout(image))
+        if self.sight.wrapping:
+            return f"<|vision_start|>{text}<|vision_end|>"
+        return text + self._behind
 
     def greedy(self, prompt: list[int], images: list[Image.Image], count: int) -> list[int]:
         """So many tokens by transformers, each from the whole text anew.
@@ -129,18 +237,19 @@ class Seeing:
         Args:
             prompt: with one token for each row of each image.
         """
-        prepared = [self.prepared(image) for image in images]
-        tensors = {
-            name: torch.from_numpy(np.concatenate([each[name] for each in prepared]))
-            for name in (prepared[0] if prepared else ())
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        if images:
+            made = self._process(images, return_tensors="pt", **self._options)
+            takes = inspect.signature(self.model.forward).parameters.keys()
+            tensors = {name: each for name, each in made.items() if name in takes}
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(count):
                 tokens = torch.tensor([ids])
-                if "image_grid_thw" in tensors:
-                    # By which transformers finds the positions of images.
-                    tensors["mm_token_type_ids"] = (tokens == self.token_id).int()
+                if tensors:
+                    # By which transformers finds the positions of images, and what they see.
+                    kinds = {"mm_token_type_ids", "token_type_ids"} & takes
+                    tensors |= dict.fromkeys(kinds, (tokens == self.token_id).int())
                 logits = self.model(input_ids=tokens, use_cache=False, **tensors).logits
                 ids.append(int(logits[0, -1].argmax()))
         return ids[len(prompt) :]

@@ -67,8 +67,8 @@ def drawn_inputs(shape: MemoryShape, tokens: int, dtype=torch.float32, device="c
     return DeltaInputs(*torch.split(drawn.to(dtype), sizes, dim=1))
 
 
-def some(inputs: DeltaInputs, first: int, end: int) -> DeltaInputs:
-    return DeltaInputs(*(x[first:end] for x in inputs))
+def some(inputs, first: int, end: int):
+    return type(inputs)(*(x[first:end] for x in inputs))
 
 
 def step_of(specs: list[Spec], device="cpu") -> ForwardBatch:
@@ -101,11 +101,16 @@ WALKS = {
 MOST_DRAFTS = 3
 
 
-def with_ring(states: RecurrentStates, shape: MemoryShape, drafts: int) -> RecurrentStates:
-    """The same of a pool in which drafts may be wrong: of positions before its width none."""
+def with_ring(
+    states: RecurrentStates, shape: MemoryShape, drafts: int, beside: int = 2
+) -> RecurrentStates:
+    """The same of a pool in which drafts may be wrong: of positions before its width none.
+
+    `beside`: numbers of a head that are kept besides.
+    """
     rows, channels, width = states.inputs.shape
     ring = width + drafts
-    inputs = states.inputs.new_zeros(rows, channels + 2 * shape.value_heads, ring)
+    inputs = states.inputs.new_zeros(rows, channels + beside * shape.value_heads, ring)
     for row in range(rows):
         seen = int(states.seen[row, 0])
         for position in range(max(seen - width, 0), seen):
@@ -113,20 +118,35 @@ def with_ring(states: RecurrentStates, shape: MemoryShape, drafts: int) -> Recur
     return states._replace(inputs=inputs)
 
 
-def walk(form, shape, steps, plan_delta=plan_recurrent, device="cpu"):
-    """Serve one text with drafts, and without.
+class Delta:
+    """A gated delta net in one of its forms."""
+
+    def __init__(self, form, shape, device="cpu"):
+        self.form, self.shape, self.device = form, shape, device
+        self.weights = drawn_weights(shape, device=device)
+        self.layout = GatedDeltaNet(shape, EPSILON).cache.state
+
+    def inputs(self, tokens):
+        return drawn_inputs(self.shape, tokens, device=self.device)
+
+    def run(self, given, states, plan):
+        return self.form.gated_delta(given, self.weights, self.shape, states, plan)
+
+
+def walk(net, steps, plan=plan_recurrent):
+    """Serve one text by a `Delta`, or what is like it, with drafts and without.
 
     Returns for both what was found of tokens that count, and the states [as `RecurrentStates`] once
     their memories have been through all.
     """
-    weights, n = drawn_weights(shape, device=device), sum(count - wrong for count, wrong in steps)
-    given, noise = (drawn_inputs(shape, n + more, device=device) for more in (1, 7))
+    device, n = net.device, sum(count - wrong for count, wrong in steps)
+    given, noise = (net.inputs(n + more) for more in (1, 7))
 
     def at(first, count, wrong):
         """Inputs from `first` on, the last ones those of tokens that never come."""
         right = some(given, first, first + count - wrong)
         other = some(noise, first, first + wrong)
-        return DeltaInputs(
+        return type(given)(
             *torch.split(
                 torch.cat([torch.cat(right, 1), torch.cat(other, 1)]),
                 [x.shape[1] for x in right],
@@ -135,7 +155,7 @@ def walk(form, shape, steps, plan_delta=plan_recurrent, device="cpu"):
         )
 
     def fresh(drafts):
-        layout = GatedDeltaNet(shape, EPSILON).cache.state.with_drafts(drafts)
+        layout = net.layout.with_drafts(drafts)
         sizes = (4, *layout.inputs), (4, *layout.memory)
         inputs, memory = (torch.zeros(size, device=device) for size in sizes)
         return RecurrentStates(inputs, memory, memory[:, :, 0, 0].int())
@@ -143,16 +163,16 @@ def walk(form, shape, steps, plan_delta=plan_recurrent, device="cpu"):
     def served(states, steps):
         first, found = 0, []
         for i, (count, wrong) in enumerate(steps):
-            drafted = states.takes_back(shape.width) and 0 < i < len(steps) and 1 < count <= 4
+            drafted = states.takes_back(net.shape.width) and 0 < i < len(steps) and 1 < count <= 4
             batch = one_row(step_of([Spec(count, first + count)], device), 2)
             batch = replace(batch, b_drafts=[count - 1] if drafted else None)
             own = at(first, count, wrong)
-            out = run(form, own, weights, shape, states, batch, plan_delta)
+            out = net.run(own, states, plan(batch))
             found.append(out[: count - wrong])
             first += count - wrong
         # One token more, so that nothing is left to go through.
         batch = one_row(step_of([Spec(1, first + 1)], device), 2)
-        found.append(run(form, some(given, n, n + 1), weights, shape, states, batch, plan_delta))
+        found.append(net.run(some(given, n, n + 1), states, plan(batch)))
         return torch.cat(found), states
 
     plain = [(count - wrong, 0) for count, wrong in steps]

@@ -15,6 +15,7 @@ from tokenpod.kernels.operations.recurrent_ops import (
     SpaceInputs,
     SpaceWeights,
 )
+from tokenpod.models.layers.state_space import StateSpace
 
 SMALL = MemoryShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
 EPSILON = 1e-5
@@ -47,6 +48,21 @@ def space_inputs(shape: MemoryShape, tokens: int, dtype=torch.float32, device="c
     sizes = [shape.channels, shape.values, shape.value_heads]
     drawn = torch.randn((tokens, sum(sizes)), generator=generator, device=device)
     return SpaceInputs(*torch.split(drawn.to(dtype), sizes, dim=1))
+
+
+class SpaceNet:
+    """A state space in one of its forms, for `delta_steps.walk`."""
+
+    def __init__(self, form, shape, device="cpu", norm="groups"):
+        self.form, self.shape, self.device = form, shape, device
+        self.weights = drawn_space(shape, device=device, norm=norm)
+        self.layout = StateSpace(shape, EPSILON).cache.state
+
+    def inputs(self, tokens):
+        return space_inputs(self.shape, tokens, device=self.device)
+
+    def run(self, given, states, plan):
+        return self.form.state_space(given, self.weights, self.shape, states, plan)
 
 
 class Convolution(NamedTuple):

@@ -36,6 +36,17 @@ _NEMOTRON = {
     # Prompts of transformers have it, tokens behind them have not.
     "time_step_min": 1e-9,
 }
+_NEMOTRON_MOE = {
+    **_NEMOTRON,
+    "hybrid_override_pattern": "ME*E",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
 _FALCON = {**_SPACE, "mamba_d_ssm": 96, "head_dim": 16}
 
 KINDS: dict[str, Kind] = {
@@ -166,6 +177,18 @@ KINDS: dict[str, Kind] = {
             "tie_word_embeddings": True,
         },
         disguise=disguises.without_experts,
+    ),
+    "nemotron-h-moe": Kind("NemotronH", _NEMOTRON_MOE),
+    "nemotron-h-inner": Kind(
+        "NemotronH",
+        {
+            **_NEMOTRON_MOE,
+            "moe_latent_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
     ),
     "falcon-h1": Kind("FalconH1", _FALCON),
     "falcon-h1-varied": Kind(

@@ -1,0 +1,106 @@
+"""Operations that are deterministic: a token's results are the same, bit by bit, in any step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.kernels.attention_steps import Inputs, Spec, assert_close, lay_out, truth
+from tokenpod.kernels.attention.triton_attention import plan_attention
+from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
+from tokenpod.kernels.operations.attention_ops import AttentionOptions
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.products.product_tiles import deterministic, measured
+
+#: Numbers of tokens to either side of what tiles hold.
+ROWS = [1, 2, 17, 65, 300]
+
+#: One sequence's last tokens in steps of all kinds: rows beside each other, cut anywhere, as
+#: (tokens, context, slots that follow each other).
+STEPS = {
+    "a whole prompt": [Spec(200, 200)],
+    "its last token": [Spec(1, 200)],
+    "each of some tokens": [Spec(1, n) for n in (7, 64, 65, 128, 199, 200)],
+    "a piece behind a cached prefix": [Spec(3, 200)],
+    "pieces": [Spec(40, 200), Spec(33, 160), Spec(127, 127)],
+    "scattered slots": [Spec(70, 200, piece=7)],
+    "company": [Spec(1, 200, piece=64), Spec(1, 31), Spec(2, 200), Spec(65, 130)],
+}
+
+
+def product(what, x, weight, norm, operations):
+    if what == "gated":
+        return operations.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
+    if what == "added":
+        residual = torch.ones(len(x), len(weight), dtype=x.dtype, device=x.device)
+        operations.prepare_add_linear(weight, None)(x, residual)
+        return residual
+    return operations.prepare_linear(weight, None)(x)
+
+
+@pytest.mark.parametrize("what", ["plain", "gated", "added"])
+def test_a_product_of_a_token_does_not_depend_on_the_others(what, draw, device):
+    n, k, dtype = 96, 136, torch.bfloat16
+    x, weight = draw(300, k, dtype=dtype).to(device), (draw(n, k) * k**-0.5).to(dtype).to(device)
+    norm = RowNorm(draw(k, dtype=dtype).to(device), 1e-6)
+    whole = product(what, x, weight, norm, DETERMINISTIC)
+    for rows in ROWS:
+        some = product(what, x[-rows:].contiguous(), weight, norm, DETERMINISTIC)
+        assert torch.equal(some, whole[-rows:]), rows
+    plain = product(what, x, weight, norm, OPERATIONS)
+    torch.testing.assert_close(whole, plain, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("capability", [None, (9, 0)])
+def test_all_its_products_sum_in_one_order(capability):
+    tiles = deterministic(capability)
+    found = {
+        tiles.choose(n, k, rows).order
+        for n, k in [*tiles.by_shape, (100, 100), (1 << 17, 1 << 13)]
+        for rows in (1, 2, 16, 33, 64, 65, 200, 1000, 1 << 16)
+    }
+    assert found == {1}
+
+
+def test_few_tokens_get_the_tiles_that_were_measured():
+    (shape, tiles), *_ = measured((9, 0)).by_shape.items()
+    assert deterministic((9, 0)).choose(*shape, 8) == dict(tiles)[8]
+
+
+def attend(specs, drawn, window, dtype, device, options, operations):
+    """(position, what it yields) of a step's tokens, all rows of which are one text."""
+    step = lay_out(sorted(specs, key=lambda spec: spec.tokens != 1), device)
+    batch = step.batch
+    q, k, v = (each.to(device) for each in drawn)
+    keys, values = (
+        torch.full((step.slots, *k.shape[1:]), torch.nan, dtype=dtype, device=device)
+        for _ in range(2)
+    )
+    for runs in batch.b_runs:
+        position = 0
+        for start, end in runs:
+            length = end - start
+            keys[start:end] = k[position : position + length]
+            values[start:end] = v[position : position + length]
+            position += length
+    asked = q[batch.t_place]
+    plan = plan_attention(batch, window)
+    got = operations.attention(asked, keys, values, plan, options)
+    assert_close(got, truth(Inputs(asked, keys, values), batch, window, options), dtype)
+    return list(zip(batch.t_place.tolist(), got, strict=True))
+
+
+@pytest.mark.sampled(5, "gpu")
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_a_token_does_not_depend_on_how_its_text_is_cut(
+    window, dtype, heads, draw, device
+):
+    drawn = [draw(200, n, 64, dtype=dtype) for n in (heads[0], heads[1], heads[1])]
+    options = AttentionOptions(sinks=draw(heads[0]).to(device))
+    how = (drawn, window, dtype, device, options, DETERMINISTIC)
+    whole = dict(attend(STEPS["a whole prompt"], *how))
+    for name, specs in STEPS.items():
+        for position, got in attend(specs, *how):
+            assert torch.equal(got, whole[position]), (name, position)

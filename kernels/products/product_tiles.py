@@ -105,7 +105,7 @@ class OrderedTiles(Tiles):
 
     def choose(self, n: int, k: int, rows: int) -> Tile:
         """As of all tables; more tokens than those have are cut so that few programs wait."""
-        for most, tile in (*self.by_shape.get((n, k), ()), *self.otherwise):
+        for most, tile in self.by_shape.get((n, k), []) + self.otherwise:
             if rows <= most:
                 return tile
 

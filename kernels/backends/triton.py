@@ -16,7 +16,7 @@ from tokenpod.kernels.attention.triton_attention import attention, plan_attentio
 from tokenpod.kernels.attention.triton_latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.cache.triton_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.triton_experts import prepare_experts
-from tokenpod.kernels.gpu.launch import capability
+from tokenpod.kernels.gpu.launch import capability, shared_bytes
 from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.mixers.triton_convolution import short_convolution
 from tokenpod.kernels.mixers.triton_delta import gated_delta
@@ -87,7 +87,9 @@ def _ordered(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """The same with tiles that all sum in one order."""
 
     def prepare_ordered(weight: torch.Tensor, *others: Any) -> Any:
-        return prepare(weight, *others, tiles=deterministic(capability(weight.device)))
+        device = weight.device
+        tiles = deterministic(capability(device), shared_bytes(device))
+        return prepare(weight, *others, tiles=tiles)
 
     return prepare_ordered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from importlib.resources import files
@@ -99,9 +99,16 @@ TILED = (
 PROCESSORS = 132
 
 
+#: Numbers of 2 bytes: those that tiles were measured for.
+NUMBER_BYTES = 2
+
+
 @dataclass(frozen=True, slots=True)
 class OrderedTiles(Tiles):
     """A table of tiles that all sum in one `order`: a token yields the same beside any others."""
+
+    #: For more tokens than the others have; as `TILED`.
+    tiled: tuple[tuple[float, Tile], ...]
 
     def choose(self, n: int, k: int, rows: int) -> Tile:
         """As of all tables; more tokens than those have are cut so that few programs wait."""
@@ -114,18 +121,26 @@ class OrderedTiles(Tiles):
             programs = -(-rows // tile.block_t) * -(-n // tile.block_n)
             return -(-programs // PROCESSORS) * tile.block_t * tile.block_n / rate
 
-        return min(TILED, key=seconds)[1]
+        return min(self.tiled, key=seconds)[1]
 
 
-@cache
-def deterministic(capability: tuple[int, int] | None) -> OrderedTiles:
-    """Of the measured tiles those that sum in the order of `TILED`."""
-    order = TILED[0][1].order
+def deterministic(capability: tuple[int, int] | None, shared_bytes: int) -> OrderedTiles:
+    """Of the measured tiles those that sum in the order of `TILED`.
+
+    Programs have `shared_bytes`, of which the steps that are under way take their part.
+    """
+    order, few = TILED[0][1].order, Tile(Kind.MATRIX, 64, 64, stages=8, ahead=1024)
     by_shape = {
         shape: [(most, tile) for most, tile in tiles if tile.order == order]
         for shape, tiles in measured(capability).by_shape.items()
     }
-    return OrderedTiles(by_shape, [(64, Tile(Kind.MATRIX, 64, 64, stages=8, ahead=1024))])
+
+    def held(tile: Tile, tokens: int) -> Tile:
+        step = (tokens + tile.block_n) * tile.block_k * NUMBER_BYTES
+        return replace(tile, stages=max(min(tile.stages, shared_bytes // step), 1))
+
+    tiled = tuple((rate, held(tile, tile.block_t)) for rate, tile in TILED)
+    return OrderedTiles(by_shape, [(64, held(few, 64))], tiled)
 
 
 @cache

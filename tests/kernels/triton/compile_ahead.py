@@ -56,7 +56,7 @@ from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.kernels.products.product_tiles import Kind, measured
+from tokenpod.kernels.products.product_tiles import Kind, deterministic, measured
 from tokenpod.kernels.products.quantised import format_products as quantised
 from tokenpod.kernels.products.quantised import (
     lane_products,
@@ -159,6 +159,16 @@ def attend_whole_texts() -> None:
         attention.attention(q, pools[0], pools[1], plan, options)
 
 
+def attend_deterministically() -> None:
+    """Rows of one query in the kernel of those of several, with a window and without."""
+    step = lay_out([Spec(1, 40), Spec(9, 40), Spec(50, 50, piece=4)], CPU)
+    pools = draw(2, step.slots, KV_HEADS, HEAD_DIM)
+    q = draw(step.batch.tokens, HEADS, HEAD_DIM)
+    for window in (None, 20):
+        plan = attention.plan_attention(step.batch, window)
+        attention.attention(q, pools[0], pools[1], plan, deterministic=True)
+
+
 def attend_many_heads() -> None:
     """Falcon 7b's 71 share one key/value head."""
     step = lay_out([Spec(1, 40), Spec(9, 40)], CPU)
@@ -218,6 +228,9 @@ def multiply() -> None:
             product.multiply(x, weight, None, gated, tile, norm=norm, activation=Activation.SILU)
         else:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
+    for _, tile in deterministic(product.capability(CPU), launch.shared_bytes(CPU)).tiled:
+        product.multiply(x, weight, None, y, tile, add=True)
+        product.multiply(x, weight, None, gated, tile, activation=Activation.SILU)
 
 
 def multiply_quantised(every: bool = False) -> None:
@@ -468,7 +481,8 @@ def sample_under_masks() -> None:
     logits = draw(4, 5000)
     sampler.begin(logits, rows, rows, masks)
     sampler.finish(logits, rows, rows, Launches(True, True, True), masks)
-
+        attend_plainly,
+        attend_deterministically,
 
 def offer_drafts() -> None:
     two = torch.zeros(2, dtype=torch.int64)
@@ -510,6 +524,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
 #: What compiles the same kernels once more, for rarer arguments.
 RARER = (
     attend_with_everything,
+    attend_deterministically,
     attend_many_heads,
     attend_whole_texts,
     attend_large_heads,

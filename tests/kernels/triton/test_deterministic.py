@@ -8,6 +8,7 @@ import torch
 from support.kernels.attention_steps import Inputs, Spec, assert_close, lay_out, truth
 from tokenpod.kernels.attention.triton_attention import plan_attention
 from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
+from tokenpod.kernels.gpu.launch import LEAST_SHARED_BYTES, SHARED_BYTES
 from tokenpod.kernels.operations.attention_ops import AttentionOptions
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.products.product_tiles import deterministic, measured
@@ -51,20 +52,23 @@ def test_a_product_of_a_token_does_not_depend_on_the_others(what, draw, device):
     torch.testing.assert_close(whole, plain, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("capability", [None, (9, 0)])
+@pytest.mark.parametrize("capability", [None, (9, 0), (8, 9)])
 def test_all_its_products_sum_in_one_order(capability):
-    tiles = deterministic(capability)
+    held = SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
+    tiles = deterministic(capability, held)
     found = {
         tiles.choose(n, k, rows).order
         for n, k in [*tiles.by_shape, (100, 100), (1 << 17, 1 << 13)]
         for rows in (1, 2, 16, 33, 64, 65, 200, 1000, 1 << 16)
     }
     assert found == {1}
+    for _, tile in tiles.tiled:
+        assert (tile.block_t + tile.block_n) * tile.block_k * 2 * tile.stages <= held
 
 
 def test_few_tokens_get_the_tiles_that_were_measured():
     (shape, tiles), *_ = measured((9, 0)).by_shape.items()
-    assert deterministic((9, 0)).choose(*shape, 8) == dict(tiles)[8]
+    assert deterministic((9, 0), 227 << 10).choose(*shape, 8) == dict(tiles)[8]
 
 
 def attend(specs, drawn, window, dtype, device, options, operations):

@@ -481,8 +481,7 @@ def sample_under_masks() -> None:
     logits = draw(4, 5000)
     sampler.begin(logits, rows, rows, masks)
     sampler.finish(logits, rows, rows, Launches(True, True, True), masks)
-        attend_plainly,
-        attend_deterministically,
+
 
 def offer_drafts() -> None:
     two = torch.zeros(2, dtype=torch.int64)
@@ -493,6 +492,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
     family.__name__: family
     for family in (
         attend_plainly,
+        attend_deterministically,
         attend_with_everything,
         attend_many_heads,
         attend_whole_texts,

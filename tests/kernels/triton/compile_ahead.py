@@ -228,7 +228,7 @@ def multiply() -> None:
             product.multiply(x, weight, None, gated, tile, norm=norm, activation=Activation.SILU)
         else:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
-    for _, tile in deterministic(product.capability(CPU), launch.shared_bytes(CPU)).tiled:
+    for _, tile in deterministic(launch.shared_bytes(CPU)).tiled:
         product.multiply(x, weight, None, y, tile, add=True)
         product.multiply(x, weight, None, gated, tile, activation=Activation.SILU)
 

@@ -211,8 +211,9 @@ class EmbeddingGolden:
             save_file(tensors, self.folder / name / "model.safetensors")
         if self.kind.normalize:
             modules.append((f"{len(modules)}_Normalize", "Normalize"))
+        home = "sparse_encoder.models" if self.kind.splade else "models"
         entries = [
-            {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{x}"}
+            {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.{home}.{x}"}
             for at, (path, x) in enumerate(modules)
         ]
         self._write("modules.json", entries)

@@ -1,4 +1,4 @@
-"""A process that works on a model's files, and answers with one line of JSON."""
+"""A process that makes a model's folder of files, and answers with one line of JSON."""
 
 from __future__ import annotations
 
@@ -6,26 +6,49 @@ import json
 import signal
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from tokenpod.core.staging import StagingError, staging
+from tokenpod_client.cli.errors import print_error
 
 
 class ChildError(Exception):
     """It could not be done; one line."""
 
 
-def answer_of(
-    command: Sequence[str], source: str, *, seconds: int | None = None, limit: str = ""
-) -> dict[str, Any]:
-    """What a process says.
+def made(
+    folder: Path,
+    command: Sequence[str],
+    job: dict[str, Any],
+    *,
+    seconds: int | None = None,
+    limit: str = "",
+) -> dict[str, Any] | None:
+    """Have a process fill `folder`, which appears whole; what it says. None: the error is printed.
 
     Args:
-        command: of the process.
-        source: what it works on, for errors.
-        seconds: that it may take; None: any.
-        limit: what is said if it takes longer.
-
-    Raises ChildError if it says nothing, or what is wrong.
+        command: of the process; its argument is the job, with the folder to fill.
+        job: what it does, with its `source`.
+        seconds, limit: that it may take, None: any; and what is said if it takes longer.
     """
+    try:
+        with staging(folder) as part:
+            text = json.dumps({**job, "folder": str(part.folder)})
+            done = _answer_of([*command, text], job["source"], seconds=seconds, limit=limit)
+            part.finish()
+            return done
+    except (StagingError, ChildError) as error:
+        print_error(str(error))
+    except OSError as error:
+        print_error(f"{folder}: {error.strerror or error}")
+    return None
+
+
+def _answer_of(
+    command: Sequence[str], source: str, *, seconds: int | None, limit: str
+) -> dict[str, Any]:
+    """What a process says; ChildError if it says nothing, or what is wrong."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     try:
         said, _ = process.communicate(timeout=seconds)

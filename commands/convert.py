@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from tokenpod.commands.child import ChildError, answer_of
-from tokenpod.core.staging import StagingError, staging
+from tokenpod.commands.child import made
 from tokenpod_client.cli.errors import print_error
 from tokenpod_client.cli.options import argument, command, option
 
@@ -62,25 +59,12 @@ def convert(wanted: Job) -> int:
         "memory": int(wanted.memory_limit * 1e9) if wanted.memory_limit else None,
         "seconds": wanted.time_limit,
     }
-    try:
-        with staging(wanted.folder) as part:
-            done = _run({**job, "folder": str(part.folder)}, wanted.time_limit)
-            part.finish()
-    except (StagingError, ChildError) as error:
-        print_error(str(error))
-        return 1
-    except OSError as error:
-        print_error(f"{wanted.folder}: {error.strerror or error}")
+    limit = f"it took more than {wanted.time_limit} s (--time-limit)"
+    done = made(wanted.folder, CONVERT_COMMAND, job, seconds=wanted.time_limit, limit=limit)
+    if done is None:
         return 1
     print(f"{wanted.folder}: {done['tensors']} tensors, {done['bytes']:,} bytes")
     if done["problem"]:
         text = f"the server's own decoder does not read it: {done['problem']}"
         print_error(text, kind="warning")
     return 0
-
-
-def _run(job: dict[str, Any], seconds: int) -> dict[str, Any]:
-    """What the process says of a job; ChildError if it says nothing, or what is wrong."""
-    command = [*CONVERT_COMMAND, json.dumps(job)]
-    limit = f"it took more than {seconds} s (--time-limit)"
-    return answer_of(command, job["source"], seconds=seconds, limit=limit)

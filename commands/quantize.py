@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tokenpod.commands.child import ChildError, answer_of
-from tokenpod.core.staging import StagingError, staging
+from tokenpod.commands.child import made
 from tokenpod_client.cli.errors import print_error
 from tokenpod_client.cli.options import argument, command, option
 
@@ -70,16 +68,8 @@ def quantize(wanted: Wanted) -> int:
         "device": wanted.device or Device.CPU,
         "shard_bytes": int(wanted.shard_size * 1e9),
     }
-    try:
-        with staging(wanted.folder) as part:
-            text = json.dumps({**job, "folder": str(part.folder)})
-            done = answer_of([*QUANTIZE_COMMAND, text], str(wanted.source))
-            part.finish()
-    except (StagingError, ChildError) as error:
-        print_error(str(error))
-        return 1
-    except OSError as error:
-        print_error(f"{wanted.folder}: {error.strerror or error}")
+    done = made(wanted.folder, QUANTIZE_COMMAND, job)
+    if done is None:
         return 1
     print(f"{wanted.folder}: {done['quantised']} weights as {form}, {done['bytes']:,} bytes")
     return 0

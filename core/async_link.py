@@ -1,4 +1,7 @@
-"""The service's end of a link to a child process, on an event loop."""
+"""The service's end of a link to a child process, on an event loop.
+
+Apart from link.py, so that child processes start without asyncio.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Finds processes that have fallen silent: stopped ones, hung ones, half-open connections.
 
 Time in which the listener itself was stopped, or had no CPU, does not count: what came meanwhile
-has not been read yet. `Silence` counts its own ticks; `Listening` takes such time out of a span.
+has not been read yet. So `Silence` counts its own ticks.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -56,36 +55,3 @@ class Silence(Generic[Name]):
             for name in self._ticks:
                 self._ticks[name] += 1
             return [name for name, ticks in self._ticks.items() if ticks > most]
-
-
-class Listening:
-    """How long a listener that ticks has really listened.
-
-    Args:
-        period: seconds between two ticks. Of a longer time between two the rest was lost: the
-            listener did not run.
-        now: nanoseconds of the clock at the first tick.
-    """
-
-    def __init__(self, period: float, now: int) -> None:
-        # A tick is a little late even on a free machine.
-        self._most = int(2 * period * 1e9)
-        self._ticked_at = now
-        #: When time was lost, oldest first: begin and end in nanoseconds.
-        self._lost: deque[tuple[int, int]] = deque()
-
-    def tick(self, now: int) -> None:
-        """The listener runs, `now` in nanoseconds."""
-        if now - self._ticked_at > self._most:
-            self._lost.append((self._ticked_at + self._most, now))
-        self._ticked_at = now
-
-    def seconds(self, since: int) -> float:
-        """For how long it has listened from `since` to the last tick, in seconds."""
-        lost = sum(end - max(begin, since) for begin, end in self._lost if end > since)
-        return max(self._ticked_at - since - lost, 0) / 1e9
-
-    def forget(self, before: int) -> None:
-        """Nobody will ask about times before this one, in nanoseconds."""
-        while self._lost and self._lost[0][1] <= before:
-            self._lost.popleft()

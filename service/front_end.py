@@ -56,7 +56,7 @@ async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
         await client.open(socket.socket(fileno=config.link))
         stack.callback(client.close)
         admission = Admission.of(settings, counters)
-        generate = GenerateService(admission, telemetry)
+        generate = GenerateService(admission)
         # Whether the pod is healthy is the first one's to say, and is relayed.
         backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
         relay = await stack.enter_async_context(

@@ -29,10 +29,9 @@ import grpc
 from tokenpod.service.calls.errors import ServiceError
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.interceptors import Closing, ErrorInterceptor
 from tokenpod.service.rpc.listen import (
     StartError,
     authorising_operators,
@@ -41,8 +40,8 @@ from tokenpod.service.rpc.listen import (
     public_server,
     reason,
 )
+from tokenpod.service.rpc.methods import Services
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.rpc.services import Services
 from tokenpod.service.telemetry.recorder import Telemetry
 
 #: Seconds that calls get which run while connections are closed: those for health.

@@ -133,7 +133,7 @@ class Server:
             counters=counters,
         )
         stack.callback(board.close)
-        generate = GenerateService(admission, telemetry)
+        generate = GenerateService(admission)
         processes = PodProcesses(settings.log_level)
         # Where no rpc comes through, or nobody has a token.
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, processes.switch_level)

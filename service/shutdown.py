@@ -12,8 +12,8 @@ from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.front_ends import FrontEnds
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod_state import PodState
-from tokenpod.service.rpc.closing import AGAIN_SECONDS
 from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.interceptors import AGAIN_SECONDS
 
 log = logging.getLogger("tokenpod")
 

@@ -9,15 +9,19 @@ it is a file descriptor that children inherit, and is gone when the last process
              bytes that it keeps for all calls, calls that have ended by the number of their status]
     two more numbers, written by the first process: whether the pod drains, and whether the engine
     makes no progress
-    then each process's calls under way by name, and which are to end; see call_names.py
+    then each process's calls under way by name, and which are to end; see `CallNames`
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import mmap
 import os
+from collections.abc import Callable
 
-from tokenpod.service.admission.call_names import CallNames
+import numpy as np
 
 _REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING, _IGNORED = range(8)
 _KEPT_BYTES = 8
@@ -178,3 +182,123 @@ def _size(count: int, names: int) -> int:
 
 def _mapped(descriptor: int) -> memoryview:
     return memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
+
+
+# -- calls by their names ----------------------------------------------------------------------
+
+
+class CallNames:
+    """Names of the calls that are under way, as all front ends see them: 64-bit digests.
+
+    Each front end has places of its own in shared memory, takes those alone and reads all, so
+    nothing is locked. Two that take a name at the same instant may both have it. Any of them may
+    ask for the end of a call by its name; its own front end finds that when it looks.
+
+    0 is an empty place.
+
+    Args:
+        numbers: int64, as many places for each of `count` front ends, and a word for each place.
+        index: which of them this one is.
+    """
+
+    def __init__(self, numbers: memoryview, index: int, count: int) -> None:
+        both = np.frombuffer(numbers, np.int64).reshape(count, 2, -1)
+        self._all = both[:, 0]
+        #: Whether somebody wants the end of the call.
+        self._unwanted = both[:, 1]
+        self._index = index
+        self._free = list(range(self._all.shape[1]))
+
+    def take(self, name: str) -> int | None:
+        """Hold a name; its place, or None if it is taken. Raises IndexError if there is no room."""
+        number = _number(name)
+        if (self._all == number).any():
+            return None
+        place = self._free.pop()
+        self._unwanted[self._index, place] = 0
+        self._all[self._index, place] = number
+        return place
+
+    def end(self, name: str) -> None:
+        """Ask for the end of the call of this name, if there is one, in any front end."""
+        self._unwanted[self._all == _number(name)] = 1
+
+    def to_end(self) -> list[int]:
+        """Places of this front end whose calls are to end; each is returned once."""
+        mine = self._unwanted[self._index]
+        if not mine.any():
+            return []
+        places = np.flatnonzero(mine)
+        mine[places] = 0
+        return [int(place) for place in places]
+
+    def give_back(self, place: int) -> None:
+        """The call of this place has ended."""
+        self._all[self._index, place] = 0
+        self._free.append(place)
+
+    def forget(self, index: int) -> None:
+        """Front end `index` is gone, and its calls with it."""
+        self._all[index] = 0
+
+
+def _number(name: str) -> int:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
+
+
+log = logging.getLogger("tokenpod.generate")
+
+#: How often a front end looks whether another one wants the end of one of its calls.
+_LOOK_SECONDS = 0.05
+
+
+class NamedCalls:
+    """The calls of this front end that have a name.
+
+    Args:
+        names: those of all front ends.
+    """
+
+    def __init__(self, names: CallNames) -> None:
+        self._names = names
+        self._stops: dict[int, Callable[[], None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    def hold(self, name: str, stop: Callable[[], None]) -> int | None:
+        """Hold a name, until `give_back`; its place, or None if it is taken.
+
+        `stop` is called, at most once, if somebody wants the call's end.
+        """
+        place = self._names.take(name)
+        if place is not None:
+            self._stops[place] = stop
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look())
+        return place
+
+    def give_back(self, place: int) -> None:
+        """The call of this place has ended."""
+        del self._stops[place]
+        self._names.give_back(place)
+
+    def end(self, name: str) -> None:
+        """End the call of this name, if there is one: here at once, elsewhere in a moment."""
+        self._names.end(name)
+        self._stop()
+
+    async def _look(self) -> None:
+        """Look for calls to end, for as long as there are any."""
+        while self._stops:
+            self._stop()
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._looking = None
+
+    def _stop(self) -> None:
+        for place in self._names.to_end():
+            if (stop := self._stops.get(place)) is not None:
+                try:
+                    stop()
+                except Exception:
+                    # Who ended this call, and the other calls, must not suffer for it.
+                    log.exception("a call could not be ended by its name")

@@ -109,7 +109,11 @@ class Sample:
         self._keep_text = keep_text
         self._text, self._reasoning = bytearray(), bytearray()
         self._calls: list[tuple[Part, bytearray]] = []
-        self._unread = Unread(paged=streamed)
+        self._page_bytes = _PAGE_BYTES if streamed else sys.maxsize
+        #: What was not taken yet; the last one still grows.
+        self._pages: deque[Delta] = deque()
+        #: Of all pages but the last.
+        self._full_bytes = 0
 
     @property
     def text(self) -> str:
@@ -156,28 +160,34 @@ class Sample:
             self._end(FinishCode.EOS, token_id)
 
     def take(self) -> Delta:
-        """The oldest page of what has come and was not taken yet."""
-        return self._unread.take()
+        """The oldest page of what has come and was not taken yet; empty if nothing waits."""
+        if not self._pages:
+            return Delta()
+        page = self._pages.popleft()
+        if self._pages:
+            self._full_bytes -= page.size
+        return page
 
     @property
     def has_news(self) -> bool:
         """Whether `take` would bring anything."""
-        return bool(self._unread)
+        return bool(self._pages)
 
     @property
     def unread_bytes(self) -> int:
         """Bytes that wait to be taken."""
-        return self._unread.size
+        return self._full_bytes + (self._pages[-1].size if self._pages else 0)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the answer so far, which ends the stream, and of what waits to be taken."""
-        kept = self._unread.size + len(self._text) + len(self._reasoning)
+        kept = self.unread_bytes + len(self._text) + len(self._reasoning)
         return kept + sum(len(arguments) for _, arguments in self._calls)
 
     def drop(self) -> None:
         """Forget what was not taken."""
-        self._unread.clear()
+        self._pages.clear()
+        self._full_bytes = 0
 
     def _end(self, finish: FinishCode, token_id: int) -> None:
         """The text is whole. A stop sequence in it counts more than what the engine says."""
@@ -205,10 +215,10 @@ class Sample:
         self.cumulative_logprob += logprob
         self.first_token_at = self.first_token_at or at
         self.last_token_at = at
-        offset = None
+        page = self._page()
+        page.add_token(token_id, logprob, top)
         if self._offsets:
-            offset = self._reader.written if self._reader is not None else 0
-        self._unread.add_token(token_id, logprob, top, offset)
+            page.add_offset(self._reader.written if self._reader is not None else 0)
 
     def _add(self, reader: Reader, text: str) -> None:
         if not text:
@@ -219,11 +229,14 @@ class Sample:
         encoded = text.encode()
         if self._keep_text:
             self._text += encoded
-        self._unread.add_text(encoded)
+        # On the page of its token, where that still waits.
+        (self._pages[-1] if self._pages else self._page()).add_text(encoded)
 
     def _tell(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            self._unread.add_part(part)
+            # Where the whole output is one page, the parts are kept apart from it.
+            if self._page_bytes < sys.maxsize and not self._page().add_part(part):
+                self._new_page().add_part(part)
             if part.call_id:
                 self.calls_begun += 1
             if self._keep_text:
@@ -240,8 +253,21 @@ class Sample:
         else:
             self._calls[-1][1].extend(encoded)
 
+    def _page(self) -> Delta:
+        """The page to write to."""
+        if not self._pages:
+            self._pages.append(Delta())
+        elif self._pages[-1].size >= self._page_bytes:
+            return self._new_page()
+        return self._pages[-1]
 
-# -- what waits for the reader of the stream ----------------------------------------------------
+    def _new_page(self) -> Delta:
+        self._full_bytes += self._pages[-1].size
+        self._pages.append(Delta())
+        return self._pages[-1]
+
+
+# -- a page of what waits for the reader of the stream ----------------------------------------
 
 
 class Delta:
@@ -335,79 +361,3 @@ class Delta:
             self._top_logprobs.extend(top.logprobs)
         self._top_counts.append(len(top.token_ids) if top is not None else 0)
         self._ranks.append(top.rank if top is not None else 0)
-
-
-class Unread:
-    """A sample's output between the engine and the stream.
-
-    Args:
-        paged: hand it out in pages; else all of it as one.
-    """
-
-    def __init__(self, *, paged: bool) -> None:
-        self._page_bytes = _PAGE_BYTES if paged else sys.maxsize
-        self._pages: deque[Delta] = deque()
-        #: Of all pages but the last, which still grows.
-        self._full_bytes = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._pages)
-
-    @property
-    def size(self) -> int:
-        """Bytes that wait."""
-        return self._full_bytes + (self._pages[-1].size if self._pages else 0)
-
-    def add_token(
-        self, token_id: int, logprob: float, top: Top | None, offset: int | None = None
-    ) -> None:
-        """One more token, whose text begins at `offset`; None: that is of no interest."""
-        page = self._page()
-        page.add_token(token_id, logprob, top)
-        if offset is not None:
-            page.add_offset(offset)
-
-    def add_text(self, text: bytes) -> None:
-        """More text, in UTF-8."""
-        self._page().add_text(text)
-
-    def add_part(self, part: Part) -> None:
-        """A piece of text, reasoning or a call, which has no other on its page.
-
-        Where the whole output is one page, the sample has the parts.
-        """
-        if self._page_bytes == sys.maxsize:
-            return
-        if not self._page().add_part(part):
-            self._new_page().add_part(part)
-
-    def take(self) -> Delta:
-        """The oldest page; empty if nothing waits."""
-        if not self._pages:
-            return Delta()
-        page = self._pages.popleft()
-        if self._pages:
-            self._full_bytes -= page.size
-        return page
-
-    def clear(self) -> None:
-        """Drop all pages."""
-        self._pages.clear()
-        self._full_bytes = 0
-
-    def _page(self) -> Delta:
-        """The page to write to."""
-        pages = self._pages
-        if not pages:
-            pages.append(Delta())
-            return pages[0]
-        last = pages[-1]
-        size = last.size
-        if size < self._page_bytes:
-            return last
-        return self._new_page()
-
-    def _new_page(self) -> Delta:
-        self._full_bytes += self._pages[-1].size
-        self._pages.append(Delta())
-        return self._pages[-1]

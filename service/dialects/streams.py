@@ -42,12 +42,23 @@ class SampleWriter(ABC):
         call: what the client asked for.
         generation: where tokens arrive.
         tokenizer: names tokens.
+        model_id, request_id: what the first message tells, where a protocol's does.
     """
 
-    def __init__(self, call: GenerateCall, generation: Generation, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        call: GenerateCall,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        *,
+        model_id: str = "",
+        request_id: str = "",
+    ) -> None:
         self.call = call
         self.generation = generation
         self.tokenizer = tokenizer
+        self.model_id = model_id
+        self.request_id = request_id
         self._opened = False
         self._completed = False
         self._closed: set[int] = set()

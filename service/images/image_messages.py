@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenpod.core.images import RowCount, TensorPlace
 from tokenpod.core.message import Message
 from tokenpod.service.images.expansions import Layout
-from tokenpod.service.workers.worker_messages import Loaded, Refused
+from tokenpod.service.workers.worker import Loaded, Refused
 
 
 class ImageWorkerOptions(Message, frozen=True, array_like=True, tag=True):

@@ -15,11 +15,9 @@ import hashlib
 import io
 import json
 import os
-import signal
-import socket
 import sys
-import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.images import PROCESSOR, SIGHTS, WHOLE_PROCESSOR, RowCount, TensorPlace
-from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
 from tokenpod.service.images.expansions import Layout, rows_of
 from tokenpod.service.images.image_messages import (
     FromImageWorker,
@@ -40,7 +36,7 @@ from tokenpod.service.images.image_messages import (
     ToImageWorker,
 )
 from tokenpod.service.images.image_rows import layout_of
-from tokenpod.service.workers.worker_messages import Refusal, Refused
+from tokenpod.service.workers.worker import Refusal, Refused, refused, work
 
 #: Bytes between tensors in a file begin at multiples of this.
 _ALIGNMENT = 64
@@ -51,33 +47,23 @@ Pixels = npt.NDArray[np.uint8]
 Tensors = dict[str, npt.NDArray[Any]]
 
 
-def main() -> int:
-    """Answer one job after another until the front end hangs up."""
-    die_with_parent()
-    # The front end decides when to stop; a terminal's Ctrl-C reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    be_first_to_go()
+def _load(
+    options: ImageWorkerOptions,
+) -> tuple[ProcessorLoaded, Callable[[ReadImage], FromImageWorker]]:
     # Python's own way to say that a module is not there: transformers then goes without torch,
     # which would take 600 MB and seconds here, for nothing.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    link = Link[Any](socket.socket(fileno=int(sys.argv[1])), ToImageWorker)  # type: ignore[arg-type]
-    try:
-        options = link.receive(None)[0]
-        assert isinstance(options, ImageWorkerOptions), "the first message is ImageWorkerOptions"
-        processor = Processor(Path(options.folder))
-        limit_memory(options.memory_bytes)
-        link.send(ProcessorLoaded(processor.settings, processor.shapes))
-        out = -1
-        while True:
-            for job in link.receive(None):
-                if out >= 0:
-                    os.close(out)
-                out = os.memfd_create("tokenpod-image")
-                link.send(_answer(processor, job, out))
-    except LinkClosed:
-        return 0
+    processor, out = Processor(Path(options.folder)), -1
+
+    def answer(job: ReadImage) -> FromImageWorker:
+        nonlocal out
+        if out >= 0:
+            os.close(out)
+        out = os.memfd_create("tokenpod-image")
+        return _answer(processor, job, out)
+
+    return ProcessorLoaded(processor.settings, processor.shapes), answer
 
 
 class Processor:
@@ -157,11 +143,8 @@ def _answer(processor: Processor, job: ReadImage, out: int) -> FromImageWorker:
         tensors = processor(pixels)
         places, size = _written(tensors, out)
         return ImageRead(out, size, places, processor.layout(tensors), processor.grid(tensors))
-    except MemoryError:
-        return Refused(Refusal.MEMORY, "")
     except Exception as error:
-        traceback.print_exc()
-        return Refused(Refusal.LIBRARY, type(error).__name__)
+        return refused(error)
 
 
 def decoded(job: ReadImage) -> Pixels | Refused:
@@ -213,4 +196,4 @@ def _written(tensors: Tensors, descriptor: int) -> tuple[list[TensorPlace], int]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(work(ToImageWorker, _load))

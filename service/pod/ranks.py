@@ -44,7 +44,8 @@ class Ranks:
         self._engines = engines
         self._serving = False
         self._watchers = [asyncio.create_task(self._await_end(engine)) for engine in engines]
-        self._watchers.append(asyncio.create_task(self._listen()))
+        if any(engine.control is not None for engine in engines):
+            self._watchers.append(asyncio.create_task(self._listen()))
 
     @classmethod
     async def start(
@@ -144,7 +145,7 @@ class Ranks:
         return None
 
     async def _listen(self) -> None:
-        """Until a rank is silent."""
+        """Until a rank is silent; an engine that is alone sends no beats."""
         silence, heard = Silence[int](), [0] * len(self._engines)
         for at, engine in enumerate(self._engines):
             if engine.control is not None:

@@ -24,14 +24,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tokenpod.core.silence import Listening
 from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted
 from tokenpod.service.pod.client import EngineClient
@@ -295,6 +294,39 @@ class HealthBoard:
         ready = self._serving and self._moving and not self._draining
         for name in self._ready_names:
             self._statuses.set(name, _SERVING if ready else _NOT_SERVING)
+
+
+class Listening:
+    """How long a listener that ticks has really listened, without the time in which it did not run.
+
+    Args:
+        period: seconds between two ticks. Of a longer time between two the rest was lost: the
+            listener did not run.
+        now: nanoseconds of the clock at the first tick.
+    """
+
+    def __init__(self, period: float, now: int) -> None:
+        # A tick is a little late even on a free machine.
+        self._most = int(2 * period * 1e9)
+        self._ticked_at = now
+        #: When time was lost, oldest first: begin and end in nanoseconds.
+        self._lost: deque[tuple[int, int]] = deque()
+
+    def tick(self, now: int) -> None:
+        """The listener runs, `now` in nanoseconds."""
+        if now - self._ticked_at > self._most:
+            self._lost.append((self._ticked_at + self._most, now))
+        self._ticked_at = now
+
+    def seconds(self, since: int) -> float:
+        """For how long it has listened from `since` to the last tick, in seconds."""
+        lost = sum(end - max(begin, since) for begin, end in self._lost if end > since)
+        return max(self._ticked_at - since - lost, 0) / 1e9
+
+    def forget(self, before: int) -> None:
+        """Nobody will ask about times before this one, in nanoseconds."""
+        while self._lost and self._lost[0][1] <= before:
+            self._lost.popleft()
 
 
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:

@@ -19,8 +19,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from tokenpod.service.admission.late_messages import LATE_SECONDS, LateMessages
-from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.admission.memory_budget import LATE_SECONDS, LateMessages, MemoryBudget
 from tokenpod.service.calls.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.interceptors import (
@@ -31,19 +30,18 @@ from tokenpod.service.rpc.interceptors import (
     behaviour_of,
     unparsed,
 )
-from tokenpod.service.rpc.methods import PLAIN_BYTES, MethodLimits
-from tokenpod.service.rpc.services import Services
+from tokenpod.service.rpc.methods import Services
 from tokenpod.service.rpc.wire import (
     LENIENT,
+    PLAIN_BYTES,
     WHOLE,
+    Fields,
     Malformed,
-    Rules,
-    Shape,
+    MethodLimits,
     Strict,
     count,
     fault_in,
-    rules_of,
-    shape_of,
+    fields_of,
 )
 
 #: Seconds that a message may take to arrive, and bytes of it that count as one second more: the
@@ -87,37 +85,33 @@ class Parser:
     Args:
         deserialize: what grpcio's stubs have for it; None: bytes are wanted as they are.
         limits: of the method.
+        fields: of its messages; None: they are not looked into.
     """
 
     deserialize: Callable[[bytes], Any] | None
     limits: MethodLimits
-    kind: Descriptor | None = None
-    shape: Shape | None = None
-    rules: Rules | None = None
+    fields: Fields | None = None
 
     @classmethod
     def of(cls, deserialize: Callable[[bytes], Any] | None, limits: MethodLimits) -> Parser:
         """Knows the message from its deserialiser, which is its class's own method."""
         owner = getattr(deserialize, "__self__", None)
         kind: Descriptor | None = getattr(owner, "DESCRIPTOR", None)
-        if kind is None:
-            return cls(deserialize, limits)
-        rules = rules_of(kind) if limits.strict else None
-        return cls(deserialize, limits, kind, shape_of(kind), rules)
+        return cls(deserialize, limits, None if kind is None else fields_of(kind))
 
     async def parse(self, data: bytes) -> Any:
         """Raises InvalidArgument. Other tasks get their turn while a long message is walked."""
         size = self.limits.size_for(len(data))
         if self.deserialize is None:
             return data
-        if self.kind is None or self.shape is None:
+        if self.fields is None:
             return self.deserialize(data)
         if len(data) > _LONG_BYTES:
             # To copy it took some of this turn.
             await asyncio.sleep(0)
         try:
-            strict = Strict(self.rules) if self.rules is not None else LENIENT
-            for _ in count(self.kind, self.shape, data, size, strict):
+            strict = Strict() if self.limits.strict else LENIENT
+            for _ in count(self.fields, data, size, strict):
                 await asyncio.sleep(0)
             if len(data) > _LONG_BYTES:
                 # Parsing is one piece of work, and so is what the handler begins with.
@@ -128,12 +122,12 @@ class Parser:
             return self.deserialize(data)
         except (Malformed, DecodeError):
             pass
-        raise await _fault(self.kind, data)
+        raise await _fault(self.fields, data)
 
 
-async def _fault(kind: Descriptor, data: bytes) -> InvalidArgument:
+async def _fault(fields: Fields, data: bytes) -> InvalidArgument:
     """What is wrong with a message that can't be parsed."""
-    search = fault_in(kind, data)
+    search = fault_in(fields, data)
     while True:
         try:
             next(search)

@@ -1,4 +1,4 @@
-"""Interceptors around every rpc: exceptions become statuses, callers show a token.
+"""Interceptors around every rpc: exceptions become statuses, callers show a token, servers close.
 
 A streaming handler can be an async generator, or a coroutine that calls `context.write` (as
 grpcio's own Health/Watch does). `behaviour_of` makes the second of the first, so every layer around
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,14 @@ from typing import Any
 
 import grpc
 
-from tokenpod.service.calls.errors import Internal, ServiceError, Unauthenticated
+from tokenpod.service.admission.admission import DRAINING
+from tokenpod.service.calls.errors import (
+    RETRY_SECONDS,
+    Internal,
+    ServiceError,
+    Unauthenticated,
+    Unavailable,
+)
 from tokenpod.service.rpc.token_file import TokenFile
 
 log = logging.getLogger("tokenpod.rpc")
@@ -167,7 +175,8 @@ def caller_of(context: Any) -> str:
 
 # -- handlers of every kind --------------------------------------------------------------------
 
-_ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
+#: How a handler is called and made, by whether requests and answers are streams.
+ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
@@ -177,7 +186,7 @@ _ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
 
 def behaviour_of(handler: Handler) -> Behaviour:
     """The coroutine function behind `handler`; of a generator, one that writes what it yields."""
-    name, _ = _ARITIES[handler.request_streaming, handler.response_streaming]
+    name, _ = ARITIES[handler.request_streaming, handler.response_streaming]
     behaviour: Any = getattr(handler, name)
     if not inspect.isasyncgenfunction(behaviour):
         found: Behaviour = behaviour
@@ -194,7 +203,7 @@ def behaviour_of(handler: Handler) -> Behaviour:
 
 def with_behaviour(handler: Handler, behaviour: Behaviour) -> Handler:
     """`handler` with another function behind it."""
-    _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
+    _, make = ARITIES[handler.request_streaming, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
@@ -222,7 +231,7 @@ def unparsed(handler: Handler, behaviour: Behaviour) -> Handler:
 
     It is one of a stream of requests, which are read only when they are asked for.
     """
-    _, make = _ARITIES[True, handler.response_streaming]
+    _, make = ARITIES[True, handler.response_streaming]
     return make(behaviour, None, handler.response_serializer)
 
 
@@ -287,3 +296,89 @@ async def _abort(context: Context, error: ServiceError) -> None:
         # For telemetry, which is outside of this.
         aborted.reason = error.label  # type: ignore[attr-defined]
         raise
+
+
+#: Seconds in which a client that retries calls again: the hint of a refusal is a little shorter.
+AGAIN_SECONDS = 1.25 * RETRY_SECONDS
+_DRAINING = Unavailable(DRAINING, retry_after=RETRY_SECONDS)
+
+
+class Closing(Interceptor):
+    """Delays the answers to the last calls of a server. It comes after authorisation.
+
+    gRPC announces a stop to clients (GOAWAY) and cancels the calls that they send before they have
+    read it, with CANCELLED, which clients do not retry. But a client that waits for an answer sends
+    no call. So the last calls get no answer until GOAWAY has been sent to all clients; then they
+    are refused, with a hint to retry.
+
+        serving -- clients call again, and wait --> stop: GOAWAY --> the waiting calls are refused
+
+    Args:
+        most: calls that wait at the same time; more are refused at once.
+        exempt: full names of the methods whose calls pass: probes must not wait.
+        now: seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        exempt: Collection[str] = (),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most = most
+        self._exempt = exempt
+        self._now = now
+        self._called_at = -float("inf")
+        self._kept = 0
+        #: Set once GOAWAY has been sent to all clients; None while the server serves.
+        self._told: asyncio.Event | None = None
+        self._why: ServiceError = _DRAINING
+
+    async def stop(
+        self,
+        server: grpc.aio.Server,
+        grace: float,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        why: ServiceError = _DRAINING,
+    ) -> None:
+        """Stop `server`, for good; at once if no call has come recently.
+
+        A server that has been stopped stays so.
+
+        Args:
+            server: what this interceptor is part of.
+            grace: seconds that running calls get after that.
+            sleep: may return early, if it has become urgent.
+            why: the error of the calls that waited.
+        """
+        if self._told is not None:
+            await server.stop(None)
+            return
+        self._told, self._why = asyncio.Event(), why
+        if self._now() - self._called_at < AGAIN_SECONDS:
+            await sleep(AGAIN_SECONDS)
+        stopping = asyncio.create_task(server.stop(grace))
+        # The stop begins. On each connection GOAWAY goes ahead of the answers.
+        await asyncio.sleep(0)
+        self._told.set()
+        await stopping
+
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """While the server closes, let the call wait and refuse it."""
+        if details.method in self._exempt:
+            return handler
+        self._called_at = self._now()
+        if self._told is None:
+            return handler
+        return refusing(handler, self._why, self._keep)
+
+    async def _keep(self) -> None:
+        """Wait until GOAWAY has been sent to all clients."""
+        assert self._told is not None
+        if self._kept >= self._most:
+            return
+        self._kept += 1
+        try:
+            await self._told.wait()
+        finally:
+            self._kept -= 1

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import (
+    ARITIES,
     AuthInterceptor,
+    Closing,
     ErrorInterceptor,
     Interceptor,
     Layers,
 )
-from tokenpod.service.rpc.methods import Access, MethodTable
+from tokenpod.service.rpc.methods import Access, MethodTable, Services
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.rpc.services import Services, add_methods
 
 #: gRPC's own "never", for times in milliseconds.
 _NEVER_MS = 2**31 - 1
@@ -113,6 +115,22 @@ def public_server(
     add_methods(services, server)
     enable_reflection(table, server)
     return server, closing
+
+
+def add_methods(services: Services, server: grpc.aio.Server) -> None:
+    """Serve every rpc of the table that is not grpcio's own."""
+    methods: dict[str, dict[str, Any]] = {}
+    for row in services.table:
+        if row.serve is None:
+            continue
+        _, make = ARITIES[row.takes_stream, row.streams]
+        methods.setdefault(row.service, {})[row.name.rpartition("/")[2]] = make(
+            functools.partial(row.serve, services),
+            request_deserializer=row.request.FromString,
+            response_serializer=row.response.SerializeToString,
+        )
+    handlers = [grpc.method_handlers_generic_handler(*each) for each in methods.items()]
+    server.add_generic_rpc_handlers(tuple(handlers))
 
 
 def authorising_operators(settings: ServerSettings, table: MethodTable) -> list[AuthInterceptor]:

@@ -8,24 +8,18 @@ name. docs/contract.md shows the whole table, and a test compares the two.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from tokenpod.core.task import Task
-from tokenpod.service.calls.errors import InvalidArgument
-from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
-
-#: For messages up to this size the limits on fields and elements hold as they are; larger ones,
-#: which come from routers' sockets alone, may hold more in proportion.
-PLAIN_BYTES = 4 * 1024 * 1024
-
-_KILOBYTE = 1024
+from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.rpc.wire import MESSAGE_FIELDS, MethodLimits, Size
 
 #: What answers a call: (backend, request, context) -> response, or None where it writes a stream.
 Serve = Callable[[Any, Any, Any], Awaitable[Any]]
@@ -57,37 +51,7 @@ class Gate(enum.Enum):
     ROW = "row"
 
 
-@dataclass(frozen=True, slots=True)
-class MethodLimits:
-    """What one message of a method may be.
-
-    The numbers are about what is believable, not about what is allowed: calls/limits.py says
-    that, by names and values. Whatever passes here is parsed and checked in a few milliseconds.
-
-    Args:
-        bytes: at most; None: what the listener takes.
-        size: what it may hold.
-        trusted: what it may hold on a listener that only routers reach; None: the same.
-        lists: the operator's limits on biases and stop sequences come on top of `size`.
-        strict: a field that the method's messages don't have is refused; see wire_rules.py.
-    """
-
-    bytes: int | None
-    size: Size
-    trusted: Size | None = None
-    lists: bool = False
-    strict: bool = False
-
-    def size_for(self, length: int) -> Size:
-        """What a message of `length` bytes may hold; raises InvalidArgument if it is too long."""
-        if self.bytes is not None and length > self.bytes:
-            problem = f"has {length} bytes; this method takes at most {self.bytes}"
-            raise InvalidArgument(WHOLE, problem)
-        if length <= PLAIN_BYTES:
-            return self.size
-        scale = length / PLAIN_BYTES
-        return Size(math.ceil(self.size.fields * scale), math.ceil(self.size.elements * scale))
-
+_KILOBYTE = 1024
 
 #: Messages that say next to nothing.
 SMALL = MethodLimits(4 * _KILOBYTE, Size(fields=64, elements=64))
@@ -178,17 +142,11 @@ class MethodTable:
     """
 
     def __init__(self, rows: Iterable[Method]) -> None:
-        self._rows: Mapping[str, Method] = MappingProxyType({row.name: row for row in rows})
+        #: By their names.
+        self.rows: Mapping[str, Method] = MappingProxyType({row.name: row for row in rows})
 
     def __iter__(self) -> Iterator[Method]:
-        return iter(self._rows.values())
-
-    def __getitem__(self, name: str) -> Method:
-        return self._rows[name]
-
-    def get(self, name: str) -> Method | None:
-        """The row of a method; None: the server has no such method."""
-        return self._rows.get(name)
+        return iter(self.rows.values())
 
     @property
     def open(self) -> frozenset[str]:
@@ -230,3 +188,21 @@ class MethodTable:
             return replace(own, size=size, strict=row.strict and strict)
 
         return {row.name: limits(row) for row in self}
+
+
+class Services(Protocol):
+    """What serves the rpcs of a table, as far as listeners know it."""
+
+    table: MethodTable
+    admission: Admission
+
+    def check(self, method: str, remaining: float | None = None) -> MemoryBudget | None:
+        """Raise what a call of `method` would be refused with, whatever its message says.
+
+        Args:
+            method: its full name.
+            remaining: seconds until the call's deadline; None: it has none.
+
+        Returns:
+            Where the bytes of the message are to be counted; None: nowhere.
+        """

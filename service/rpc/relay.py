@@ -31,9 +31,8 @@ from tokenpod.service.rpc.interceptors import (
     metadata_of,
     refusing,
 )
-from tokenpod.service.rpc.listen import PENDING
-from tokenpod.service.rpc.methods import Method, MethodTable
-from tokenpod.service.rpc.services import Services, add_methods
+from tokenpod.service.rpc.listen import PENDING, add_methods
+from tokenpod.service.rpc.methods import Method, MethodTable, Services
 
 #: Metadata of a relayed call: the secret that the front ends share.
 SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)

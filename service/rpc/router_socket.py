@@ -20,9 +20,9 @@ from tokenpod.service.config.rules import SOCKET_SUFFIX
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import Interceptor, Layers
-from tokenpod.service.rpc.listen import PENDING, StartError, bind
+from tokenpod.service.rpc.listen import PENDING, StartError, add_methods, bind
+from tokenpod.service.rpc.methods import Services
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.rpc.services import Services, add_methods
 
 
 class RouterSocket:

@@ -17,9 +17,9 @@ oneofs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
@@ -57,76 +57,87 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
     raise Malformed
 
 
-# -- what a strict protocol refuses -----------------------------------------------------------
+# -- what is known of a message ----------------------------------------------------------------
 
 _F = FieldDescriptor
+#: Wire types, and bytes of a number in a packed list, by the types of fields; others are varints.
 _WIRE_TYPES = {
     **dict.fromkeys((_F.TYPE_FLOAT, _F.TYPE_FIXED32, _F.TYPE_SFIXED32), FIXED32),
     **dict.fromkeys((_F.TYPE_DOUBLE, _F.TYPE_FIXED64, _F.TYPE_SFIXED64), FIXED64),
     **dict.fromkeys((_F.TYPE_STRING, _F.TYPE_BYTES, _F.TYPE_MESSAGE), DELIMITED),
 }
+_WIDTHS = {VARINT: 0, FIXED32: 4, FIXED64: 8}
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """What is known of a field; `oneof`: the name of the one it is in; `values`: an enum's."""
+class _Field:
+    """What is known of a field.
+
+    `oneof`: the name of the one it is in; `values`: an enum's; `below`: the fields of the message
+    in it; `width`: of a list of numbers, bytes of each where they are packed, 0 for varints.
+    """
 
     name: str
     wire_types: frozenset[int]
     is_repeated: bool
+    is_text: bool
     oneof: str | None
     values: frozenset[int] | None
-    below: Rules | None
+    below: Fields | None
+    width: int | None
 
 
 #: The fields of a message, by their numbers.
-Rules = Mapping[int, _Rule]
+Fields = Mapping[int, _Field]
 
 
-def rules_of(kind: Descriptor, known: dict[str, Rules] | None = None) -> Rules:
+def fields_of(kind: Descriptor, known: dict[str, Fields] | None = None) -> Fields:
     """What is known of the fields of `kind`, and of the messages in it.
 
-    `known`: rules by the names of messages, of which some hold themselves.
+    `known`: the same by the names of messages, of which some hold themselves.
     """
     known = {} if known is None else known
-    if kind.full_name in known:
-        return known[kind.full_name]
-    rules: dict[int, _Rule] = {}
-    known[kind.full_name] = rules
-    for each in kind.fields:
-        below = rules_of(each.message_type, known) if each.message_type is not None else None
-        rules[each.number] = _rule(each, below)
-    return rules
+    if kind.full_name not in known:
+        fields: dict[int, _Field] = {}
+        known[kind.full_name] = fields
+        for each in kind.fields:
+            below = None if each.message_type is None else fields_of(each.message_type, known)
+            fields[each.number] = _field(each, below)
+    return known[kind.full_name]
 
 
-def _rule(field: FieldDescriptor, below: Rules | None) -> _Rule:
-    wire_types = {_WIRE_TYPES.get(field.type, VARINT)}
-    if field.is_repeated:
-        assert field.enum_type is None, f"{field.full_name}: lists of enums are not looked into"
-        # Numbers of a list come one by one or packed.
-        wire_types.add(DELIMITED)
+def _field(field: FieldDescriptor, below: Fields | None) -> _Field:
+    wire_type = _WIRE_TYPES.get(field.type, VARINT)
     oneof = field.containing_oneof
     if oneof is not None and len(oneof.fields) == 1:
         # A field that may be absent is in a oneof of its own, under the hood.
         oneof = None
-    values = frozenset(field.enum_type.values_by_number) if field.enum_type is not None else None
-    return _Rule(
+    values = None
+    # Lists of enums are not looked into: no strict protocol has any.
+    if field.enum_type is not None and not field.is_repeated:
+        values = frozenset(field.enum_type.values_by_number)
+    return _Field(
         name=field.name,
-        wire_types=frozenset(wire_types),
+        # Numbers of a list come one by one or packed.
+        wire_types=frozenset({wire_type, DELIMITED} if field.is_repeated else {wire_type}),
         is_repeated=field.is_repeated,
-        oneof=oneof.name if oneof is not None else None,
+        is_text=field.type == _F.TYPE_STRING,
+        oneof=None if oneof is None else oneof.name,
         values=values,
         below=below,
+        width=_WIDTHS.get(wire_type) if field.is_repeated else None,
     )
+
+
+# -- what a strict protocol refuses -----------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Level:
     """A message that is being walked over."""
 
-    rules: Rules
     #: Of the message, with a dot at its end; "": the request itself.
-    path: str
+    path: str = ""
     #: The field that each oneof has.
     chosen: dict[str, str] = field(default_factory=dict)
     #: Entries of lists of messages so far.
@@ -136,11 +147,13 @@ class _Level:
 class Lenient:
     """Accepts every field that the walk over a message comes to."""
 
-    def field(self, number: int, wire_type: int, data: bytes, at: int) -> None:
+    def field(
+        self, field: _Field | None, number: int, wire_type: int, data: bytes, at: int
+    ) -> None:
         """The walk has come to a field, whose value begins `at`. Raises InvalidArgument."""
 
-    def enter(self, number: int) -> None:
-        """The walk goes into the message in field `number`."""
+    def enter(self, field: _Field, number: int) -> None:
+        """The walk goes into the message in a field."""
 
     def leave(self) -> None:
         """The walk comes back from it."""
@@ -150,56 +163,54 @@ LENIENT = Lenient()
 
 
 class Strict(Lenient):
-    """Refuses what the rules don't know, in one walk over a message."""
+    """Refuses what is not known, in one walk over a message."""
 
-    def __init__(self, rules: Rules) -> None:
-        self._level = _Level(rules, "")
+    def __init__(self) -> None:
+        self._level = _Level()
         self._above: list[_Level] = []
 
-    def field(self, number: int, wire_type: int, data: bytes, at: int) -> None:
+    def field(
+        self, field: _Field | None, number: int, wire_type: int, data: bytes, at: int
+    ) -> None:
         """Refuse the field if it is not one of the message's, or is not what it should be."""
         level = self._level
-        rule = level.rules.get(number)
-        if rule is None:
+        if field is None:
             problem = f"is not known to this server: the message has no field {number}"
             raise InvalidArgument(f"{level.path}{number}", problem)
-        if wire_type not in rule.wire_types:
-            raise InvalidArgument(f"{level.path}{rule.name}", _wrong_type(number, wire_type, rule))
-        if rule.oneof is not None:
-            before = level.chosen.setdefault(rule.oneof, "")
+        if wire_type not in field.wire_types:
+            raise InvalidArgument(
+                f"{level.path}{field.name}", _wrong_type(number, wire_type, field)
+            )
+        if field.oneof is not None:
+            before = level.chosen.setdefault(field.oneof, "")
             if before:
-                problem = f"is set twice: {before} and {rule.name}"
-                raise InvalidArgument(f"{level.path}{rule.oneof}", problem)
-            level.chosen[rule.oneof] = rule.name
-        if rule.values is not None:
-            self._check_value(rule, varint(data, at)[0])
+                problem = f"is set twice: {before} and {field.name}"
+                raise InvalidArgument(f"{level.path}{field.oneof}", problem)
+            level.chosen[field.oneof] = field.name
+        if field.values is not None:
+            value = varint(data, at)[0]
+            value -= (value >> 63) << 64
+            if value not in field.values:
+                problem = f"is {value}, which is no value that this server knows"
+                raise InvalidArgument(f"{level.path}{field.name}", problem)
 
-    def enter(self, number: int) -> None:
-        """Look at the message in field `number`."""
+    def enter(self, field: _Field, number: int) -> None:
+        """Look at the message in a field."""
         level = self._level
-        rule = level.rules[number]
-        assert rule.below is not None
-        path = f"{level.path}{rule.name}"
-        if rule.is_repeated:
+        path = f"{level.path}{field.name}"
+        if field.is_repeated:
             index = level.entries[number] = level.entries.get(number, -1) + 1
             path = f"{path}[{index}]"
         self._above.append(level)
-        self._level = _Level(rule.below, f"{path}.")
+        self._level = _Level(f"{path}.")
 
     def leave(self) -> None:
         """Look at the message around it."""
         self._level = self._above.pop()
 
-    def _check_value(self, rule: _Rule, value: int) -> None:
-        number = value - (1 << 64) if value >> 63 else value
-        assert rule.values is not None
-        if number not in rule.values:
-            problem = f"is {number}, which is no value that this server knows"
-            raise InvalidArgument(f"{self._level.path}{rule.name}", problem)
 
-
-def _wrong_type(number: int, wire_type: int, rule: _Rule) -> str:
-    expected = " or ".join(map(str, sorted(rule.wire_types)))
+def _wrong_type(number: int, wire_type: int, field: _Field) -> str:
+    expected = " or ".join(map(str, sorted(field.wire_types)))
     return f"(field {number}) has wire type {wire_type} instead of {expected}: it is another type"
 
 
@@ -207,9 +218,6 @@ def _wrong_type(number: int, wire_type: int, rule: _Rule) -> str:
 
 #: The bytes that do not end a varint.
 _UNENDING = bytes(range(0x80, 0x100))
-_FLOATS = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_FIXED32: 4}
-_FLOATS |= {FieldDescriptor.TYPE_SFIXED32: 4, FieldDescriptor.TYPE_DOUBLE: 8}
-_FLOATS |= {FieldDescriptor.TYPE_FIXED64: 8, FieldDescriptor.TYPE_SFIXED64: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,41 +234,44 @@ class Size:
     elements: int
 
 
+#: For messages up to this size the limits on fields and elements hold as they are; larger ones,
+#: which come from routers' sockets alone, may hold more in proportion.
+PLAIN_BYTES = 4 * 1024 * 1024
+
+
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """A packed list of numbers; `width`: bytes of each, 0 for varints."""
+class MethodLimits:
+    """What one message of a method may be.
 
-    width: int
+    The numbers are about what is believable, not about what is allowed: calls/limits.py says
+    that, by names and values. Whatever passes here is parsed and checked in a few milliseconds.
 
-
-#: What lies in a message's length-delimited fields, by number; other fields are not there.
-Shape = Mapping[int, Any]
-
-
-def shape_of(kind: Descriptor, known: dict[str, Shape] | None = None) -> Shape:
-    """What of `kind` must be looked into: messages and packed lists.
-
-    `known`: shapes by the names of messages, of which some hold themselves.
+    Args:
+        bytes: at most; None: what the listener takes.
+        size: what it may hold.
+        trusted: what it may hold on a listener that only routers reach; None: the same.
+        lists: the operator's limits on biases and stop sequences come on top of `size`.
+        strict: a field that the method's messages don't have is refused; see `Strict`.
     """
-    known = {} if known is None else known
-    if kind.full_name in known:
-        return known[kind.full_name]
-    shape: dict[int, Any] = {}
-    known[kind.full_name] = shape
-    for each in kind.fields:
-        if each.message_type is not None:
-            shape[each.number] = shape_of(each.message_type, known)
-        elif each.is_repeated and each.type not in _TEXTS:
-            shape[each.number] = _Packed(_FLOATS.get(each.type, 0))
-    return shape
+
+    bytes: int | None
+    size: Size
+    trusted: Size | None = None
+    lists: bool = False
+    strict: bool = False
+
+    def size_for(self, length: int) -> Size:
+        """What a message of `length` bytes may hold; raises InvalidArgument if it is too long."""
+        if self.bytes is not None and length > self.bytes:
+            problem = f"has {length} bytes; this method takes at most {self.bytes}"
+            raise InvalidArgument(WHOLE, problem)
+        if length <= PLAIN_BYTES:
+            return self.size
+        scale = length / PLAIN_BYTES
+        return Size(math.ceil(self.size.fields * scale), math.ceil(self.size.elements * scale))
 
 
-_TEXTS = frozenset({FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES})
-
-
-def count(
-    kind: Descriptor, shape: Shape, data: bytes, most: Size, strict: Lenient = LENIENT
-) -> Iterator[None]:
+def count(known: Fields, data: bytes, most: Size, strict: Lenient = LENIENT) -> Iterator[None]:
     """Walk over `data`, yielding after each `SLICE` fields.
 
     Raises InvalidArgument, with the name of the list that is to blame where it is one, once there
@@ -268,16 +279,16 @@ def count(
     finds a field that it refuses; Malformed once the bytes are no message.
     """
     fields, weight, elements = 0, 0, most.elements
-    above: list[tuple[Shape, int]] = []
-    numbers: list[int] = []
+    above: list[tuple[Fields, int]] = []
+    path: list[_Field | None] = []
     at, end = 0, len(data)
     try:
         while True:
             while at >= end:
                 if not above:
                     return
-                shape, end = above.pop()
-                numbers.pop()
+                known, end = above.pop()
+                path.pop()
                 strict.leave()
             fields += 1
             if not fields % SLICE:
@@ -287,29 +298,30 @@ def count(
             if tag > 0x7F:
                 tag, at = varint(data, at - 1)
             number, wire_type = tag >> 3, tag & 7
+            field = known.get(number)
             if fields + weight > most.fields:
-                raise _too_long(kind, [*numbers, number], f"{most.fields} fields")
-            strict.field(number, wire_type, data, at)
+                raise _too_long([*path, field], f"{most.fields} fields")
+            strict.field(field, number, wire_type, data, at)
             if wire_type == DELIMITED:
                 size, at = varint(data, at)
                 stop = at + size
                 if stop > end:
                     raise Malformed
-                inner = shape.get(number)
-                if type(inner) is dict:
+                if field is None:
+                    pass
+                elif field.below is not None:
                     weight += MESSAGE_FIELDS - 1
                     if len(above) == DEEPEST:
                         raise InvalidArgument(WHOLE, f"nests messages more than {DEEPEST} deep")
-                    above.append((shape, end))
-                    numbers.append(number)
-                    strict.enter(number)
-                    shape, end = inner, stop
+                    above.append((known, end))
+                    path.append(field)
+                    strict.enter(field, number)
+                    known, end = field.below, stop
                     continue
-                if inner is not None:
-                    elements -= _elements(inner, data, at, stop, elements)
+                elif field.width is not None:
+                    elements -= _elements(field.width, data, at, stop, elements)
                     if elements < 0:
-                        path = [*numbers, number]
-                        raise _too_long(kind, path, f"{most.elements} numbers in lists")
+                        raise _too_long([*path, field], f"{most.elements} numbers in lists")
                 at = stop
             else:
                 at = _skipped(data, at, wire_type)
@@ -319,12 +331,12 @@ def count(
         raise Malformed from None
 
 
-def fault_in(kind: Descriptor, data: bytes) -> Generator[None, None, InvalidArgument]:
-    """Why `data` is no message of `kind`, by the name of the first field at fault.
+def fault_in(known: Fields, data: bytes) -> Generator[None, None, InvalidArgument]:
+    """Why `data` is no message with these fields, by the name of the first one at fault.
 
     It yields after each `SEARCH_SLICE` fields and returns what it has found.
     """
-    found = yield from _find(kind, data, (0, len(data)), "", itertools.count(1))
+    found = yield from _find(known, data, (0, len(data)), "", itertools.count(1))
     return found or InvalidArgument(WHOLE, "is not a valid protobuf message")
 
 
@@ -345,40 +357,29 @@ def _skipped(data: bytes, at: int, wire_type: int) -> int:
     raise Malformed
 
 
-def _elements(packed: _Packed, data: bytes, at: int, stop: int, most: int) -> int:
+def _elements(width: int, data: bytes, at: int, stop: int, most: int) -> int:
     """Elements of a packed list; more than `most` need not be counted to the last."""
     size = stop - at
-    if packed.width:
-        return size // packed.width
+    if width:
+        return size // width
     if size > LONGEST_VARINT * most:
         return most + 1
     return len(data[at:stop].translate(None, _UNENDING)) if size > most else size
 
 
-def _too_long(kind: Descriptor, numbers: list[int], limit: str) -> InvalidArgument:
-    """For a message that has reached its limit at the field to which `numbers` lead."""
-    problem = f"is too long: a message of this method has at most {limit}"
-    return InvalidArgument(_list_name(kind, numbers), problem)
+def _too_long(path: Sequence[_Field | None], limit: str) -> InvalidArgument:
+    """For a message that has reached its limit at the last field of `path`.
 
-
-def _list_name(kind: Descriptor, numbers: list[int]) -> str:
-    """The path to the outermost list on the way to a field; `WHOLE`: there is none."""
-    names = []
-    for number in numbers:
-        field = kind.fields_by_number.get(number)
-        if field is None:
-            return WHOLE
-        names.append(field.name)
-        if field.is_repeated:
-            return ".".join(names)
-        if field.message_type is None:
-            return WHOLE
-        kind = field.message_type
-    return WHOLE
+    It names the outermost list on the way there; `WHOLE` where there is none.
+    """
+    name = WHOLE
+    if lists := [at for at, field in enumerate(path) if field is not None and field.is_repeated]:
+        name = ".".join(field.name for field in path[: lists[0] + 1] if field is not None)
+    return InvalidArgument(name, f"is too long: a message of this method has at most {limit}")
 
 
 def _find(
-    kind: Descriptor, data: bytes, part: tuple[int, int], path: str, fields: Iterator[int]
+    known: Fields, data: bytes, part: tuple[int, int], path: str, fields: Iterator[int]
 ) -> Generator[None, None, InvalidArgument | None]:
     """The first fault in a part of `data`; None: each field by itself is fine."""
     seen: dict[int, int] = {}
@@ -395,31 +396,24 @@ def _find(
             start, at = at, at + size
             if at > end:
                 raise Malformed
-            field = kind.fields_by_number.get(tag >> 3)
+            number = tag >> 3
+            field = known.get(number)
             if field is None:
                 continue
-            index = seen[field.number] = seen.get(field.number, -1) + 1
+            index = seen[number] = seen.get(number, -1) + 1
             name = f"{path}{field.name}[{index}]" if field.is_repeated else f"{path}{field.name}"
-            if field.message_type is not None:
-                fault = yield from _find(field.message_type, data, (start, at), f"{name}.", fields)
-            else:
-                fault = _fault_of(field, memoryview(data)[start:at], name)
-            if fault is not None:
-                return fault
+            if field.below is not None:
+                fault = yield from _find(field.below, data, (start, at), f"{name}.", fields)
+                if fault is not None:
+                    return fault
+            elif field.is_text:
+                try:
+                    str(memoryview(data)[start:at], "utf-8")
+                except UnicodeDecodeError as error:
+                    problem = f"is not valid UTF-8: {error.reason} at byte {error.start}"
+                    return InvalidArgument(name, problem)
         if at > end:
             raise Malformed
     except (Malformed, IndexError):
         return InvalidArgument(path.rstrip(".") or WHOLE, "is not a valid protobuf message")
-    return None
-
-
-def _fault_of(field: FieldDescriptor, value: memoryview, name: str) -> InvalidArgument | None:
-    """What is wrong with a text."""
-    if field.type != FieldDescriptor.TYPE_STRING:
-        return None
-    try:
-        str(value, "utf-8")
-    except UnicodeDecodeError as error:
-        problem = f"is not valid UTF-8: {error.reason} at byte {error.start}"
-        return InvalidArgument(name, problem)
     return None

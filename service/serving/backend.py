@@ -1,4 +1,4 @@
-"""What the handlers of every dialect call: the services of a pod."""
+"""What the handlers of every dialect call, and what is asked before a call's message is read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from tokenpod.core.messages import Ready
 from tokenpod.core.task import Task
 from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.calls.errors import RETRY_SECONDS, FailedPrecondition, Unavailable
 from tokenpod.service.pod.processes import PodProcesses
-from tokenpod.service.rpc.methods import MethodTable
-from tokenpod.service.rpc.services import Services
+from tokenpod.service.rpc.methods import Gate, MethodTable
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.reading import ReadingService
 from tokenpod.service.serving.shard import ShardService
 
 
-class Backend(Services):
-    """Streams of text, routers' batches, and what a pod says of itself.
+class Backend:
+    """The services of a pod: streams of text, routers' batches, and what a pod says of itself.
 
     Args:
         table: the rpcs.
@@ -37,7 +38,8 @@ class Backend(Services):
         *,
         relays: bool = False,
     ) -> None:
-        super().__init__(table, admission, relays=relays)
+        self.table = table
+        self.admission = admission
         self.generate = generate
         self.reading = ReadingService(admission, generate)
         self.healthy = healthy
@@ -45,6 +47,10 @@ class Backend(Services):
         self.model_id = ""
         #: Addresses of the shards that a router is to call.
         self.urls: Sequence[str] = ()
+        #: Where the pod that generates is, as host:port; "": it is this one.
+        self.leader_address = ""
+        self._relays = relays
+        self._ready: Ready | None = None
         self._shard: ShardService | None = None
 
     def start(self, ready: Ready, shard: ShardService, *, model_id: str, url: str) -> None:
@@ -63,8 +69,54 @@ class Backend(Services):
         return self.generate.task
 
     @property
+    def ready(self) -> Ready:
+        """What the engine said of the model. Raises Unavailable until it is ready."""
+        if self._ready is None:
+            self.admission.check_open()
+            raise Unavailable("the model is not loaded yet", retry_after=RETRY_SECONDS)
+        return self._ready
+
+    @property
     def shard(self) -> ShardService:
         """The batches of routers, of a pod that leads. Raises Unavailable until it is ready."""
         _ = self.ready
         assert self._shard is not None, "the gate refuses such calls on a pod that follows"
         return self._shard
+
+    def check(self, method: str, remaining: float | None = None) -> MemoryBudget | None:
+        """Raise what a call of `method` would be refused with, whatever its message says.
+
+        Args:
+            method: its full name.
+            remaining: seconds until the call's deadline; None: it has none.
+
+        Returns:
+            Where the bytes of a message that passes Gate.QUEUE or ROW are to be counted; None: it
+            needs none to speak of.
+
+        Raises:
+            Unavailable: the server starts or drains, or the engine makes no progress.
+            ResourceExhausted: the queue or the front ends' memory is full, or the call would end
+                after its deadline.
+            FailedPrecondition: this pod follows, and the leader alone answers such calls; or the
+                model is made for another rpc, which is named.
+        """
+        row = self.table.rows[method]
+        queues = row.gate in (Gate.QUEUE, Gate.ROW)
+        if self._relays and row.relayed:
+            return None
+        if row.gate is Gate.READY:
+            _ = self.ready
+        elif queues:
+            self.admission.check_room(remaining if row.gate is Gate.ROW else None)
+        if self.leader_address and not row.on_followers:
+            raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
+        if row.task is not None and self.task not in (row.task, None):
+            right = next(each for each in self.table if each.task is self.task)
+            raise FailedPrecondition(
+                f"this server's model is made to {self.task.value}: call {right.name[1:]}"
+            )
+        if not queues:
+            return None
+        self.admission.memory.check()
+        return self.admission.memory

@@ -15,7 +15,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -24,14 +23,16 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.task import Task
 from tokenpod.service.admission.admission import Admission, Place
 from tokenpod.service.admission.aside import Aside
-from tokenpod.service.admission.call_names import NamedCalls
+from tokenpod.service.admission.counters import NamedCalls
 from tokenpod.service.admission.memory_budget import Lease
 from tokenpod.service.calls.call import (
     ID_BYTES,
     GenerateCall,
     TokensCall,
+    check_allowed,
     deadline_of,
     prompt_bytes,
+    sampling_params,
 )
 from tokenpod.service.calls.errors import AlreadyExists, NotFound, Unimplemented
 from tokenpod.service.calls.generation import Generation
@@ -48,22 +49,18 @@ from tokenpod.service.calls.limits import (
     check_tokens,
     max_new_tokens,
 )
-from tokenpod.service.calls.sampler_params import check_allowed, sampling_params
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.serving.adapters import Adapters, with_adapter
 from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.images import Images, SeenImages
 from tokenpod.service.serving.serving import Serving, request_limits
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.server_calls import ServerCall, current_call
 from tokenpod.service.text.bad_words import token_runs
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.turn import formats_of
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from tokenpod.service.telemetry.server_calls import ServerCall
 
 #: Tokens that are decoded before others get their turn: a few milliseconds of the slowest decoder.
 _SLICE_TOKENS = 128
@@ -74,9 +71,8 @@ _MOST_SHOWN = 100
 class GenerateService:
     """Admits calls that generate text, and tokenises."""
 
-    def __init__(self, admission: Admission, telemetry: Telemetry) -> None:
+    def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._telemetry = telemetry
         self._serving: Serving | None = None
         #: Where calls have done what would hold up the event loop.
         self.aside = Aside()
@@ -144,7 +140,7 @@ class GenerateService:
         Raises Unavailable or ResourceExhausted at once if there is no place, or no row in time.
         """
         arrived_at = time.monotonic_ns()
-        recorded = self._telemetry.current_call()
+        recorded = current_call()
         with self._admission.enter(remaining) as place:
             place.line_up()
             serving = self._ready()

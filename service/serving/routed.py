@@ -11,7 +11,7 @@ from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Sta
 from tokenpod.core.requests import Request
 from tokenpod.service.calls.call import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.calls.errors import Internal, ServiceError, engine_failure
-from tokenpod.service.text.stops import TailStops
+from tokenpod.service.text.reader import TailStops
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("tokenpod.shard")

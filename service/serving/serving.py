@@ -22,8 +22,7 @@ from tokenpod.service.serving.images import Images
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats, TurnParser
-from tokenpod.service.text.reader import TextReader
-from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.reader import StopMatcher, TextReader
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 

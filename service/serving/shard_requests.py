@@ -16,9 +16,13 @@ from msgspec import structs
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.service.calls.call import ShardBatch, ShardGeneration, ShardRequest
+from tokenpod.service.calls.call import (
+    ShardBatch,
+    ShardGeneration,
+    ShardRequest,
+    shard_sampling_params,
+)
 from tokenpod.service.calls.errors import FieldError, Internal, InvalidArgument
-from tokenpod.service.calls.sampler_params import shard_sampling_params
 from tokenpod.service.images.inline import cut_out
 from tokenpod.service.serving import shard_checks as checks
 from tokenpod.service.serving.adapters import with_adapter

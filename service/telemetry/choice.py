@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tokenpod.service.admission.counters import PodCounters
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.telemetry.access_log import AccessLog
 from tokenpod.service.telemetry.recorder import Telemetry
-from tokenpod.service.telemetry.server_calls import CallCounts, CallObserver
+from tokenpod.service.telemetry.server_calls import AccessLog, CallCounts, CallObserver
 
 
 def telemetry_of(settings: ServerSettings, counters: PodCounters | None = None) -> Telemetry:

@@ -15,6 +15,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.telemetry.exposition import page_of
+from tokenpod.service.telemetry.other_names import more_metrics
+from tokenpod.service.telemetry.snapshots import FrontEndSnapshots, snapshot_of, summed
+
 #: Connections at once; one more closes the oldest, so that slow clients can't keep others away.
 _MOST_CONNECTIONS = 8
 #: Seconds that a client may send and read nothing.
@@ -24,13 +31,13 @@ _SILENCE_SECONDS = 10.0
 _FRESH_SECONDS = 0.025
 
 #: From the header `Accept`: the page and its `Content-Type`.
-Page = Callable[[str], tuple[bytes, str]]
+MakePage = Callable[[str], tuple[bytes, str]]
 
 
 class MetricsPort:
     """Listens on `address`; `page` makes what is served. Raises OSError."""
 
-    def __init__(self, address: str, page: Page) -> None:
+    def __init__(self, address: str, page: MakePage) -> None:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         family, *_, where = socket.getaddrinfo(
@@ -56,7 +63,7 @@ class MetricsPort:
 class _Fresh:
     """Makes one page at a time, and none while the last one is new."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: MakePage) -> None:
         self._page = page
         self._lock = threading.Lock()
         self._made: dict[str, tuple[float, tuple[bytes, str]]] = {}
@@ -74,7 +81,7 @@ class _Fresh:
 class _Server(HTTPServer):
     """A thread for each connection, of which there are few."""
 
-    def __init__(self, where: tuple[Any, ...], family: int, page: Page) -> None:
+    def __init__(self, where: tuple[Any, ...], family: int, page: MakePage) -> None:
         self.address_family = family
         self.page = page
         self._lock = threading.Lock()
@@ -135,3 +142,28 @@ def _hang_up(connection: socket.socket) -> None:
     """Let the thread that reads or writes here end, if it has not."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- what a scrape gets ------------------------------------------------------------------------
+
+
+class Page:
+    """Makes pages; one at a time.
+
+    Args:
+        settings: say which names there are.
+        reader: of this process, the first front end.
+        front_ends: the other ones.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, reader: InMemoryMetricReader, front_ends: FrontEndSnapshots
+    ) -> None:
+        self._more = more_metrics(settings)
+        self._reader = reader
+        self._front_ends = front_ends
+
+    def __call__(self, accept: str) -> tuple[bytes, str]:
+        """The page in the format that `accept` asks for, and its `Content-Type`."""
+        pod = summed([snapshot_of(self._reader), *self._front_ends.read()])
+        return page_of(pod, accept, self._more)

@@ -19,8 +19,6 @@ from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.telemetry.server_calls import (
     CallObserver,
     CallRecorder,
-    ServerCall,
-    current_call,
 )
 
 if TYPE_CHECKING:
@@ -62,10 +60,6 @@ class Telemetry:
             table: says which methods are not recorded.
         """
         return [CallRecorder(self._observers, table)]
-
-    def current_call(self) -> ServerCall | None:
-        """The rpc that this task serves; None if it is not recorded."""
-        return current_call()
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Report the engine's load; `load` is called from another thread, now and then."""

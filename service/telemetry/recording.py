@@ -96,8 +96,7 @@ class RecordingTelemetry(Telemetry):
         address = self._settings.metrics_address
         if address is None or self._reader is None:
             return lambda: None
-        from tokenpod.service.telemetry.metrics_port import MetricsPort
-        from tokenpod.service.telemetry.page import Page
+        from tokenpod.service.telemetry.metrics_port import MetricsPort, Page
         from tokenpod.service.telemetry.snapshots import FrontEndSnapshots
 
         self._front_ends = FrontEndSnapshots()

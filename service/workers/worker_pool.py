@@ -28,7 +28,7 @@ from tokenpod.service.calls.errors import (
     ServiceError,
     Unavailable,
 )
-from tokenpod.service.workers.worker_messages import Loaded, Refusal, Refused
+from tokenpod.service.workers.worker import Loaded, Refusal, Refused
 from tokenpod.service.workers.worker_process import WorkerEnded, WorkerProcess
 
 #: Seconds that an abandoned job gets to end by itself: a new worker costs more CPU than that.

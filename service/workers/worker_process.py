@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from tokenpod.core.async_link import AsyncLink
-from tokenpod.service.workers.worker_messages import Loaded, Refused
+from tokenpod.service.workers.worker import Loaded, Refused
 
 #: What a worker's first message is, once it is loaded, and what its jobs have as results.
 First = TypeVar("First", bound=Loaded)

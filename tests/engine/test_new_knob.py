@@ -60,7 +60,7 @@ from support.sampling.samplers import on_cpu, on_device, random_logits, sampled,
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.limits import RequestLimits, check_generate
-from tokenpod.service.calls.sampler_params import sampling_params
+from tokenpod.service.calls.call import sampling_params
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 

@@ -14,7 +14,6 @@ from google.protobuf.json_format import MessageToDict
 from support.clients.public_api import PROMPT, SHORT, ask, once, refused, said, stream, violations
 from support.pods.harness import ServerProcess
 from support.waiting import wait_for
-from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -66,38 +65,6 @@ def test_a_wrong_field_is_named_by_its_path(api: Any, field: str) -> None:
     assert [*violations(refused(grpc.StatusCode.INVALID_ARGUMENT, stream, api, request))] == [field]
     error = refused(grpc.StatusCode.INVALID_ARGUMENT, once, api, request)
     assert [*violations(error)] == [f"request.{field}"]
-
-
-def unbuilt(path: str) -> pb.GenerateRequest:
-    """A request that sets this field, and whose rest is fine."""
-    request = ask()
-    if path.startswith("chat."):
-        request.chat.CopyFrom(pb.GenerateRequest(chat=said(("user", "x"))).chat)
-    message: Any = request
-    *above, last = path.split(".")
-    for name in above:
-        message = getattr(message, name)
-        message = message[0] if hasattr(message, "add") else message
-    field = message.DESCRIPTOR.fields_by_name[last]
-    if field.message_type is not None:
-        if field.is_repeated:
-            getattr(message, last).add()
-        else:
-            getattr(message, last).SetInParent()
-    elif field.is_repeated:
-        getattr(message, last).append("x" if field.type == field.TYPE_STRING else 1)
-    else:
-        setattr(message, last, "x" if field.type == field.TYPE_STRING else 1)
-    return request
-
-
-@pytest.mark.parametrize("path", sorted(NOT_BUILT))
-def test_what_is_not_built_is_never_ignored(api: Any, path: str) -> None:
-    error = refused(grpc.StatusCode.UNIMPLEMENTED, stream, api, unbuilt(path))
-    (field,) = violations(error)
-    assert field.replace("[0]", "") == path
-    features = api.GetModel(service.GetModelRequest()).model.features
-    assert not [each for each in features if each == path or each.startswith(f"{path}.")]
 
 
 def test_a_model_for_text_refuses_images(api: Any) -> None:

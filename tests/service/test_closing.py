@@ -15,9 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.rpcs import Act, Running, arities, call_kind, nothing, serving
 from support.waiting import until
 from tokenpod.service.protocols import TABLE
-from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard
-from tokenpod.service.rpc.interceptors import Handler
+from tokenpod.service.rpc.interceptors import Closing, Handler
 
 
 @dataclass

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from tokenpod.core.outputs import Top
-from tokenpod.service.calls.sample import Unread
+from tokenpod.core.outputs import FinishCode, Top
+from tokenpod.service.calls.sample import Sample
 
 PIECES = st.lists(
     st.tuples(
@@ -24,19 +24,45 @@ PIECES = st.lists(
 )
 
 
+class Texts:
+    """A reader of tokens whose texts are given."""
+
+    tells = reasons = over = False
+    written, stop_sequence = 0, None
+
+    def __init__(self) -> None:
+        self.next = ""
+
+    def push(self, token_id: int, *, active: bool) -> str:
+        return self.next
+
+
+class Unread(Sample):
+    """A sample that gets tokens with their texts."""
+
+    def __init__(self, *, paged: bool) -> None:
+        self.reader = Texts()
+        super().__init__(
+            index=0, sequence_id=0, reader=self.reader, streamed=paged, keep_text=False
+        )
+
+    def add(self, token_id: int, logprob: float, top: Top | None, text: str) -> None:
+        self.reader.next = text
+        self.push(token_id, logprob, FinishCode.RUNNING, top, 1)
+
+
 @settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(PIECES, st.booleans(), st.lists(st.booleans(), min_size=60, max_size=60))
 def test_what_goes_in_comes_out_in_order_however_it_is_taken(pieces, paged, takes):
     unread, pages = Unread(paged=paged), []
     for (token, logprob, top, text), take in zip(pieces, takes, strict=False):
         made = None if top is None else Top(0, top, [-1.0] * len(top))
-        unread.add_token(token, logprob, made)
-        unread.add_text(text.encode())
+        unread.add(token, logprob, made, text)
         if take:
             pages.append(unread.take())
-    while unread:
+    while unread.has_news:
         pages.append(unread.take())
-    assert unread.size == 0
+    assert unread.unread_bytes == 0
     assert [token for page in pages for token in page.token_ids] == [p[0] for p in pieces]
     assert [value for page in pages for value in page.logprobs] == [p[1] for p in pieces]
     assert "".join(page.text for page in pages) == "".join(p[3] for p in pieces)
@@ -49,9 +75,8 @@ def test_what_goes_in_comes_out_in_order_however_it_is_taken(pieces, paged, take
 def fill(unread: Unread, size: int, top: Top | None) -> int:
     """Write until `size` bytes wait; the number of tokens."""
     tokens = 0
-    while unread.size < size:
-        unread.add_token(tokens % 50_000, -0.5, top)
-        unread.add_text(b"four")
+    while unread.unread_bytes < size:
+        unread.add(tokens % 50_000, -0.5, top, "four")
         tokens += 1
     return tokens
 
@@ -73,7 +98,7 @@ def test_a_page_is_a_small_message_whatever_waits():
     unread = Unread(paged=True)
     fill(unread, 100_000, None)
     sizes = []
-    while unread:
+    while unread.has_news:
         sizes.append(unread.take().size)
     assert sum(sizes) >= 100_000
     assert max(sizes) < 9_000
@@ -84,4 +109,4 @@ def test_unpaged_output_is_one_piece():
     unread = Unread(paged=False)
     tokens = fill(unread, 100_000, None)
     assert len(unread.take().token_ids) == tokens
-    assert not unread
+    assert not unread.has_news

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.clients import floods
 from support.clients.rpcs import serving
 from tokenpod.service.admission.counters import PodCounters
-from tokenpod.service.rpc.health import HealthBoard, serve_health
+from tokenpod.service.rpc.health import HealthBoard, Listening, serve_health
 from tokenpod.service.rpc.listen import StartError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -468,3 +468,37 @@ async def test_the_health_port_describes_health_and_nothing_else(health_port: He
     assert names == {"grpc.health.v1.Health", *reflection}
     assert health.file_descriptor_response.file_descriptor_proto
     assert other.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+# -- time in which the watcher did not run
+
+
+def ticked(*at: float) -> Listening:
+    """A listener that ticks every second, at these times."""
+    listening = Listening(1.0, 0)
+    for each in at:
+        listening.tick(int(each * SECOND))
+    return listening
+
+
+def test_a_listener_that_runs_on_schedule_has_listened_all_the_time() -> None:
+    listening = ticked(1, 2, 3.5, 5, 6)
+    assert listening.seconds(since=0) == 6
+    assert listening.seconds(since=int(4.5 * SECOND)) == 1.5
+
+
+def test_time_beyond_two_periods_is_lost() -> None:
+    listening = ticked(1, 2, 45)
+    assert listening.seconds(since=0) == 4
+    # What is stamped within that time has been read behind it.
+    assert listening.seconds(since=10 * SECOND) == 0
+    listening.tick(46 * SECOND)
+    assert listening.seconds(since=10 * SECOND) == 1
+    assert listening.seconds(since=3 * SECOND) == 2
+
+
+def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
+    listening = ticked(1, 10, 11, 20)
+    listening.forget(before=11 * SECOND)
+    assert listening.seconds(since=11 * SECOND) == 2
+    assert len(listening._lost) == 1

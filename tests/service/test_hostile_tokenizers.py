@@ -11,8 +11,7 @@ import pytest
 from support.clients.hostile_fields import HOSTILE, attack
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.text.tokenizers.generation_defaults import read_defaults
-from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
-from tokenpod.service.text.tokenizers.tokenizer_files import TokenizerError
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 FIELDS = {
     "tokenizer_config.json": {

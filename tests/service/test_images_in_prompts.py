@@ -15,7 +15,7 @@ from tokenpod.service.images.image_text import ImageTokens
 from tokenpod.service.images.inline import cut_out
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplate, wants_parts
 from tokenpod.service.text.tokenizers.template_values import ChatTemplateError
-from tokenpod.service.text.workers.image_places import with_images
+from tokenpod.service.text.workers.text_worker import with_images
 
 TOKENS = ImageTokens(9, "<image>", opening="<see>", closing="</see>")
 #: As LLaVA 1.5's: images first, and nothing of a content that is no list.

@@ -15,18 +15,14 @@ from support.clients import floods
 from support.clients.rpcs import Running, Scripted, serving
 from support.waiting import until
 from tokenpod.service.admission.admission import Admission
-from tokenpod.service.admission.late_messages import LateMessages
-from tokenpod.service.admission.memory_budget import MemoryBudget
+from tokenpod.service.admission.memory_budget import LateMessages, MemoryBudget
 from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
-from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.intake import Check, Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.methods import MethodLimits
-from tokenpod.service.rpc.wire import Size
+from tokenpod.service.rpc.wire import MethodLimits, Size
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 INFO = "/generate.v3.TextGenerationService/Info"
@@ -149,7 +145,7 @@ def admitting(messages: int) -> Admission:
 
 def backend(admission: Admission) -> Backend:
     """One whose model is not ready."""
-    generate = GenerateService(admission, telemetry_of(ServerSettings()))
+    generate = GenerateService(admission)
     return Backend(TABLE, admission, generate, healthy=lambda: True)
 
 

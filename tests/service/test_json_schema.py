@@ -13,6 +13,7 @@ import pytest
 from tokenpod.core.constraints import Constraint, Grammar, JsonSchema
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.library import Refused
+from tokenpod.service.constraints.asked import read_tags
 from tokenpod.service.constraints.json_schema import (
     MOST_SCHEMAS,
     SUPPORTED,
@@ -20,7 +21,6 @@ from tokenpod.service.constraints.json_schema import (
     check_schema,
     read_schema,
 )
-from tokenpod.service.constraints.structural_tag import read_tags
 
 DOCS = Path(__file__).parents[2] / "docs" / "constraints.md"
 #: What drafts 6 to 2020-12 have beyond the keywords that are served.

@@ -20,16 +20,14 @@ from smg_grpc_proto import vllm_engine_pb2
 from support.clients.rpcs import Running, serving
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.calls.errors import FailedPrecondition, Unavailable
-from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.listen import add_methods
 from tokenpod.service.rpc.methods import Access, Gate, Method
 from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection
-from tokenpod.service.rpc.services import add_methods
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.choice import telemetry_of
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Ranks serve it to each other, from the engine.
@@ -67,7 +65,7 @@ def test_every_rpc_has_a_row_and_every_row_an_rpc() -> None:
 def backend(*, relays: bool = False) -> Backend:
     """One whose model is not ready."""
     admission = Admission(max_requests=9, max_queue_tokens=9)
-    generate = GenerateService(admission, telemetry_of(ServerSettings()))
+    generate = GenerateService(admission)
     return Backend(TABLE, admission, generate, healthy=lambda: True, relays=relays)
 
 

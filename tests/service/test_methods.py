@@ -9,7 +9,7 @@ from support.clients import wirefuzz
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.protocols import TABLE
 from tokenpod.service.rpc.methods import SMALL
-from tokenpod.service.rpc.wire import count, shape_of
+from tokenpod.service.rpc.wire import count, fields_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 PREFILL = "/generate.v3.TextGenerationService/Prefill"
@@ -18,7 +18,7 @@ PREFILL = "/generate.v3.TextGenerationService/Prefill"
 def fits(path: str, kind: Descriptor, data: bytes, *, trusted: bool = False) -> bool:
     size = TABLE.limits(max_logit_bias=1024, trusted=trusted)[path].size_for(len(data))
     try:
-        for _ in count(kind, shape_of(kind), data, size):
+        for _ in count(fields_of(kind), data, size):
             pass
     except InvalidArgument:
         return False
@@ -65,7 +65,7 @@ def test_what_the_operator_allows_fits() -> None:
     path = "/generate.v3.TextGenerationService/Generate"
     limits = TABLE.limits(max_logit_bias=50_000)[path].size
     kind = pb.GenerateRequest.DESCRIPTOR
-    for _ in count(kind, shape_of(kind), request.SerializeToString(), limits):
+    for _ in count(fields_of(kind), request.SerializeToString(), limits):
         pass
     assert not fits(path, kind, request.SerializeToString())
 

@@ -26,8 +26,7 @@ from tokenpod.core.outputs import Ended, Load, StepCounts
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.certificates import expiry
 from tokenpod.service.telemetry.instruments import Instruments
-from tokenpod.service.telemetry.metrics_port import MetricsPort
-from tokenpod.service.telemetry.page import Page
+from tokenpod.service.telemetry.metrics_port import MetricsPort, Page
 from tokenpod.service.telemetry.recorder import PodReadings
 from tokenpod.service.telemetry.snapshots import (
     FrontEndSnapshots,

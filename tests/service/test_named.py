@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.waiting import until
-from tokenpod.service.admission.call_names import NamedCalls
-from tokenpod.service.admission.counters import PodCounters
+from tokenpod.service.admission.counters import NamedCalls, PodCounters
 
 
 async def test_a_call_that_fails_to_end_keeps_no_other_from_ending(

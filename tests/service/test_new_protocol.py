@@ -79,7 +79,7 @@ async def server(tmp_path: Path, telemetry: Telemetry) -> AsyncIterator[Server]:
     tokens = tmp_path / "tokens"
     tokens.write_text("first-token\n")
     admission, table = Admission(max_requests=9, max_queue_tokens=9), MethodTable([*TABLE, *ROWS])
-    generate = GenerateService(admission, telemetry)
+    generate = GenerateService(admission)
     backend = Backend(table, admission, generate, healthy=lambda: True)
     settings = ServerSettings(auth_token_file=tokens)
     public, _ = public_server(settings, backend, telemetry.interceptors(table))

@@ -22,7 +22,6 @@ from tokenpod.service.rpc.methods import SMALL, Method, MethodTable
 from tokenpod.service.rpc.relay import SECRET_KEY, Relay, RelayGuard, serve_relay
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
@@ -177,7 +176,7 @@ async def test_a_clients_word_is_not_taken_for_the_secret() -> None:
 async def real_relay() -> AsyncIterator[tuple[str, str]]:
     """The first front end's own, before the model is ready: its address and its secret."""
     admission = Admission(max_requests=1, max_queue_tokens=1)
-    generate = GenerateService(admission, telemetry_of(ServerSettings()))
+    generate = GenerateService(admission)
     backend = Backend(TABLE, admission, generate, healthy=lambda: True)
     settings = ServerSettings(front_ends=2, max_message_bytes=1024 * 1024)
     server, address, secret = await serve_relay(settings, backend, HealthBoard())

@@ -11,8 +11,7 @@ from tokenpod.core.outputs import Drafted, FinishCode, StepOutputs, Top
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.calls.call import ShardRequest
-from tokenpod.service.pod.client import NO_LOAD
-from tokenpod.service.pod.sinks import Sinks
+from tokenpod.service.pod.client import NO_LOAD, Sinks
 from tokenpod.service.serving.routed import RoutedSequence, StepSink
 from tokenpod.service.text.tokenizers.decoding import Detokenizer
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer

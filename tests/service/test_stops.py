@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.examples import examples
-from tokenpod.service.text.stops import StopMatcher, TailStops
+from tokenpod.service.text.reader import StopMatcher, TailStops
 
 # Few letters, so that stops overlap, nest and nearly match all the time.
 WORDS = st.text(alphabet="ab", min_size=1, max_size=6)

@@ -13,8 +13,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.calls.call import ShardRequest
 from tokenpod.service.calls.sample import Sample
 from tokenpod.service.serving.routed import RoutedSequence
-from tokenpod.service.text.reader import TextReader
-from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.reader import StopMatcher, TextReader
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 
 #: Of Llama 2, Mistral and Gemma, and of GPT-2 and Llama 3.

@@ -30,8 +30,8 @@ from tokenpod.service.text.workers.text_messages import (
     packed,
     unpacked,
 )
+from tokenpod.service.text.workers.text_worker import calls_constraint
 from tokenpod.service.text.workers.text_workers import TextWorkers
-from tokenpod.service.text.workers.tool_constraints import calls_constraint
 
 pytestmark = pytest.mark.pod
 

@@ -28,12 +28,11 @@ from tokenpod.service.admission.memory_budget import MemoryBudget
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.dialects.vllm.methods import METHODS
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.listen import add_methods
 from tokenpod.service.rpc.methods import MethodTable
-from tokenpod.service.rpc.services import add_methods
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.telemetry.choice import telemetry_of
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 
@@ -91,7 +90,7 @@ class Pod:
 async def running(folder: Path, most: int = 1024 * MEGABYTE) -> AsyncIterator[Pod]:
     settings = ServerSettings(text_workers=1)
     admission = Admission(max_requests=9, max_bytes=most, max_message_bytes=4 * MEGABYTE)
-    generate = GenerateService(admission, telemetry_of(settings))
+    generate = GenerateService(admission)
     backend = Backend(MethodTable(METHODS), admission, generate, healthy=lambda: True)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     add_methods(backend, server)

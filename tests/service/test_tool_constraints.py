@@ -31,7 +31,7 @@ from tokenpod.service.calls.parts import Part
 from tokenpod.service.constraints.json_schema import MOST_SCHEMAS
 from tokenpod.service.text.parsers.calls import CallParser, ToolsError
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
-from tokenpod.service.text.workers.tool_constraints import calls_constraint
+from tokenpod.service.text.workers.text_worker import calls_constraint
 
 SCHEMA = {
     "type": "object",

@@ -15,8 +15,8 @@ from tokenpod.core.outputs import FailureCode, FinishCode, Load
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled
+from tokenpod.service.admission.admission import Outlook, Turnover
 from tokenpod.service.admission.counters import PodCounters
-from tokenpod.service.admission.turnover import Outlook, Turnover
 
 SECOND = 1_000_000_000
 ROWS = 64

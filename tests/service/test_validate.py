@@ -19,6 +19,8 @@ from tokenpod.service.calls.call import (
     ShardRequest,
     Stopping,
     TokensCall,
+    sampling_params,
+    shard_sampling_params,
 )
 from tokenpod.service.calls.chats import Tool
 from tokenpod.service.calls.errors import InvalidArgument
@@ -30,7 +32,6 @@ from tokenpod.service.calls.limits import (
     check_tokens,
     max_new_tokens,
 )
-from tokenpod.service.calls.sampler_params import sampling_params, shard_sampling_params
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.serving import shard_checks as checks
 

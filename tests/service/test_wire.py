@@ -20,19 +20,19 @@ from tokenpod.service.rpc.wire import (
     Size,
     count,
     fault_in,
-    shape_of,
+    fields_of,
 )
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 BAD = b"ab\xff"
-SHAPE = shape_of(pb.GenerateRequest.DESCRIPTOR)
+FIELDS = fields_of(pb.GenerateRequest.DESCRIPTOR)
 NESTED = MESSAGE_FIELDS
 ANY = Size(fields=10**9, elements=10**9)
 
 
 def walk(data: bytes, most: Size = ANY) -> int:
     """Slices of the walk."""
-    return len(list(count(pb.GenerateRequest.DESCRIPTOR, SHAPE, data, most)))
+    return len(list(count(FIELDS, data, most)))
 
 
 def least_fields(data: bytes) -> int:
@@ -47,7 +47,7 @@ def least_fields(data: bytes) -> int:
 
 
 def blamed(data: bytes) -> InvalidArgument:
-    search = fault_in(pb.GenerateRequest.DESCRIPTOR, data)
+    search = fault_in(FIELDS, data)
     while True:
         try:
             next(search)
@@ -115,7 +115,7 @@ def test_the_list_that_is_too_long_is_named(data: bytes, field: str) -> None:
 
 def test_the_walk_is_bounded_by_the_limit_and_not_by_the_message() -> None:
     data = b"\xf8\x7f\x01" * 1_000_000
-    steps = count(pb.GenerateRequest.DESCRIPTOR, SHAPE, data, Size(10 * SLICE, 0))
+    steps = count(FIELDS, data, Size(10 * SLICE, 0))
     assert [next(steps) for _ in range(10)] == [None] * 10
     with pytest.raises(InvalidArgument):
         next(steps)
@@ -126,7 +126,7 @@ def test_a_walk_and_a_search_for_a_fault_stop_at_every_slice() -> None:
     data = texts.SerializeToString()
     assert walk(data) == 3
     spoiled = pb.GenerateRequest(text="bad").SerializeToString().replace(b"bad", BAD)
-    search = fault_in(pb.GenerateRequest.DESCRIPTOR, data + spoiled)
+    search = fault_in(FIELDS, data + spoiled)
     assert len(list(search)) == 3 * SLICE // SEARCH_SLICE
 
 

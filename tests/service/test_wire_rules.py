@@ -26,7 +26,7 @@ UNKNOWN = varint(2047 << 3) + b"\x01"
 
 
 async def parse(data: bytes, method: str = GENERATE, *, strict: bool = True) -> object:
-    row, limits = TABLE[method], TABLE.limits(strict=strict)[method]
+    row, limits = TABLE.rows[method], TABLE.limits(strict=strict)[method]
     return await Parser.of(row.request.FromString, limits).parse(data)
 
 

@@ -12,21 +12,23 @@ from tokenpod.core.task import Task
 from tokenpod.service.calls.call import TokensCall
 from tokenpod.service.calls.limits import PromptTooLong, check_returned_ids
 from tokenpod.service.dialects.fields import field_names
-from tokenpod.service.dialects.fmaas.checks import (
+from tokenpod.service.dialects.fmaas.codec import (
+    FIELDS,
     MOST_STOP_BYTES,
     MOST_STOPS,
     MOST_TOP_TOKENS,
     adapter_of,
     check_params,
     check_room,
+    generate_call,
     most_new_tokens,
     too_long,
 )
-from tokenpod.service.dialects.fmaas.codec import FIELDS, generate_call
 from tokenpod.service.dialects.fmaas.writer import ResponseWriter
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.rpc.interceptors import Context
-from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimits, method_of
+from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, method_of
+from tokenpod.service.rpc.wire import MethodLimits
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import AdmittedCall
 from tokenpod_client.protos.fmaas import generation_pb2 as pb

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenpod.service.calls.call import TokensCall
-from tokenpod.service.dialects.tgi.methods import service_of, shard_methods
-from tokenpod.service.rpc.methods import PROMPT, Gate, method_of
+from tokenpod.service.dialects.tgi.methods import shard_methods
 from tokenpod.service.serving.backend import Backend
 from tokenpod_client.protos.generate.v1 import generate_pb2 as pb
 
@@ -17,15 +16,4 @@ async def tokens(backend: Backend, request: pb.TokensRequest, context: Any) -> p
     return pb.TokensResponse(ntokens=tokenised.count)
 
 
-METHODS = (
-    *shard_methods(pb),
-    method_of(
-        service_of(pb),
-        "Tokens",
-        PROMPT,
-        gate=Gate.QUEUE,
-        relayed=False,
-        on_followers=True,
-        serve=tokens,
-    ),
-)
+METHODS = shard_methods(pb, tokens)

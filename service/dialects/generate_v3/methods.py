@@ -48,7 +48,7 @@ async def tokens(backend: Backend, request: pb.TokensRequest, context: Context) 
 
 
 METHODS = (
-    *shard_methods(pb),
+    *shard_methods(pb, tokens),
     method_of(
         service_of(pb),
         "Generate",
@@ -57,14 +57,5 @@ METHODS = (
         relayed=False,
         task=Task.GENERATE,
         serve=generate,
-    ),
-    method_of(
-        service_of(pb),
-        "Tokens",
-        PROMPT,
-        gate=Gate.QUEUE,
-        relayed=False,
-        on_followers=True,
-        serve=tokens,
     ),
 )

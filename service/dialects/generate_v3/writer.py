@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 
 from tokenpod.core.outputs import FinishCode
-from tokenpod.service.calls.call import GenerateCall
-from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 _FINISH = {
@@ -21,27 +18,14 @@ _FINISH = {
 
 
 class EventWriter(SampleWriter):
-    """Events of `Generate`. `model_id`, `request_id`: what the first one tells."""
-
-    def __init__(
-        self,
-        call: GenerateCall,
-        generation: Generation,
-        tokenizer: Tokenizer,
-        *,
-        model_id: str,
-        request_id: str,
-    ) -> None:
-        super().__init__(call, generation, tokenizer)
-        self._model_id = model_id
-        self._request_id = request_id
+    """Events of `Generate`."""
 
     def started(self) -> pb.GenerateResponse:
         """Request id, model, and what is known of the prompt."""
         started, ids = self.generation.started, self.generation.request.prompt
         message = pb.Started(
-            request_id=self._request_id,
-            model_id=self._model_id,
+            request_id=self.request_id,
+            model_id=self.model_id,
             prompt_tokens=len(ids),
             cached_tokens=self.generation.cached_tokens,
         )

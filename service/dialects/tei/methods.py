@@ -14,15 +14,8 @@ from tokenpod.service.dialects.fields import copied, field_names
 from tokenpod.service.dialects.streams import request_id_of
 from tokenpod.service.dialects.tei import codec
 from tokenpod.service.rpc.interceptors import Context
-from tokenpod.service.rpc.methods import (
-    NAMES,
-    PROMPT,
-    SMALL,
-    Gate,
-    Method,
-    MethodLimits,
-    method_of,
-)
+from tokenpod.service.rpc.methods import NAMES, PROMPT, SMALL, Gate, Method, method_of
+from tokenpod.service.rpc.wire import MethodLimits
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.numbers import scores
 from tokenpod.service.serving.reading import ReadText, ReadTimes, read_limits

@@ -15,7 +15,7 @@ from tokenpod.service.calls.errors import RETRY_SECONDS, ServiceError, Unavailab
 from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.tgi.codec import ShardCodec
 from tokenpod.service.rpc.interceptors import Context
-from tokenpod.service.rpc.methods import BATCH, NAMES, SMALL, Gate, Method, method_of
+from tokenpod.service.rpc.methods import BATCH, NAMES, PROMPT, SMALL, Gate, Method, Serve, method_of
 from tokenpod.service.serving.backend import Backend
 
 log = logging.getLogger("tokenpod.shard")
@@ -32,14 +32,17 @@ def service_of(pb: Any) -> ServiceDescriptor:
     return found
 
 
-def shard_methods(pb: Any) -> tuple[Method, ...]:
-    """The rows of the shard rpcs of the generation whose generated module is `pb`."""
+def shard_methods(pb: Any, tokens: Serve | None = None) -> tuple[Method, ...]:
+    """The rows of the shard rpcs of the generation whose generated module is `pb`.
+
+    `tokens`: what answers `Tokens`; None: the generation has no such rpc.
+    """
     own, service = ShardHandlers(ShardCodec(pb)), service_of(pb)
 
-    def row(name: str, limits: Any, serve: Any, **row: Any) -> Method:
-        return method_of(service, name, limits, gate=Gate.READY, serve=serve, **row)
+    def row(name: str, limits: Any, serve: Any, gate: Gate = Gate.READY, **more: Any) -> Method:
+        return method_of(service, name, limits, gate=gate, serve=serve, **more)
 
-    return (
+    rows = (
         row("Health", SMALL, own.health, on_followers=True, frequent=True),
         row("Info", SMALL, own.info, on_followers=True),
         row("ServiceDiscovery", SMALL, own.service_discovery, on_followers=True),
@@ -49,6 +52,9 @@ def shard_methods(pb: Any) -> tuple[Method, ...]:
         row("Prefill", BATCH, own.prefill, frequent=True, task=Task.GENERATE),
         row("Decode", NAMES, own.decode, frequent=True, task=Task.GENERATE),
     )
+    if tokens is None:
+        return rows
+    return *rows, row("Tokens", PROMPT, tokens, Gate.QUEUE, relayed=False, on_followers=True)
 
 
 class ShardHandlers:

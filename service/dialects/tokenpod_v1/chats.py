@@ -86,9 +86,10 @@ def _message(message: pb.ChatMessage, path: str, images: list[GivenImage]) -> Ch
 
 
 def _image(image: pb.Image, field: str) -> GivenImage:
-    if image.WhichOneof("source") is None:
+    source = image.WhichOneof("source")
+    if source is None:
         raise InvalidArgument(field, "has no data")
-    if image.WhichOneof("source") == "uri":
+    if source == "uri":
         return GivenImage(b"", f"{field}.uri", image.uri)
     return GivenImage(image.data, f"{field}.data")
 

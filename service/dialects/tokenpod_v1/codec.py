@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,7 +24,6 @@ from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
 from tokenpod.service.calls.images import GivenImage
 from tokenpod.service.dialects.fields import copied, given, unless_unset
 from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
-from tokenpod.service.dialects.tokenpod_v1.features import check_built
 from tokenpod.service.text.tokenizers.generation_defaults import with_defaults
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
@@ -77,8 +75,6 @@ async def generate_call(
         Unimplemented: for what it does not do yet.
         InvalidArgument: for values that this protocol alone can have.
     """
-    for _ in check_built(request):
-        await asyncio.sleep(0)
     if (beam := beam_of(request)) is not None:
         stream, sampling = False, Sampling(do_sample=False, n=beam.n)
     else:
@@ -115,8 +111,6 @@ async def generate_call(
 
 async def tokens_call(request: pb.TokenizeRequest) -> TokensCall:
     """What `request` asks for. Raises as `generate_call` does."""
-    for _ in check_built(request):
-        await asyncio.sleep(0)
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input", "one of text and chat must be set")

@@ -14,7 +14,8 @@ from tokenpod.service.dialects.tokenpod_v1.codec import generate_call, skips_spe
 from tokenpod.service.dialects.tokenpod_v1.model import load_of, model_of
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
 from tokenpod.service.rpc.interceptors import Context, caller_of
-from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimits, method_of
+from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, method_of
+from tokenpod.service.rpc.wire import MethodLimits
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import AdmittedCall
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2

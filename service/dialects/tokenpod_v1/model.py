@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import version
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tokenpod.core.adapters import AdapterKind
@@ -12,7 +14,7 @@ from tokenpod.core.task import Task, VectorFacts
 from tokenpod.service.admission.admission import Admission
 from tokenpod.service.calls.embedding import MOST_VECTOR_BYTES
 from tokenpod.service.calls.limits import MOST_CHAT_MESSAGES, MOST_RETURNED_IDS
-from tokenpod.service.dialects.tokenpod_v1.features import features
+from tokenpod.service.dialects.fields import is_map
 from tokenpod.service.serving.reading import read_limits
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.tokenizers.chat_template import roles_of, takes_tools
@@ -43,14 +45,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         context_length=ready.max_positions,
         vocabulary_size=ready.vocab_size,
         limits=_limits(serving),
-        features=features(
-            chats=template is not None,
-            tools=_tools(serving),
-            adapters=adapters.taken,
-            constraints=tokenizer.tells_bytes,
-            images=serving.images.served,
-            urls=serving.images.fetched,
-        ),
+        features=_features(serving),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
         dtype=ready.dtype,
@@ -169,3 +164,40 @@ def _limits(serving: Serving) -> model_pb2.Limits:
         max_batch_size=limits.rows,
         max_draft_tokens=limits.drafts,
     )
+
+
+#: Fields of requests with tools.
+_TOOLS = ("chat.tools", "chat.tool_choice", "chat.parallel_tool_calls")
+
+
+def _features(serving: Serving) -> list[str]:
+    """Paths of the fields of a request that this server takes."""
+    left_out: tuple[str, ...] = ()
+    if serving.tokenizer.template_source is None:
+        left_out += ("chat",)
+    elif not _tools(serving):
+        left_out += _TOOLS
+    if not serving.adapters.taken:
+        left_out += ("adapter",)
+    if not serving.tokenizer.tells_bytes:
+        left_out += ("constraint",)
+    if not serving.images.served:
+        left_out += ("chat.messages.content.image",)
+    if not serving.images.fetched:
+        left_out += ("chat.messages.content.image.uri",)
+    paths = _paths(generation_pb2.GenerateRequest.DESCRIPTOR, "")
+    return [path for path in paths if not f"{path}.".startswith(tuple(f"{x}." for x in left_out))]
+
+
+def _paths(kind: Descriptor, above: str) -> Iterator[str]:
+    for field in kind.fields:
+        path = f"{above}{field.name}"
+        if field.message_type is None or is_map(field) or not _divisible(field.message_type):
+            yield path
+        else:
+            yield from _paths(field.message_type, f"{path}.")
+
+
+def _divisible(kind: Descriptor) -> bool:
+    """Whether a message has fields of this protocol: google's are values, and some have none."""
+    return bool(kind.file.package == generation_pb2.DESCRIPTOR.package and kind.fields)

@@ -7,13 +7,10 @@ import asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from tokenpod.core.outputs import FinishCode
-from tokenpod.service.calls.call import GenerateCall
 from tokenpod.service.calls.chats import ChatPrompt
-from tokenpod.service.calls.generation import Generation
 from tokenpod.service.calls.parts import Kind
 from tokenpod.service.calls.sample import Delta, Sample
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service_pb
 
@@ -32,25 +29,10 @@ _ASSISTANT = "assistant"
 
 
 class EventWriter(SampleWriter):
-    """Events of `Generate`, and the answer of `GenerateOnce`.
+    """Events of `Generate`, and the answer of `GenerateOnce`."""
 
-    `model_id`, `request_id`: what the first event tells.
-    """
-
-    def __init__(
-        self,
-        call: GenerateCall,
-        generation: Generation,
-        tokenizer: Tokenizer,
-        *,
-        model_id: str,
-        request_id: str,
-    ) -> None:
-        super().__init__(call, generation, tokenizer)
-        self._model_id = model_id
-        self._request_id = request_id
-        #: The message about the prompt's tokens, once `prepare` has made it.
-        self._prompt: pb.PromptTokens | None = None
+    #: The message about the prompt's tokens, once `prepare` has made it.
+    _prompt: pb.PromptTokens | None = None
 
     async def prepare(self) -> None:
         """Name the tokens of a prompt whose scores were asked for; other tasks run meanwhile."""
@@ -111,8 +93,8 @@ class EventWriter(SampleWriter):
 
     def _tell_start(self, message: pb.Started) -> None:
         generation, request = self.generation, self.generation.request
-        message.request_id = self._request_id
-        message.model = self._model_id
+        message.request_id = self.request_id
+        message.model = self.model_id
         message.adapter = self.call.adapter
         message.prompt_token_count = len(request.prompt)
         message.cached_token_count = generation.cached_tokens

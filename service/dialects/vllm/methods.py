@@ -20,15 +20,8 @@ from tokenpod.service.dialects.vllm.codec import FIELDS, MOST_TOP_TOKENS, genera
 from tokenpod.service.dialects.vllm.model import loads, model_info, server_info
 from tokenpod.service.dialects.vllm.writer import EngineWriter
 from tokenpod.service.rpc.interceptors import Context, caller_of
-from tokenpod.service.rpc.methods import (
-    NAMES,
-    PROMPT,
-    SMALL,
-    Gate,
-    Method,
-    MethodLimits,
-    method_of,
-)
+from tokenpod.service.rpc.methods import NAMES, PROMPT, SMALL, Gate, Method, method_of
+from tokenpod.service.rpc.wire import MethodLimits
 from tokenpod.service.serving.backend import Backend
 
 #: Bytes of a tokenizer's zip in one message, and about what a call holds of them at a time.

@@ -14,6 +14,7 @@ from tokenpod.service.text.parsers.grammar import (
     Reading,
     Source,
     Unexpected,
+    entries,
     literal,
     quoted,
     space,
@@ -72,38 +73,23 @@ class Gemma4(CallFormat):
 
 def _object(source: Source, depth: int) -> Reading:
     """As JSON; it ends at the brace, not behind it."""
-    found: list[str] = []
-    yield
-    while True:
-        yield from space(source)
-        if source.char == "}":
-            return f"{{{', '.join(found)}}}"
+
+    def entry() -> Reading:
         key = yield from _key(source)
         yield from space(source)
         value = yield from _value(source, depth + 1)
-        found.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
-        yield from space(source)
-        if source.char == ",":
-            yield
-        elif source.char != "}":
-            raise Unexpected
+        return f"{json.dumps(key, ensure_ascii=False)}: {value}"
+
+    yield
+    found = yield from entries(source, "}", entry)
+    return f"{{{', '.join(found)}}}"
 
 
 def _list(source: Source, depth: int) -> Reading:
     """As JSON; it ends at the bracket, not behind it."""
-    found: list[str] = []
     yield
-    while True:
-        yield from space(source)
-        if source.char == "]":
-            return f"[{', '.join(found)}]"
-        value = yield from _value(source, depth + 1)
-        found.append(value)
-        yield from space(source)
-        if source.char == ",":
-            yield
-        elif source.char != "]":
-            raise Unexpected
+    found = yield from entries(source, "]", lambda: _value(source, depth + 1))
+    return f"[{', '.join(found)}]"
 
 
 def _key(source: Source) -> Reading:

@@ -82,6 +82,36 @@ def json_name(source: Source) -> Reading:
     return named("".join(taken))
 
 
+def word(source: Source, marks: str) -> Reading:
+    """A name without quotes: letters, digits and these marks; not empty, and not long."""
+    taken: list[str] = []
+    while source.char and (source.char.isalnum() or source.char in marks):
+        if len(taken) == MOST_NAME:
+            raise Unexpected
+        taken.append(source.char)
+        yield
+    if not taken:
+        raise Unexpected
+    return "".join(taken)
+
+
+def entries(
+    source: Source, end: str, entry: Callable[[], Reading]
+) -> Generator[None, None, list[str]]:
+    """What stands before `end`, with commas between and maybe one behind; `end` is not read."""
+    found: list[str] = []
+    while True:
+        yield from space(source)
+        if source.char == end:
+            return found
+        found.append((yield from entry()))
+        yield from space(source)
+        if source.char == ",":
+            yield
+        elif source.char != end:
+            raise Unexpected
+
+
 def named(quoted_text: str) -> str:
     """The name that a JSON string is; raises Unexpected for what can be none."""
     try:

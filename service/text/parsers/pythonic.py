@@ -20,19 +20,22 @@ from tokenpod.service.text.parsers.calls import (
     ToolsError,
 )
 from tokenpod.service.text.parsers.grammar import (
-    MOST_NAME,
     Grammar,
     Reading,
     Source,
     Unexpected,
+    entries,
     literal,
     quoted,
     space,
+    word,
 )
 
 _QUOTE = '"'
 #: A name that can be an argument's.
 _ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
+#: What names and numbers have besides letters and digits.
+_WORD_MARKS = "_-+."
 #: Lists and dicts within each other.
 _DEEPEST = 64
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -68,7 +71,7 @@ class Pythonic(CallFormat):
         yield from literal(source, "[")
         while True:
             yield from space(source)
-            name = yield from _word(source)
+            name = yield from word(source, _WORD_MARKS)
             if name not in calls.tools:
                 raise Unexpected
             arguments = yield from _arguments(source)
@@ -102,37 +105,19 @@ def _named(schema: Mapping[str, Any]) -> Arguments:
     return Arguments(tuple(found), separator=", ")
 
 
-def _word(source: Source) -> Reading:
-    """A name, or a number."""
-    taken: list[str] = []
-    while source.char and (source.char.isalnum() or source.char in "_-+."):
-        if len(taken) == MOST_NAME:
-            raise Unexpected
-        taken.append(source.char)
-        yield
-    if not taken:
-        raise Unexpected
-    return "".join(taken)
-
-
 def _arguments(source: Source) -> Reading:
     """What stands in parentheses, as a JSON object; it ends at the last one, not behind it."""
-    yield from literal(source, "(")
-    found: list[str] = []
-    while True:
-        yield from space(source)
-        if source.char == ")":
-            return f"{{{', '.join(found)}}}"
-        name = yield from _word(source)
+
+    def argument() -> Reading:
+        name = yield from word(source, _WORD_MARKS)
         yield from space(source)
         yield from literal(source, "=")
         value = yield from _value(source, 0)
-        found.append(f"{_json(name)}: {value}")
-        yield from space(source)
-        if source.char == ",":
-            yield
-        elif source.char != ")":
-            raise Unexpected
+        return f"{_json(name)}: {value}"
+
+    yield from literal(source, "(")
+    found = yield from entries(source, ")", argument)
+    return f"{{{', '.join(found)}}}"
 
 
 def _value(source: Source, depth: int) -> Reading:
@@ -149,43 +134,38 @@ def _value(source: Source, depth: int) -> Reading:
         taken: list[str] = []
         yield from quoted(source, taken.append)
         return _json(_unescaped("".join(taken[1:-1])))
-    word = yield from _word(source)
-    if word in _CONSTANTS:
-        return _CONSTANTS[word]
+    found = yield from word(source, _WORD_MARKS)
+    if found in _CONSTANTS:
+        return _CONSTANTS[found]
     try:
-        json.loads(word, parse_constant=_no_number)
+        json.loads(found, parse_constant=_no_number)
     except ValueError as error:
         raise Unexpected from error
     # JSON's grammar allows 1e999, but many clients can't read it: decoders of Go and Rust refuse
     # it, those of JavaScript and Python make an infinity of it, which has no JSON.
-    if not math.isfinite(float(word)):
+    if not math.isfinite(float(found)):
         raise Unexpected
     # As the model wrote it: a float might have rounded it.
-    return word
+    return found
 
 
 def _several(source: Source, end: str, depth: int) -> Reading:
     """The entries of a list or a dict."""
     opening = source.char
-    found: list[str] = []
+
+    def entry() -> Reading:
+        key = yield from _value(source, depth + 1)
+        if end == "]":
+            return key
+        yield from space(source)
+        yield from literal(source, ":")
+        value = yield from _value(source, depth + 1)
+        return f"{key if key.startswith(_QUOTE) else _json(key)}: {value}"
+
     yield
-    while True:
-        yield from space(source)
-        if source.char == end:
-            yield
-            return f"{opening}{', '.join(found)}{end}"
-        entry = yield from _value(source, depth + 1)
-        yield from space(source)
-        if end == "}":
-            yield from literal(source, ":")
-            value = yield from _value(source, depth + 1)
-            entry = f"{entry if entry.startswith(_QUOTE) else _json(entry)}: {value}"
-            yield from space(source)
-        found.append(entry)
-        if source.char == ",":
-            yield
-        elif source.char != end:
-            raise Unexpected
+    found = yield from entries(source, end, entry)
+    yield
+    return f"{opening}{', '.join(found)}{end}"
 
 
 def _unescaped(text: str) -> str:

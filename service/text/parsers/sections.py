@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from tokenpod.core.constraints import Tag, Tagged
@@ -21,7 +22,37 @@ from tokenpod.service.text.parsers.grammar import (
 )
 
 
-class DeepSeek(CallFormat):
+class _Section(CallFormat):
+    """All calls of a turn between two marks."""
+
+    _begin: str
+    _sep: str
+    _end: str
+    _after: str
+
+    def matches(self, template: str) -> bool:
+        """By the mark."""
+        return self.marks[0] in template
+
+    def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
+        """All calls of the section."""
+        while True:
+            yield from space(source)
+            found = yield from one_of(source, (self._begin, self._after))
+            if found == self._after:
+                return
+            name = yield from until(source, self._sep, MOST_NAME)
+            yield from space(source)
+            yield from self._call(source, calls, name)
+            yield from space(source)
+            yield from literal(source, self._end)
+
+    @abstractmethod
+    def _call(self, source: Source, calls: Calls, name: str) -> Grammar:
+        """The rest of a call, behind what stands for its name."""
+
+
+class DeepSeek(_Section):
     """`<call begin>f<sep>{"x": 1}<call end>`; in V3 and R1 a kind, the name and a code block."""
 
     name = "deepseek"
@@ -29,10 +60,6 @@ class DeepSeek(CallFormat):
     _begin, _sep, _end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     _after = "<｜tool▁calls▁end｜>"
     shown = (_begin, _sep, _end, _after)
-
-    def matches(self, template: str) -> bool:
-        """By the mark."""
-        return self.marks[0] in template
 
     def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
         """One section with all calls, in code blocks where the template has them."""
@@ -51,29 +78,19 @@ class DeepSeek(CallFormat):
         triggers = () if must else self.marks
         return Tagged(tags, before, separator, self._after, triggers=triggers)
 
-    def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
-        """All calls of the section."""
-        while True:
+    def _call(self, source: Source, calls: Calls, name: str) -> Grammar:
+        in_block = source.char != "{"
+        if in_block:
+            name = yield from until(source, "\n", MOST_NAME)
+            yield from literal(source, "```json")
             yield from space(source)
-            found = yield from one_of(source, (self._begin, self._after))
-            if found == self._after:
-                return
-            name = yield from until(source, self._sep, MOST_NAME)
+        yield from _arguments(source, calls, name)
+        if in_block:
             yield from space(source)
-            in_block = source.char != "{"
-            if in_block:
-                name = yield from until(source, "\n", MOST_NAME)
-                yield from literal(source, "```json")
-                yield from space(source)
-            yield from _arguments(source, calls, name)
-            if in_block:
-                yield from space(source)
-                yield from literal(source, "```")
-            yield from space(source)
-            yield from literal(source, self._end)
+            yield from literal(source, "```")
 
 
-class Kimi(CallFormat):
+class Kimi(_Section):
     """`<call begin>functions.f:0<arguments begin>{"x": 1}<call end>`."""
 
     name = "kimi"
@@ -81,10 +98,6 @@ class Kimi(CallFormat):
     _begin, _sep = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
     _end, _after = "<|tool_call_end|>", "<|tool_calls_section_end|>"
     shown = (_begin, _sep, _end, _after)
-
-    def matches(self, template: str) -> bool:
-        """By the mark."""
-        return self.marks[0] in template
 
     def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
         """One section with all calls. Which call of the turn it is, the grammar can't count."""
@@ -95,19 +108,10 @@ class Kimi(CallFormat):
         triggers = () if must else self.marks
         return Tagged(tags, before=self.marks[0], after=self._after, triggers=triggers)
 
-    def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
-        """All calls of the section. The model's own ids say no more than ours."""
-        while True:
-            yield from space(source)
-            found = yield from one_of(source, (self._begin, self._after))
-            if found == self._after:
-                return
-            name = yield from until(source, self._sep, MOST_NAME)
-            name = name.strip(WHITESPACE).removeprefix("functions.")
-            yield from space(source)
-            yield from _arguments(source, calls, name.rpartition(":")[0] or name)
-            yield from space(source)
-            yield from literal(source, self._end)
+    def _call(self, source: Source, calls: Calls, name: str) -> Grammar:
+        # The model's own ids say no more than ours.
+        name = name.strip(WHITESPACE).removeprefix("functions.")
+        yield from _arguments(source, calls, name.rpartition(":")[0] or name)
 
 
 def _arguments(source: Source, calls: Calls, name: str) -> Grammar:

@@ -14,9 +14,7 @@ from tokenpod.service.text.parsers.calls import CallFormat, CallParser
 from tokenpod.service.text.parsers.gemma import Gemma4
 from tokenpod.service.text.parsers.harmony import FINAL, Harmony
 from tokenpod.service.text.parsers.harmony import REASONS as HARMONY_REASONS
-from tokenpod.service.text.parsers.hermes import Hermes
-from tokenpod.service.text.parsers.llama import Llama3Json
-from tokenpod.service.text.parsers.mistral import Mistral
+from tokenpod.service.text.parsers.json_calls import Hermes, Llama3Json, Mistral
 from tokenpod.service.text.parsers.pythonic import Pythonic
 from tokenpod.service.text.parsers.reasoning import ReasoningFormat, ReasoningParser
 from tokenpod.service.text.parsers.sections import DeepSeek, Kimi

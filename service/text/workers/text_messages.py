@@ -14,7 +14,7 @@ from tokenpod.core.constraints import Tagged
 from tokenpod.core.message import Message
 from tokenpod.service.calls.chats import ChatPrompt
 from tokenpod.service.images.expansions import ImageTexts
-from tokenpod.service.workers.worker_messages import Loaded, Refused
+from tokenpod.service.workers.worker import Loaded, Refused
 
 #: `array`'s letter for token ids, and bytes of one.
 _ID = "I"

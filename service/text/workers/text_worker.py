@@ -9,22 +9,28 @@ Neither torch nor grpc is imported.
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
 import traceback
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from tokenpod.core.constraints import Tagged
-from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.own_process import be_first_to_go, die_with_parent, limit_memory
-from tokenpod.service.text.parsers.calls import ToolsError
+from tokenpod.service.calls.chats import ChatPrompt, Tool
+from tokenpod.service.constraints.json_schema import (
+    MOST_SCHEMAS,
+    SchemaError,
+    TooManySchemas,
+    check_schema,
+    read_schema,
+)
+from tokenpod.service.images.expansions import ImageTexts
+from tokenpod.service.text.parsers.calls import CallFormat, ToolCallShape, ToolsError
 from tokenpod.service.text.parsers.turn import CALL_FORMATS
 from tokenpod.service.text.tokenizers.chat_template import ChatTemplateError
 from tokenpod.service.text.tokenizers.tokenizer import TextModel, Tokenizer, TokenizerPanic
-from tokenpod.service.text.workers.image_places import with_images
 from tokenpod.service.text.workers.text_messages import (
     EncodeChat,
     Encoded,
@@ -36,34 +42,16 @@ from tokenpod.service.text.workers.text_messages import (
     WorkerOptions,
     packed,
 )
-from tokenpod.service.text.workers.tool_constraints import calls_constraint
-from tokenpod.service.workers.worker_messages import Loaded, Refusal, Refused
+from tokenpod.service.workers.worker import Loaded, Refusal, Refused, refused, work
 
 #: Characters at the end of a rendered chat that a front end is told.
 _RENDERED_END = 64
 
 
-def main() -> int:
-    """Answer one job after another until the front end hangs up."""
-    die_with_parent()
-    # The front end decides when to stop; a terminal's Ctrl-C reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    be_first_to_go()
-    # The processes share the machine's cores already: a worker has one thread.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    link = Link[Any](socket.socket(fileno=int(sys.argv[1])), ToWorker)  # type: ignore[arg-type]
-    try:
-        options = link.receive(None)[0]
-        assert isinstance(options, WorkerOptions), "the first message is WorkerOptions"
-        tokenizer = _load(options.model)
-        limit_memory(options.memory_bytes)
-        link.send(Loaded())
-        while True:
-            for job in link.receive(None):
-                link.send(_answer(tokenizer, job))
-    except LinkClosed:
-        return 0
+def _load(options: WorkerOptions) -> tuple[Loaded, Callable[[Job], FromWorker]]:
+    model = TextModel.read(options.model)
+    os.close(options.model)
+    return Loaded(), partial(_answer, Tokenizer.of_model(model))
 
 
 def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
@@ -84,11 +72,8 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
         return Refused(Refusal.JOB, str(error), error.field)
     except TokenizerPanic as error:
         return Refused(Refusal.LIBRARY, str(error))
-    except MemoryError:
-        return Refused(Refusal.MEMORY, "")
     except Exception as error:
-        traceback.print_exc()
-        return Refused(Refusal.LIBRARY, type(error).__name__)
+        return refused(error)
 
 
 def _calls(tokenizer: Tokenizer, job: EncodeChat) -> Tagged | Refused:
@@ -123,11 +108,95 @@ def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:
     return Encoded(counts, parts, places)
 
 
-def _load(descriptor: int) -> Tokenizer:
-    model = TextModel.read(descriptor)
-    os.close(descriptor)
-    return Tokenizer.of_model(model)
+# -- images in a rendered chat ------------------------------------------------------------------
+
+
+def with_images(rendered: str, chat: ChatPrompt, images: ImageTexts) -> str:
+    """A rendered chat with the tokens that stand for its images.
+
+    Raises ChatTemplateError if a text of the chat has the token itself (CVE-2026-44222), or if the
+    template does not write one for each image.
+    """
+    for at, message in enumerate(chat.messages):
+        for name in ("content", "reasoning", "role", "name"):
+            _check(getattr(message, name), f"messages[{at}].{name}", images)
+        for number, call in enumerate(message.tool_calls):
+            _check(call.arguments, f"messages[{at}].tool_calls[{number}].arguments", images)
+            _check(call.name, f"messages[{at}].tool_calls[{number}].name", images)
+    pieces = rendered.split(images.token)
+    places, count = len(pieces) - 1, len(images.expansions)
+    if places != count:
+        raise ChatTemplateError(
+            f"the model's chat template has {places} places for images, of which there are {count}"
+        )
+    parts = [pieces[0]]
+    for expansion, piece in zip(images.expansions, pieces[1:], strict=True):
+        parts += [expansion, piece]
+    return "".join(parts)
+
+
+def _check(text: str, field: str, images: ImageTexts) -> None:
+    if problem := images.forbidden(text):
+        raise ChatTemplateError(problem, field)
+
+
+# -- calls of tools as constraints -------------------------------------------------------------
+
+#: Of a tool whose schema can't be compiled, and of one that has no arguments.
+_ANY: Mapping[str, Any] = {"type": "object"}
+_NONE: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def calls_constraint(chat: ChatPrompt, calls: CallFormat, template: str) -> Tagged:
+    """How the model may, or must, call the tools of a chat.
+
+    A tool's schema says what its arguments are for the model too, so one that is not supported is
+    no fault of the request: its arguments are then any JSON object.
+
+    Args:
+        chat: with tools.
+        calls: how the model writes calls.
+        template: the model's chat template.
+
+    Raises:
+        ToolsError: the tools have too many schemas.
+    """
+    shapes, left = [], MOST_SCHEMAS
+    for tool in chat.tools:
+        if not chat.only or tool.name == chat.only:
+            schema, count = _arguments_of(tool, left)
+            left -= count
+            shapes.append(ToolCallShape(tool.name, schema))
+    tagged = calls.tagged(shapes, template, must=chat.must_call)
+    # Where all is between marks, a turn without a call has tags too.
+    one = chat.only or not chat.several_calls
+    most = 1 if one and (chat.must_call or not calls.framed) else None
+    least = 1 if chat.must_call or tagged.before else 0
+    return structs.replace(tagged, least=least, most=most, lenient=True)
+
+
+def _arguments_of(tool: Tool, most: int) -> tuple[Mapping[str, Any], int]:
+    """The schema of a tool's arguments, and how many schemas it holds: `most` at most."""
+    if not tool.schema:
+        return _NONE, 0
+    try:
+        schema = read_schema(tool.schema)
+        count = _end(check_schema(schema, most))
+    except TooManySchemas:
+        raise ToolsError(f"have more than {MOST_SCHEMAS} schemas") from None
+    except SchemaError:
+        return _ANY, 0
+    return (schema if "type" in schema else {"type": "object"} | schema), count
+
+
+def _end(work: Generator[None, None, int]) -> int:
+    """What work comes to that need not be divided here."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return int(done.value)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(work(ToWorker, _load))

@@ -19,7 +19,7 @@ from tokenpod.service.text.workers.text_messages import (
     Job,
     WorkerOptions,
 )
-from tokenpod.service.workers.worker_messages import Loaded, Refused
+from tokenpod.service.workers.worker import Loaded, Refused
 from tokenpod.service.workers.worker_pool import CantStart, PoolLimits, WorkerPool
 from tokenpod.service.workers.worker_process import WorkerProcess
 

@@ -13,8 +13,8 @@ from tokenpod.service.serving import routed
 from tokenpod.service.text.parsers import turn
 from tokenpod.service.text.parsers.calls import Calls
 from tokenpod.service.text.parsers.grammar import Grammar, Source
-from tokenpod.service.text.parsers.hermes import Hermes
-from tokenpod.service.text.stops import TailStops
+from tokenpod.service.text.parsers.json_calls import Hermes
+from tokenpod.service.text.reader import TailStops
 from tokenpod_client.cli.app import main
 
 #: The stop sequence, and a text that only the log may show.

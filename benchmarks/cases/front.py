@@ -35,7 +35,7 @@ import grpc
 from benchmarks.support.pod import Pod, bench, free_port, python_of
 from benchmarks.support.report import Report
 from tokenpod.core.link import LinkClosed
-from tokenpod.core.messages import Abort, Ready
+from tokenpod.core.messages import Abort, Ask, Ready
 from tokenpod.core.outputs import FinishCode, Load, Started, StepOutputs
 from tokenpod.core.requests import Request
 from tokenpod.engine.exchange import face_of
@@ -70,6 +70,8 @@ def emit(endpoints: Sequence[int], steps_per_second: float, report: Path) -> Non
                 elif isinstance(message, Abort):
                     for sequence in message.sequence_ids:
                         left.pop(sequence, None)
+                elif isinstance(message, Ask):
+                    link.send(_step(step, {}, begun, draw))
             if time.monotonic() < due:
                 continue
             if not left:

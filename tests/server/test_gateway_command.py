@@ -98,11 +98,13 @@ def test_openais_client_chats_streams_and_gets_json(door: Door) -> None:
 @with_gateway
 @pytest.mark.parametrize("page", ["README.md", "docs/openai.md"])
 def test_what_pages_say_of_openais_client_runs(door: Door, page: str) -> None:
-    """As it stands, but for the address and the model."""
+    """As it stands, but for the address, the model and an end: the demo model finds none."""
     text = (ROOT / page).read_text()
     (code,) = re.findall(r"^```python\n(from openai .*?)^```$", text, re.MULTILINE | re.DOTALL)
     here = code.replace("127.0.0.1:8000", f"127.0.0.1:{door.port}")
-    here = here.replace("/models/Qwen3-0.6B", "demo")
+    here = here.replace("/models/Qwen3-0.6B", "demo").replace(
+        "messages=", "max_tokens=8, messages="
+    )
     command = [str(VENV / "bin" / "python"), "-c", here]
     assert subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300).stdout
 

@@ -232,7 +232,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             shard.numbers(layout.weights),
             sum(kv.numbers for kv in local.kv_layouts),
             sum(kv.scales for kv in local.kv_layouts),
-            max(kv.numbers for kv in local.kv_layouts),
+            max((kv.numbers for kv in local.kv_layouts), default=0),
             sum(kv.numbers for kv in in_windows),
             sum(kv.scales for kv in in_windows),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),

@@ -216,9 +216,7 @@ def golden(shared: Shared) -> SharedGoldens:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
-    # One of a run is started as users do, at ten seconds of a processor; the others are forked.
-    own_imports = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
-    with serve("--kv-cache-events", own_imports=own_imports) as running:
+    with serve("--kv-cache-events", own_imports=True) as running:
         running.is_common = True
         yield running
         assert running.stop() == 0

@@ -32,7 +32,7 @@ FOREIGN = {
     # Of smg.
     *("--host", "--policy", "--worker-urls"),
     # Of docker and pip.
-    *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),
+    *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url", "--build-arg", "--file"),
 }
 COMMANDS = {name: app.get_command(None, name) for name in app.list_commands()}
 
@@ -90,10 +90,20 @@ def test_commands_in_pages_exist_with_their_flags() -> None:
 
 def test_flags_named_in_pages_exist() -> None:
     known = set().union(*(flags_of(command) for command in COMMANDS))
-    pages = ("README.md", "docs/contract.md", "docs/architecture.md", "docs/coming-from-tgi.md")
-    for name in pages:
+    pages = ("contract", "architecture", "coming-from-tgi", "operations", "telemetry")
+    for name in ("README.md", *(f"docs/{page}.md" for page in pages)):
         assert set(FLAG.findall((ROOT / name).read_text())) - FOREIGN <= known, name
     assert not FOREIGN & known
+
+
+def test_metrics_and_labels_of_the_runbooks_exist() -> None:
+    names = (ROOT / "tests" / "names.txt").read_text().split()
+    shown = {name.replace(".", "_") for name in names if not name.startswith("-")}
+    suffix = re.compile(r"(_seconds|_bytes|_ratio)?(_total|_count|_sum|_bucket)?$")
+    text = (ROOT / "docs" / "operations.md").read_text()
+    named = set(re.findall(r"\b(?:tokenpod|gen_ai|rpc)_[a-z_]+", text))
+    assert len(named) > 20
+    assert {name for name in named if suffix.sub("", name) not in shown} == set()
 
 
 def test_make_targets_named_in_contributing_exist() -> None:
@@ -105,6 +115,15 @@ def test_make_targets_named_in_contributing_exist() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 700
+
+
+def test_the_guides_are_short() -> None:
+    """Without code, and without what is made from it."""
+    pages = [page for page in PAGES if page.parent.name == "docs" and page.stem != "settings"]
+    texts = [FENCE.sub("", page.read_text()) for page in pages]
+    made = re.compile(r"<!-- Written by.*?<!-- End of the list. -->", re.DOTALL)
+    words = [word for text in texts for word in made.sub("", text).split()]
+    assert sum(any(map(str.isalnum, word)) for word in words) <= 37_000
 
 
 def test_the_page_of_clients_lists_every_service_that_is_served() -> None:

@@ -1,4 +1,4 @@
-"""What `--deterministic` costs, and what it is for: tokens that differ when a request comes again.
+"""What deterministic steps cost, and what it is for: tokens that differ when a request comes again.
 
 Two engines over the same random weights take turns. Greedy requests are answered alone; then beside
 others, with prompts cut into pieces, and again from cached prefixes: of each that comes out

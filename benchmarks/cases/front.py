@@ -6,8 +6,9 @@ keeps up or not.
 
     front                           long streams: what is delivered, processor time per token
     front --calls 1000 --tokens 16  short streams by protocol, and unary calls
-    front --pairs 5                 long streams without and with telemetry, by turns: metrics that
-                                    are fetched every second, and access lines on standard error
+    front --steps 50 --pairs 15     two pods by turns, one without telemetry and one with metrics,
+                                    and access lines on standard error: what a call costs more, and
+                                    a page of metrics
 
 Beside the rates stands the processor time of the front ends, which a busy machine changes less: it
 says what they could deliver on processors of their own.
@@ -23,7 +24,6 @@ import random
 import socket
 import statistics
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ import grpc
 from benchmarks.support.pod import Pod, bench, free_port, python_of
 from benchmarks.support.report import Report
 from tokenpod.core.link import LinkClosed
-from tokenpod.core.messages import Abort, Ready
+from tokenpod.core.messages import Abort, Ask, Ready
 from tokenpod.core.outputs import FinishCode, Load, Started, StepOutputs
 from tokenpod.core.requests import Request
 from tokenpod.engine.exchange import face_of
@@ -70,6 +70,8 @@ def emit(endpoints: Sequence[int], steps_per_second: float, report: Path) -> Non
                 elif isinstance(message, Abort):
                     for sequence in message.sequence_ids:
                         left.pop(sequence, None)
+                elif isinstance(message, Ask):
+                    link.send(_step(step, {}, begun, draw))
             if time.monotonic() < due:
                 continue
             if not left:
@@ -145,45 +147,18 @@ def pod_of(
         yield pod
 
 
-@contextlib.contextmanager
-def scraped(port: int) -> Iterator[list[float]]:
-    """Fetch metrics every second, if there is a port; the seconds that each page took."""
-    over, took = threading.Event(), list[float]()
-
-    def scrape() -> None:
-        while not over.wait(1):
-            began = time.perf_counter()
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-                page.read()
-            took.append(time.perf_counter() - began)
-
-    thread = threading.Thread(target=scrape)
-    if port:
-        thread.start()
-    try:
-        yield took
-    finally:
-        over.set()
-        if port:
-            thread.join()
-
-
-def streams(
-    steps: float, asked: argparse.Namespace, report: Report, *, telemetry: bool = False
-) -> None:
+def streams(steps: float, asked: argparse.Namespace, report: Report) -> None:
     """Long streams, read by `tokenpod bench`."""
-    metrics_port = free_port() if telemetry else 0
     with tempfile.TemporaryDirectory() as folder:
         engine_file, result = Path(folder) / "engine.json", Path(folder) / "bench.json"
-        with pod_of(steps, engine_file, asked, metrics_port) as pod:
+        with pod_of(steps, engine_file, asked) as pod:
             before, began = pod.processor()["front"], time.monotonic()
             load = ["--concurrency", str(asked.streams), "--requests", str(asked.streams)]
             load += ["--input-tokens", "16", "--output-tokens", str(int(steps * asked.seconds))]
             # The kernel gives connections to front ends by chance: a few for each even it out.
             load += ["--warmup", "0", "--connections", str(asked.connections)]
             load += ["--processes", str(asked.clients)]
-            with scraped(metrics_port) as pages:
-                level = bench(pod.address, *load, json_file=result)["levels"][0]
+            level = bench(pod.address, *load, json_file=result)["levels"][0]
             took = time.monotonic() - began
             spent = pod.processor()["front"] - before
         engine = json.loads(engine_file.read_text())
@@ -192,7 +167,6 @@ def streams(
     report.row(
         "streams",
         front_ends=asked.front_ends,
-        **({"telemetry": telemetry} if asked.pairs else {}),
         **{"offered_tokens/s": offered, "delivered_tokens/s": delivered},
         delivered_share=delivered / offered,
         tokens_a_message=level["tokens"]["per_message"],
@@ -200,8 +174,65 @@ def streams(
         processors_busy=spent / took,
         itl_p50_ms=1e3 * itl["p50"],
         itl_p99_ms=1e3 * itl["p99"],
-        **({"scrape_p50_ms": 1e3 * statistics.median(pages)} if pages else {}),
     )
+
+
+def pairs(steps: float, asked: argparse.Namespace, report: Report) -> None:
+    """What telemetry costs: of a call, of a page, and so of a token in long streams.
+
+    A call and a page are what telemetry has work with. In short calls that work is a large part,
+    which shows on a machine that others use too; in long streams it would be lost in the noise.
+    """
+    rpc, port = "/tokenpod.v1.GenerationService/Generate", free_port()
+    long = int(steps * asked.seconds)
+
+    def cost(pod: Pod, tokens: int, calls: int) -> float:
+        """Microseconds of a call."""
+        before = sum(pod.processor().values())
+        _, data = requests(tokens)[rpc]
+        at_once = min(asked.streams, calls), asked.connections
+        asyncio.run(load(pod.address, rpc, True, data, calls, *at_once))
+        return 1e6 * (sum(pod.processor().values()) - before) / calls
+
+    plain, telling, pages, streams = list[float](), list[float](), list[float](), list[float]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pod_of(steps, Path(folder) / "without.json", asked) as without,
+        pod_of(steps, Path(folder) / "with.json", asked, port) as with_it,
+    ):
+        for pod in (without, with_it):
+            cost(pod, asked.tokens, asked.streams)
+        for turn in range(asked.pairs):
+            turns = [(without, plain), (with_it, telling)]
+            for pod, costs in turns if turn % 2 else turns[::-1]:
+                costs.append(cost(pod, asked.tokens, asked.calls or 4 * asked.streams))
+            pages.append(page_cost(with_it, port))
+            streams.append(cost(without, long, asked.streams) / long)
+    more = [b - a for a, b in zip(plain, telling, strict=True)]
+    low, middle, high = statistics.quantiles(more, n=4)
+    token, page = statistics.median(streams), statistics.median(pages)
+    report.row(
+        f"telemetry beside {asked.streams} streams of {steps:g} tokens/s",
+        turns=asked.pairs,
+        us_a_call_without=plain,
+        us_a_call_with=telling,
+        us_more=f"{middle:.0f} (middle half {low:.0f} to {high:.0f})",
+        page_ms=[each / 1e3 for each in pages],
+        us_a_token=streams,
+        **{f"calls_of_{long}_tokens_share": middle / (long * token)},
+        page_every_second_share=page / (asked.streams * steps * token),
+    )
+
+
+def page_cost(pod: Pod, port: int, times: int = 10) -> float:
+    """Microseconds of the pod's processor time for a page of metrics."""
+    before = sum(pod.processor().values())
+    for _ in range(times):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            page.read()
+        # A page that is new is served again.
+        time.sleep(0.05)
+    return 1e6 * (sum(pod.processor().values()) - before) / times
 
 
 PROMPT = "def fibonacci(n):\n    " * 8
@@ -230,7 +261,9 @@ def requests(tokens: int) -> dict[str, tuple[bool, bytes]]:
     return {rpc: (many, made.SerializeToString()) for rpc, (many, made) in found.items()}
 
 
-async def load(address: str, rpc: str, streams: bool, data: bytes, calls: int, at_once: int) -> int:
+async def load(
+    address: str, rpc: str, streams: bool, data: bytes, calls: int, at_once: int, connections: int
+) -> int:
     """Make calls; messages received. Messages go as bytes, so that the client takes little."""
     left, received = iter(range(calls)), 0
 
@@ -245,8 +278,8 @@ async def load(address: str, rpc: str, streams: bool, data: bytes, calls: int, a
                 received += 1
 
     own = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, own) for _ in range(4)]
-    await asyncio.gather(*(work(channels[at % 4]) for at in range(at_once)))
+    channels = [grpc.aio.insecure_channel(address, own) for _ in range(connections)]
+    await asyncio.gather(*(work(channels[at % connections]) for at in range(at_once)))
     for channel in channels:
         await channel.close()
     return received
@@ -259,9 +292,9 @@ async def protocols(asked: argparse.Namespace, report: Report) -> None:
             tempfile.TemporaryDirectory() as folder,
             pod_of(400, Path(folder) / "engine.json", asked) as pod,
         ):
-            await load(pod.address, rpc, many, data, 64, 64)
+            await load(pod.address, rpc, many, data, 64, 64, 4)
             before, began = pod.processor()["front"], time.monotonic()
-            received = await load(pod.address, rpc, many, data, asked.calls, 64)
+            received = await load(pod.address, rpc, many, data, asked.calls, 64, 4)
             took, spent = time.monotonic() - began, pod.processor()["front"] - before
         report.row(
             f"calls of {asked.tokens} tokens, 64 at once",
@@ -283,7 +316,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--front-ends", type=int, default=1)
     parser.add_argument("--calls", type=int, default=0, help="of each protocol")
     parser.add_argument("--tokens", type=int, default=16, help="of each call")
-    parser.add_argument("--pairs", type=int, default=0, help="with telemetry and without")
+    parser.add_argument("--pairs", type=int, default=0, help="turns without and with telemetry")
     parser.add_argument("--metrics-port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
@@ -305,11 +338,7 @@ def run(asked: argparse.Namespace, report: Report | None) -> int:
         return serve(*ports, engine, asked.front_ends, asked.metrics_port)
     assert report is not None
     for steps in asked.steps:
-        for _ in range(asked.pairs):
-            streams(steps, asked, report)
-            streams(steps, asked, report, telemetry=True)
-        if not asked.pairs:
-            streams(steps, asked, report)
-    if asked.calls:
+        (pairs if asked.pairs else streams)(steps, asked, report)
+    if asked.calls and not asked.pairs:
         asyncio.run(protocols(asked, report))
     return 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Pod:
@@ -136,9 +135,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
-    """That these processes have had, without their children."""
-    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / _TICKS
+    """That these processes have had, without their children; to the nanosecond."""
+    # The clock of a process, as clock_getcpuclockid makes its number of the process's.
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def cores_of(text: str) -> set[int]:

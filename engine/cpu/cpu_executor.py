@@ -50,6 +50,8 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         vocab_size: width of the logits.
         group: the ranks that the model is divided among, if it is.
         offload: holds keys and values for later; None: nothing is held.
+        fills: steps have as many tokens as products are computed with, so that no product has to
+            fill them up: encoders' long steps, all of whose operations leave such tokens alone.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         draft: Drafter | None = None,
         offload: OffloadPool | None = None,
         own_positions: bool = False,
+        fills: bool = False,
     ) -> None:
         sampler = cpu_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
@@ -79,9 +82,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             draft=draft,
             own_positions=own_positions,
         )
-        #: Whether steps have as many tokens as products are computed with, so that no product has
-        #: to fill them up: encoders' long steps, all of whose operations leave such tokens alone.
-        self._fills = model.config.encodes
+        self._fills = fills
         #: How many positions `_runs` has of each row.
         self._known = np.zeros(rows, np.int32)
         self._take_words(Counts.decode(rows).words)

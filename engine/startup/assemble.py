@@ -181,6 +181,7 @@ def _on_cpu(
         draft=drafts,
         offload=offload,
         own_positions=model.config.own_positions,
+        fills=model.config.encodes,
     )
     pools = model.pooling is not None
     first = [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64)

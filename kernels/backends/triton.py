@@ -16,7 +16,7 @@ from tokenpod.kernels.attention.triton_attention import attention, plan_attentio
 from tokenpod.kernels.attention.triton_latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.cache.triton_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.triton_experts import prepare_experts
-from tokenpod.kernels.gpu.launch import capability
+from tokenpod.kernels.gpu.launch import shared_bytes
 from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.mixers.triton_convolution import short_convolution
 from tokenpod.kernels.mixers.triton_delta import gated_delta
@@ -83,23 +83,25 @@ OPERATIONS = Operations(
 )
 
 
-def _ordered(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with tiles that all sum in one order."""
+def _one_form(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with tiles that all multiply and sum in one way."""
 
-    def prepare_ordered(weight: torch.Tensor, *others: Any) -> Any:
-        return prepare(weight, *others, tiles=deterministic(capability(weight.device)))
+    def prepare_in_one_form(weight: torch.Tensor, *others: Any) -> Any:
+        return prepare(weight, *others, tiles=deterministic(shared_bytes(weight.device)))
 
-    return prepare_ordered
+    return prepare_in_one_form
 
 
 #: Those of dense products and attention whose results for a token depend on nothing but the token
 #: and what it sees: not on how many rows a step has, which of them are prompts, or what was cached.
 DETERMINISTIC = replace(
     OPERATIONS,
+    rotate=partial(rotate, one_form=True),
+    store_key_value=partial(store_key_value, one_form=True),
     attention=partial(attention, deterministic=True),
-    prepare_linear=_ordered(prepare_linear),
-    prepare_norm_linear=_ordered(prepare_norm_linear),
-    prepare_add_linear=_ordered(prepare_add_linear),
+    prepare_linear=_one_form(prepare_linear),
+    prepare_norm_linear=_one_form(prepare_norm_linear),
+    prepare_add_linear=_one_form(prepare_add_linear),
     prepare_sum_linear=None,
     quantised={},
     adapted=None,

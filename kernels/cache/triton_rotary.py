@@ -45,10 +45,13 @@ def rotate(
     scale: float,
     dtype: torch.dtype,
     axes: torch.Tensor | None = None,
+    *,
+    one_form: bool = False,
 ) -> Angles:
     """Cosines and sines of positions [T] or [3, T] times frequencies [D/2].
 
-    Sines and cosines stay float32 whatever `dtype`.
+    Sines and cosines stay float32 whatever `dtype`. If `one_form`, a kernel finds them whatever the
+    number of tokens.
     """
     if t_position.dim() == 1:
         axes = None
@@ -56,7 +59,7 @@ def rotate(
         t_position = t_position[0]
     tokens, half = t_position.shape[-1], len(inverse_frequencies)
     angles = Angles(t_position, inverse_frequencies, scale)
-    if tokens < MANY_TOKENS and axes is None:
+    if tokens < MANY_TOKENS and axes is None and not one_form:
         return angles
     cos = torch.empty((tokens, half), dtype=torch.float32, device=t_position.device)
     sin = torch.empty_like(cos)
@@ -84,17 +87,19 @@ def store_key_value(
     values: torch.Tensor,
     t_slot: torch.Tensor,
     scales: KVScales | None = None,
+    *,
+    one_form: bool = False,
 ) -> torch.Tensor:
     """Queries [T, H, D], normed and turned; keys and values go to the pool at t_slot.
 
-    Leaves `qkv` as it is.
+    Leaves `qkv` as it is. If `one_form`, programs are alike for any number of tokens.
     """
     assert isinstance(rotation, Angles)
     kv_heads, head_dim = keys.shape[1:]
     tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     heads = all_heads - 2 * kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    block_heads = MANY_HEADS if tokens >= MANY_TOKENS else FEW_HEADS
+    block_heads = MANY_HEADS if one_form or tokens >= MANY_TOKENS else FEW_HEADS
     _store_key_value[(tokens, triton.cdiv(all_heads, block_heads))](
         qkv,
         rotation.t_position,

@@ -92,8 +92,12 @@ def options(overlap: bool) -> LaunchOptions:
 
 def most_stages(device: torch.device, step: int) -> int:
     """How many steps of so many bytes a multiprocessor holds, one at least."""
-    held = SHARED_BYTES.get(capability(device) or OVERLAPPING_CAPABILITY, LEAST_SHARED_BYTES)
-    return max(held // step, 1)
+    return max(shared_bytes(device) // step, 1)
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Of shared memory, that a program can have."""
+    return SHARED_BYTES.get(capability(device) or OVERLAPPING_CAPABILITY, LEAST_SHARED_BYTES)
 
 
 @triton.jit

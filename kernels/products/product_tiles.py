@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from importlib.resources import files
@@ -45,16 +45,6 @@ class Tile:
     #: Tokens of a program of `Kind.TILED`; others have all.
     block_t: int = 0
 
-    @property
-    def order(self) -> int | None:
-        """Tiles of which these are equal sum the same numbers in the same order, bit by bit.
-
-        It is how many sums there are: the matrix unit adds up along k, block after block, so that
-        neither the sides of a tile matter nor which instructions multiply (compared on an H200).
-        None: nothing is known of it.
-        """
-        return self.splits if self.kind in (Kind.MATRIX, Kind.TILED) else None
-
 
 LIBRARY = Tile(Kind.LIBRARY)
 
@@ -87,8 +77,10 @@ class Tiles:
 
 ALL_LIBRARY = Tiles({}, [])
 
-#: (part of its rate that a program has beside others, tile): larger ones read less often.
+#: (part of its rate that a program has beside others, tile): larger ones read less often. All of
+#: them multiply by the same instruction, tokens first, and add up along k in one sum.
 TILED = (
+    (0.40, Tile(Kind.TILED, 32, 64, stages=6, block_t=64)),
     (0.60, Tile(Kind.TILED, 64, 64, stages=6, block_t=64)),
     (0.75, Tile(Kind.TILED, 128, 64, stages=4, block_t=64)),
     (0.88, Tile(Kind.TILED, 128, 64, stages=3, block_t=128)),
@@ -98,34 +90,35 @@ TILED = (
 #: Programs that run at a time on the GPUs that tiles were measured on.
 PROCESSORS = 132
 
+#: Numbers of 2 bytes: those that tiles were measured for.
+NUMBER_BYTES = 2
+
 
 @dataclass(frozen=True, slots=True)
-class OrderedTiles(Tiles):
-    """A table of tiles that all sum in one `order`: a token yields the same beside any others."""
+class DeterministicTiles(Tiles):
+    """Of `TILED` for any number of tokens: a token yields the same beside any others."""
+
+    tiled: tuple[tuple[float, Tile], ...]
 
     def choose(self, n: int, k: int, rows: int) -> Tile:
-        """As of all tables; more tokens than those have are cut so that few programs wait."""
-        for most, tile in [*self.by_shape.get((n, k), []), *self.otherwise]:
-            if rows <= most:
-                return tile
+        """What keeps most programs busy."""
 
         def seconds(tried: tuple[float, Tile]) -> float:
             rate, tile = tried
             programs = -(-rows // tile.block_t) * -(-n // tile.block_n)
             return -(-programs // PROCESSORS) * tile.block_t * tile.block_n / rate
 
-        return min(TILED, key=seconds)[1]
+        return min(self.tiled, key=seconds)[1]
 
 
-@cache
-def deterministic(capability: tuple[int, int] | None) -> OrderedTiles:
-    """Of the measured tiles those that sum in the order of `TILED`."""
-    order = TILED[0][1].order
-    by_shape = {
-        shape: [(most, tile) for most, tile in tiles if tile.order == order]
-        for shape, tiles in measured(capability).by_shape.items()
-    }
-    return OrderedTiles(by_shape, [(64, Tile(Kind.MATRIX, 64, 64, stages=8, ahead=1024))])
+def deterministic(shared_bytes: int) -> DeterministicTiles:
+    """For programs with so much shared memory, of which the steps under way take their part."""
+
+    def held(tile: Tile) -> Tile:
+        step = (tile.block_t + tile.block_n) * tile.block_k * NUMBER_BYTES
+        return replace(tile, stages=max(min(tile.stages, shared_bytes // step), 1))
+
+    return DeterministicTiles({}, [], tuple((rate, held(tile)) for rate, tile in TILED))
 
 
 @cache

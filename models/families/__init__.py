@@ -34,6 +34,7 @@ from tokenpod.models.families.hy_v3 import HY_V3
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
 from tokenpod.models.families.lfm2 import LFM2, LFM2_MOE
 from tokenpod.models.families.llama import LLAMA
+from tokenpod.models.families.mamba2 import MAMBA2
 from tokenpod.models.families.minimax_m2 import MINIMAX_M2
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from tokenpod.models.families.mixtral import MIXTRAL
@@ -106,6 +107,7 @@ FAMILIES: tuple[Family, ...] = (
     MIXTRAL,
     MPT,
     NEMOTRON,
+    MAMBA2,
     NEMOTRON_H,
     OLMO,
     OLMO2,

@@ -47,6 +47,8 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     fields = fields.replacing(num_hidden_layers=len(kinds)).defaulting(
         num_key_value_heads=8, intermediate_size=21_504, max_position_embeddings=4096
     )
+    # transformers has a head of its own there, whatever the config says.
+    fields.only("tie_word_embeddings", False)
     fields.only("residual_in_fp32", False)
     fields.only("mamba_proj_bias", False)
     fields.only("sliding_window")

@@ -45,10 +45,13 @@ def mamba_of(fields: Fields, hidden: int, epsilon: float | None, **more: Any) ->
     )
 
 
+#: `time_step_limit` that is none.
+NO_LIMITS = tuple([0, most] for most in (math.inf, {"__float__": "Infinity"}))
+
+
 def unlimited(fields: Fields) -> None:
     """Raise ModelError where the length of a token's step is limited."""
-    infinite = (math.inf, {"__float__": "Infinity"})
-    fields.only("time_step_limit", *([least, most] for least in (0, 0.0) for most in infinite))
+    fields.only("time_step_limit", *NO_LIMITS)
 
 
 def with_spaces(spec: ModelSpec, space: StateSpace, layers: Collection[int]) -> ModelSpec:

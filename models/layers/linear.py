@@ -87,8 +87,9 @@ class Products:
     def activated_linear(self, name: str, activation: Activation) -> Product | None:
         """The product `name` with its activation; None where that is not one operation."""
         prepare, (weight, *others) = self.ops.prepare_activated_linear, self._peek(name).parts
-        dense = isinstance(weight, torch.Tensor) and not others
-        if prepare is None or self.delta is not no_delta or not dense:
+        if prepare is None or self.delta is not no_delta or others:
+            return None
+        if not isinstance(weight, torch.Tensor):
             return None
         fused = prepare(weight, self._bias(name), activation)
         if fused is None:

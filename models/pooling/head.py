@@ -181,7 +181,7 @@ class PoolingHead:
         if not self._token_layers:
             return states.float().amax(0)
         found = []
-        for part in states.split(_SCORED_AT_ONCE):
+        for part in torch.split(states, _SCORED_AT_ONCE):
             x = part.float()
             for layer in self._token_layers:
                 x = layer(x)

@@ -234,11 +234,12 @@ class ModelSpec:
         """Features that one token has within a feed-forward block, at most."""
         per_layer = self.embedding.per_layer
         own = 0 if per_layer is None else 2 * per_layer.width * len(self.layers)
-        return own + max(
+        widths = (
             mlp.width if isinstance(mlp, Mlp) else mlp.width * mlp.routing.per_token + _width(mlp)
             for mlp in (layer.mlp for layer in self.layers)
             if mlp is not None
         )
+        return own + max(widths, default=self.hidden_size)
 
     @property
     def rope_variant(self) -> str:

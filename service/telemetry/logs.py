@@ -16,12 +16,16 @@ import select
 import sys
 import threading
 import time
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 #: Records that may wait for the thread that writes: some megabytes.
 _MOST_WAITING = 8192
 #: Seconds that an end waits for lines that have not been written.
 _FLUSH_SECONDS = 2.0
+#: Seconds that the thread waits for further lines before it writes the first.
+_GATHER_SECONDS = 0.02
+#: Characters of lines that are written at once: what a pipe takes whole.
+_MOST_AT_ONCE = select.PIPE_BUF - 512
 
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -79,8 +83,8 @@ class LineWriter(logging.Handler):
     """Makes lines and writes them from a thread of its own.
 
     What does not fit into the queue, or can't be written, is dropped; a line says how many were,
-    once lines can be written again. Each line is one write, so that lines of several processes with
-    one standard error don't mix.
+    once lines can be written again. Whole lines are written at once, so that those of several
+    processes with one standard error don't mix.
 
     Args:
         descriptor: of the file to write to.
@@ -135,16 +139,40 @@ class LineWriter(logging.Handler):
     def _write_all(self) -> None:
         while True:
             what = self._waiting.get()
-            if isinstance(what, threading.Event):
-                what.set()
-                continue
-            try:
-                self._write(what if isinstance(what, str) else self.format(what))
-            except OSError:
-                self.unwritten += 1
-                continue
+            if not isinstance(what, threading.Event):
+                # More may come at once. A thread that wakes for each line takes the interpreter
+                # from the event loop each time, which costs ten times what the line does.
+                time.sleep(_GATHER_SECONDS)
+            self._write_waiting(what)
             if self._waiting.empty():
                 self._tell_dropped()
+
+    def _write_waiting(self, what: logging.LogRecord | str | threading.Event) -> None:
+        """Write this and what waits behind it."""
+        lines = list[str]()
+        while True:
+            if isinstance(what, threading.Event):
+                self._write_lines(lines)
+                what.set()
+            else:
+                line = what if isinstance(what, str) else self.format(what)
+                if sum(map(len, lines)) + len(line) > _MOST_AT_ONCE:
+                    self._write_lines(lines)
+                lines.append(line)
+            try:
+                what = self._waiting.get_nowait()
+            except Empty:
+                self._write_lines(lines)
+                return
+
+    def _write_lines(self, lines: list[str]) -> None:
+        """Write them, and leave the list empty."""
+        try:
+            if lines:
+                self._write("\n".join(lines))
+        except OSError:
+            self.unwritten += len(lines)
+        lines.clear()
 
     def _tell_dropped(self) -> None:
         """Say how many lines were dropped since this was last said."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from prometheus_client import Metric
-
 from tokenpod.core.messages import BLOCK_TOKENS
 from tokenpod.service.config.sources import ServerSettings
-from tokenpod.service.telemetry.exposition import MoreMetrics, add_histogram, by_label
+from tokenpod.service.telemetry.exposition import Metric, MoreMetrics, by_label
 from tokenpod.service.telemetry.snapshots import Counts, Family, Snapshot
 
 #: An instrument of ours, and which of its points: those whose attribute has this value, if named.
@@ -83,7 +81,7 @@ def _vllm(snapshot: Snapshot, model: dict[str, str], max_adapters: int) -> Itera
     for end, count in by_label(snapshot.get("tokenpod.requests.ended"), "tokenpod.end"):
         if end in _FINISHED:
             reason = {"finished_reason": _FINISHED[end]}
-            success.add_sample("vllm:request_success_total", model | reason, count)
+            success.add(model | reason, count)
     yield success
     yield from _histograms(snapshot, _VLLM_HISTOGRAMS, model)
     slots = sum(n for _, n in by_label(snapshot.get("tokenpod.kv.tokens"), "tokenpod.kv.state"))
@@ -120,7 +118,7 @@ def _tgi(snapshot: Snapshot) -> Iterator[Metric]:
     yield _sample("tgi_request_success", "unknown", {}, success)
     failure = Metric("tgi_request_failure", "Requests that have failed", "unknown")
     for error, number in failed.items():
-        failure.add_sample("tgi_request_failure", {"err": error}, number)
+        failure.add({"err": error}, number)
     yield failure
     yield from _histograms(snapshot, _TGI_HISTOGRAMS, {})
 
@@ -131,7 +129,7 @@ def _number(name: str, kind: str, family: Family | None, labels: dict[str, str])
 
 def _sample(name: str, kind: str, labels: dict[str, str], value: float) -> Metric:
     metric = Metric(name, "See docs/telemetry.md", kind)
-    metric.add_sample(name + ("_total" if kind == "counter" else ""), labels, value)
+    metric.add(labels, value)
     return metric
 
 
@@ -141,7 +139,7 @@ def _histograms(
     for name, source in names.items():
         metric = Metric(name, "See docs/telemetry.md", "histogram")
         if (counts := _histogram_of(snapshot, source)) is not None:
-            add_histogram(metric, labels, snapshot[source[0]].bounds, counts)
+            metric.add_histogram(labels, snapshot[source[0]].bounds, counts)
         yield metric
 
 

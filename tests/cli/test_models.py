@@ -55,7 +55,7 @@ def test_what_is_not_served_says_why_and_at_most_a_tenth_was_not_tried():
         ("Qwen3NextForCausalLM", "native"),
         ("Qwen3_5MoeForCausalLM", "native"),
         ("JambaForCausalLM", "padded"),
-        ("Mamba2ForCausalLM", "padded"),
+        ("Mamba2ForCausalLM", "native"),
         ("RwkvForCausalLM", "padded"),
         ("T5ForConditionalGeneration", "padded"),
         ("BartForConditionalGeneration", "padded"),

@@ -266,7 +266,7 @@ def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):
 
 
 def test_states_that_a_model_keeps_by_itself_are_counted(tmp_path: Path):
-    """Mamba 2: by layer what a convolution saw last, and heads' states, whatever the length."""
+    """Mamba 2 by transformers: by layer what a convolution saw last, and heads' states."""
     recurrent = {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -278,6 +278,7 @@ def test_states_that_a_model_keeps_by_itself_are_counted(tmp_path: Path):
         "state_size": 32,
         "n_groups": 1,
         "vocab_size": 500,
+        "time_step_limit": [0.0, 100.0],
     }
     (tmp_path / "config.json").write_text(json.dumps(recurrent))
     asked = ("--model-id", tmp_path, "--cpu", "--memory-gib", 1, "--max-total-tokens", 1000)

@@ -1,7 +1,8 @@
-"""What launches on tensors with numbers would compile: `noted_launches.py FOLDER [FORMAT]`.
+"""What launches on tensors with numbers would compile: `noted_launches.py FOLDER [HOW]`.
 
 In a process of its own, because no kernel runs in it. Prints the keys of Triton's cache: first
-those found without weights for Hopper, then those that steps of the loaded model ask for.
+those found without weights for Hopper, then those that steps of the loaded model ask for. HOW: a
+format of weights, or "deterministic".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ launch.gpu_of = lambda device: HOPPER  # type: ignore[assignment]
 from tokenpod.engine.startup import weightless  # noqa: E402
 from tokenpod.engine.startup.assemble import device_executor, make_pool  # noqa: E402
 from tokenpod.engine.steps.first_steps import run_worst_steps, warm_up, worst_step  # noqa: E402
-from tokenpod.kernels.backends.triton import OPERATIONS  # noqa: E402
+from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS  # noqa: E402
 from tokenpod.kernels.gpu.compiling import Kernel, Notes  # noqa: E402
 from tokenpod.models.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from tokenpod.models.decoders.decoder import Decoder  # noqa: E402
@@ -53,7 +54,8 @@ def launched(options: EngineOptions) -> list[Kernel]:
             reader=layout.reader,
         )
         pooling = None if layout.pooling is None else PoolingHead(layout.pooling)
-        model, pools = Decoder(layout.spec, weights, OPERATIONS, pooling=pooling), bool(pooling)
+        ops = DETERMINISTIC if options.deterministic else OPERATIONS
+        model, pools = Decoder(layout.spec, weights, ops, pooling=pooling), bool(pooling)
         positions = min(POSITIONS, model.config.max_positions)
         pool = make_pool(model, 8192, CPU)
         pool.reserve(ROWS + 1)
@@ -71,6 +73,7 @@ def launched(options: EngineOptions) -> list[Kernel]:
 
 
 if __name__ == "__main__":
+    how = sys.argv[2] if len(sys.argv) > 2 else None
     told = EngineOptions(
         model_folder=sys.argv[1],
         dtype="bfloat16",
@@ -79,7 +82,8 @@ if __name__ == "__main__":
         max_batch_size=ROWS,
         max_batch_prefill_tokens=1200,
         max_total_tokens=POSITIONS,
-        quantize=sys.argv[2] if len(sys.argv) > 2 else None,
+        quantize=None if how == "deterministic" else how,
+        deterministic=how == "deterministic",
     )
     found = {kernel.key for kernel in weightless.find_kernels(told, HOPPER)}
     asked = {kernel.key: kernel.name for kernel in launched(told)}

@@ -41,9 +41,10 @@ def answer_of(script: str, *arguments: str, cache: Path | None = None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "quantize"),
+    ("kind", "how"),
     [
         ("llama", ()),
+        ("llama", ("deterministic",)),
         ("llama", ("int4",)),
         ("gemma3-images", ()),
         ("mixtral", ()),
@@ -51,8 +52,8 @@ def answer_of(script: str, *arguments: str, cache: Path | None = None):
         ("qwen3-5", ()),
     ],
 )
-def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, quantize, golden):
-    found, asked = answer_of("noted_launches.py", str(golden(kind).folder), *quantize)
+def test_launches_ask_for_the_kernels_that_were_found_without_weights(kind, how, golden):
+    found, asked = answer_of("noted_launches.py", str(golden(kind).folder), *how)
     assert len(asked) > 20
     assert Counter(name for key, name in asked.items() if key not in found) == Counter()
 

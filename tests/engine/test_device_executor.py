@@ -237,6 +237,27 @@ def test_the_device_samples_what_the_host_samples(overlap, captured, windows, ex
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["no windows", "window slots"])
+def test_deterministic_steps_say_the_same_of_a_request_alone_and_beside_others(windows):
+    """Bit for bit, with prompts cut where others leave room, and with prefixes that are cached."""
+    ops = triton.DETERMINISTIC
+    if DEVICE.type == "cpu":  # these go token by token
+        rotate, store = reference.OPERATIONS.rotate, reference.OPERATIONS.store_key_value
+        ops = replace(ops, rotate=rotate, store_key_value=store)
+    together = run(*on_device(True, windows=windows, ops=ops))
+    assert together.cached[20] > 0
+    for request in requests():
+        loop, link = on_device(False, captured=False, windows=windows, ops=ops)
+        link.inbox.append(request)
+        while len(link.finished) < len(request.sequence_ids):
+            loop.turn()
+        for sequence in request.sequence_ids:
+            assert link.tokens[sequence] == together.tokens[sequence]
+            assert link.logprobs[sequence] == together.logprobs[sequence]
+            assert link.scored.get(sequence) == together.scored.get(sequence)
+
+
 def test_sizes_are_captured_while_nothing_runs_and_others_stand_in_for_them(monkeypatch, expected):
     """Of each kind the largest alone at first; then some, and then all."""
     monkeypatch.setattr(graphs, "_coarse", lambda size, most: size == most)

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY, DRAFTS = 4, 200, 64, 12, 97, 3
 
 
-#: By the kind of the layer with states; the other has keys and values, too.
+#: By the kind of the layer with states; the other has keys and values, too, but where none has.
 KINDS = {
     "delta net": {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -58,6 +58,13 @@ KINDS = {
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
     },
+    "no keys": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+    },
     "convolution": {
         "architectures": ["Lfm2ForCausalLM"],
         "layer_types": ["conv", "full_attention"],
@@ -74,7 +81,7 @@ QUICK = {
 
 
 def spec(kind="delta net", vocab_size=VOCABULARY, positions=POSITIONS):
-    """Of two layers, one of which has keys and values at least."""
+    """Of two layers."""
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
@@ -243,7 +250,13 @@ def test_late_masks_change_no_token(kind):
 )
 def test_why_no_prefixes_are_cached_is_said(asked, own, snapshots, said):
     options = EngineOptions(
-        model_folder="", dtype=None, device="cpu", threads=1, max_batch_size=1, **asked
+        model_folder="",
+        dtype=None,
+        device="cpu",
+        threads=1,
+        max_batch_size=1,
+        max_batch_prefill_tokens=8,
+        **asked,
     )
     found = no_prefix_cache(options, own, snapshots)
     assert said in found

@@ -9,7 +9,7 @@ from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
-from tokenpod.kernels.products.cpu_product import filled_rows
+from tokenpod.kernels.products.cpu_product import filled_rows, prepare_activated_linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 33]
@@ -227,3 +227,18 @@ def test_rotation_turns_pairs_half_a_head_apart():
         torch.testing.assert_close(q[:, 0], torch.tensor([[1.0, 2.0], [-2.0, 1.0]]))
         torch.testing.assert_close(keys[:2, 0], torch.tensor([[3.0, 4.0], [-4.0, 3.0]]))
         torch.testing.assert_close(values[:2, 0], torch.tensor([[5.0, 6.0], [5.0, 6.0]]))
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_a_product_with_its_activation_is_both(activation, rows):
+    generator = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*n, generator=generator) for n in ((rows, 24), (40, 24), (40,)))
+    fused = prepare_activated_linear(weight, bias, activation)
+    known = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU)
+    assert (fused is None) == (activation not in known)
+    if fused is not None:
+        expected = reference.OPERATIONS.activate(
+            torch.nn.functional.linear(x, weight, bias), activation
+        )
+        torch.testing.assert_close(fused(x), expected, rtol=1e-4, atol=1e-5)

@@ -440,3 +440,33 @@ def test_a_checkpoint_without_the_familys_prefix(golden, tmp_path, load_folder, 
         logprobs(load_folder(folder), schedule, tokens) for folder in (whole.folder, tmp_path)
     )
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "dtype", "world", "problem"),
+    [
+        ("llama", "cuda", torch.bfloat16, 1, None),
+        ("gemma3", "cuda", torch.float16, 1, None),
+        ("llama", "cpu", torch.bfloat16, 1, "on a device of type cpu, and not on a GPU"),
+        ("llama", "cuda", torch.float32, 1, "is computed in float32"),
+        ("llama", "cuda", torch.bfloat16, 2, "is divided between 2 ranks"),
+        ("mixtral", "cuda", torch.bfloat16, 1, "has mixtures of experts"),
+        ("qwen3-5", "cuda", torch.bfloat16, 1, "are not plain attention"),
+    ],
+)
+def test_deterministic_refuses_what_it_can_not_promise(
+    family, device, dtype, world, problem, golden
+):
+    with Checkpoint(golden(family).folder) as checkpoint:
+        layout = read_layout(golden(family).folder, checkpoint)
+    how = (dtype, torch.device(device), Shard(0, world), None)
+    if problem is None:
+        loading.check_deterministic(layout, *how)
+        return
+    with pytest.raises(ModelError, match=f"^deterministic: .*{problem}"):
+        loading.check_deterministic(layout, *how)
+
+
+def test_deterministic_is_refused_before_weights_are_read(golden):
+    with pytest.raises(ModelError, match=r"^deterministic: LlamaForCausalLM runs on a device of"):
+        load(golden("llama").folder, deterministic=True)

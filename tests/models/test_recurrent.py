@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.engines.guessing import drafting
 from support.engines.small_engines import Engine, requests_of
-from support.examples import examples
+from support.examples import ALL
 from tokenpod.scheduler.sequences.work import SnapshotLimits
 
 pytestmark = pytest.mark.compute
@@ -22,8 +22,8 @@ DRAFTS, VOCABULARY = 4, 96
 
 
 #: Gated delta nets, short convolutions, state spaces apart from attention, with experts of their
-#: own layers, and beside attention.
-_SPACES = ("granite4", "nemotron-h-moe", "falcon-h1")
+#: own layers, beside attention, and without any.
+_SPACES = ("granite4", "nemotron-h-moe", "falcon-h1", "codestral-mamba")
 KINDS = (
     "qwen3-5",
     "lfm2",
@@ -114,16 +114,16 @@ def drawn(data, engine, text):
     }
 
 
-def any_service(cases):
+def any_service(cases, quick):
     return settings(
-        max_examples=examples(cases),
+        max_examples=cases if ALL else quick,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
 
 
-@any_service(60 // len(KINDS))
+@any_service(60 // len(KINDS), quick=8)
 @given(data=st.data())
 def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
     golden, family, engine, text, data
@@ -135,7 +135,7 @@ def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
         assert outputs == said_by(golden(family), prompt, outputs)
 
 
-@any_service(4)
+@any_service(4, quick=4)
 @given(data=st.data())
 def test_whatever_is_drafted_tokens_are_the_same(golden, family, engine, text, data):
     """In all of these, and what is cached holds nothing of drafts that were wrong."""

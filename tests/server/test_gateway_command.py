@@ -28,6 +28,7 @@ from support.texts.chat_templates import QWEN
 from support.waiting import wait_for
 from tokenpod_client import Client, ServerError
 
+ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("SMG_VENV", "/nowhere"))
 with_gateway = pytest.mark.skipif(
     "SMG_VENV" not in os.environ, reason="SMG_VENV names no environment with smg and openai"
@@ -92,6 +93,20 @@ def test_openais_client_chats_streams_and_gets_json(door: Door) -> None:
     assert len(told["logprobs"]) == 12
     assert told["stopped"][1] == "stop"
     assert json.loads(told["constraint"]) == {"a": 1}
+
+
+@with_gateway
+@pytest.mark.parametrize("page", ["README.md", "docs/openai.md"])
+def test_what_pages_say_of_openais_client_runs(door: Door, page: str) -> None:
+    """As it stands, but for the address, the model and an end: the demo model finds none."""
+    text = (ROOT / page).read_text()
+    (code,) = re.findall(r"^```python\n(from openai .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    here = code.replace("127.0.0.1:8000", f"127.0.0.1:{door.port}")
+    here = here.replace("/models/Qwen3-0.6B", "demo").replace(
+        "messages=", "max_tokens=8, messages="
+    )
+    command = [str(VENV / "bin" / "python"), "-c", here]
+    assert subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300).stdout
 
 
 @with_gateway

@@ -6,8 +6,10 @@ import contextlib
 import http.client
 import socket
 import ssl
+import statistics
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,34 @@ def test_the_openmetrics_format_is_there_for_who_asks() -> None:
     process.instruments.watch(lambda: LOAD)
     text = page(process, "vllm,tgi", "application/openmetrics-text; version=1.0.0")
     assert text.endswith("# EOF\n")
-    assert samples(text, parse_openmetrics)["tokenpod_preemptions_total", ()] == 7
+    found = samples(text, parse_openmetrics)
+    assert found["tokenpod_preemptions_total", ()] == 7
+    model = (("engine", "0"), ("model_name", "demo"))
+    assert found["vllm:num_requests_waiting", model] == 5
+
+
+def test_labels_are_read_as_they_were_recorded() -> None:
+    process, adapter = Process(), 'a "quoted"\\\nname'
+    process.instruments.add_adapter_requests(adapter, 1)
+    text = page(process, accept="application/openmetrics-text; version=1.0.0")
+    labels = (("tokenpod_adapter", adapter),)
+    assert samples(text, parse_openmetrics)["tokenpod_adapter_requests", labels] == 1
+
+
+def test_a_page_of_all_names_takes_less_than_five_milliseconds_of_a_processor() -> None:
+    process = Process()
+    process.instruments.watch(lambda: LOAD)
+    process.instruments.watch_pod(lambda: READINGS)
+    for at in range(16):
+        process.instruments.record_call(0.02, {"rpc.method": f"a/{at}"})
+    settings = ServerSettings(metrics_port=1, metrics_names="vllm,tgi")
+    make, times = Page(settings, process.reader, FrontEndSnapshots()), []
+    for _ in range(20):
+        began = time.thread_time()
+        text, _ = make("")
+        times.append(time.thread_time() - began)
+    assert text.count(b"\n") > 400
+    assert statistics.median(times) < 0.005
 
 
 def test_names_of_vllm_and_tgi_come_only_when_asked_for() -> None:

@@ -683,12 +683,25 @@ async def test_the_page_names_every_metric_and_no_other(
     assert named == {name for name in collector.metrics if name.startswith("tokenpod.")}
 
 
-async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:
-    telemetry = telemetry_of(ServerSettings(otlp_endpoint="http://127.0.0.1:1"))
-    async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
-        assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
-    # The SDK alone would retry for longer than that.
-    await asyncio.wait_for(asyncio.to_thread(telemetry.shutdown), 30)
+async def test_a_collector_that_is_gone_costs_calls_nothing_the_end_little_and_a_line(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ServerSettings(otlp_endpoint="http://127.0.0.1:1")
+    for _ in range(2):
+        telemetry = telemetry_of(settings)
+        async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
+            assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
+        # The SDK alone would retry for longer than that.
+        await asyncio.wait_for(asyncio.to_thread(telemetry.shutdown), 30)
+    lines = sorted(record.getMessage() for record in caplog.records)
+    assert [line.partition(", error code")[0] for line in lines] == [
+        "Failed to export metrics to 127.0.0.1:1",
+        "Failed to export traces to 127.0.0.1:1",
+    ]
+    caplog.set_level("INFO")
+    telemetry = telemetry_of(ServerSettings(otlp_endpoint=collector.endpoint))
+    await asyncio.to_thread(telemetry.shutdown)
+    assert caplog.messages[-1] == "the collector takes metrics again"
 
 
 async def test_a_collector_that_never_answers_costs_calls_nothing_and_the_end_little() -> None:

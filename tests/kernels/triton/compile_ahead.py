@@ -56,7 +56,7 @@ from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 from tokenpod.kernels.products.formats.rounding import Number, Rounding
-from tokenpod.kernels.products.product_tiles import Kind, measured
+from tokenpod.kernels.products.product_tiles import Kind, deterministic, measured
 from tokenpod.kernels.products.quantised import format_products as quantised
 from tokenpod.kernels.products.quantised import (
     lane_products,
@@ -160,6 +160,16 @@ def attend_whole_texts() -> None:
         attention.attention(q, pools[0], pools[1], plan, options)
 
 
+def attend_deterministically() -> None:
+    """Rows of one query in the kernel of those of several, with a window and without."""
+    step = lay_out([Spec(1, 40), Spec(9, 40), Spec(50, 50, piece=4)], CPU)
+    pools = draw(2, step.slots, KV_HEADS, HEAD_DIM)
+    q = draw(step.batch.tokens, HEADS, HEAD_DIM)
+    for window in (None, 20):
+        plan = attention.plan_attention(step.batch, window)
+        attention.attention(q, pools[0], pools[1], plan, deterministic=True)
+
+
 def attend_many_heads() -> None:
     """Falcon 7b's 71 share one key/value head."""
     step = lay_out([Spec(1, 40), Spec(9, 40)], CPU)
@@ -219,6 +229,9 @@ def multiply() -> None:
             product.multiply(x, weight, None, gated, tile, norm=norm, activation=Activation.SILU)
         else:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
+    for _, tile in deterministic(launch.shared_bytes(CPU)).tiled:
+        product.multiply(x, weight, None, y, tile, add=True)
+        product.multiply(x, weight, None, gated, tile, activation=Activation.SILU)
 
 
 def multiply_quantised(every: bool = False) -> None:
@@ -489,6 +502,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
     family.__name__: family
     for family in (
         attend_plainly,
+        attend_deterministically,
         attend_with_everything,
         attend_many_heads,
         attend_whole_texts,
@@ -520,6 +534,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
 #: What compiles the same kernels once more, for rarer arguments.
 RARER = (
     attend_with_everything,
+    attend_deterministically,
     attend_many_heads,
     attend_whole_texts,
     attend_large_heads,

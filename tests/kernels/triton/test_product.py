@@ -17,8 +17,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MULTIPLY_ADD = Tile(Kind.MULTIPLY_ADD, block_n=4, block_k=64, ahead=256)
 MATRIX = Tile(Kind.MATRIX, block_n=16, block_k=32, warps=2, stages=3, ahead=256)
 SHARED = replace(MATRIX, splits=3, bulk=True)
+TILED = Tile(Kind.TILED, block_n=32, block_k=32, stages=2, block_t=16)
 LIBRARY = Tile(Kind.LIBRARY)
-TILES = {"multiply_add": MULTIPLY_ADD, "matrix": MATRIX, "shared": SHARED, "library": LIBRARY}
+TILES = {
+    "multiply_add": MULTIPLY_ADD,
+    "matrix": MATRIX,
+    "shared": SHARED,
+    "tiled": TILED,
+    "library": LIBRARY,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,13 @@ HARMLESS = {
     *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
     *("z_loss_coefficient", "chunk_size", "mamba_chunk_size", "use_mamba_kernels"),
     # Ours are float32 in any case, and heads say how wide they are; logits are those asked for.
-    *("mamba_ssm_cache_dtype", "expand", "num_logits_to_keep", "mtp_layers_block_type"),
+    *(
+        "mamba_ssm_cache_dtype",
+        "expand",
+        "time_step_rank",
+        "num_logits_to_keep",
+        "mtp_layers_block_type",
+    ),
     # How transformers computes the same.
     *("reorder_and_upcast_attn", "attention_softmax_in_fp32", "attn_implementation"),
     *("enable_moe_fp32_combine", "moe_shared_expert_overlap"),

@@ -194,6 +194,7 @@ class EmbeddingGolden:
         if self.kind.splade:
             modules = [("", "MLMTransformer"), ("1_Pooling", "SpladePooling")]
             about = {"pooling_strategy": "max", "activation_function": self.kind.pooling}
+            about |= {"word_embedding_dimension": VOCABULARY}
         else:
             about = dict.fromkeys(["pooling_mode_cls_token", "pooling_mode_mean_tokens"], False)
             about |= {self.kind.pooling: True, "word_embedding_dimension": 32}
@@ -211,8 +212,15 @@ class EmbeddingGolden:
             save_file(tensors, self.folder / name / "model.safetensors")
         if self.kind.normalize:
             modules.append((f"{len(modules)}_Normalize", "Normalize"))
+        sparse = ("MLMTransformer", "SpladePooling")
+        homes = {x: f"{'sparse_encoder.' * (x in sparse)}models" for _, x in modules}
         entries = [
-            {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{x}"}
+            {
+                "idx": at,
+                "name": str(at),
+                "path": path,
+                "type": f"sentence_transformers.{homes[x]}.{x}",
+            }
             for at, (path, x) in enumerate(modules)
         ]
         self._write("modules.json", entries)

@@ -165,6 +165,7 @@ class FromBytes:
 
 def interpreted_operations() -> Operations:
     """A GPU's, but for products: interpreted, they take minutes, and have tests of their own."""
+    import support.kernels.interpreted  # noqa: F401 - makes the interpreter quick
     from tokenpod.kernels.backends import reference, triton
 
     products = reference.OPERATIONS

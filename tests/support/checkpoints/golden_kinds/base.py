@@ -59,6 +59,12 @@ BASES: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCode", "GPTJ"), _GPT),
     "Mpt": {**_TOKENS, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": MAX_POSITIONS},
+    "Mamba2": {
+        **_TOKENS,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": MAX_POSITIONS,
+    },
     "Gemma3ForConditionalGeneration": {},
     "Mistral3ForConditionalGeneration": {},
     "Bloom": {**_TOKENS, "hidden_size": 64, "n_layer": 3, "n_head": 4},

@@ -47,6 +47,13 @@ _NEMOTRON_MOE = {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
 }
+_MAMBA2 = {
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-2,
+}
 _FALCON = {**_SPACE, "mamba_d_ssm": 96, "head_dim": 16}
 
 KINDS: dict[str, Kind] = {
@@ -161,6 +168,19 @@ KINDS: dict[str, Kind] = {
             "tie_word_embeddings": True,
         },
     ),
+    "codestral-mamba": Kind("Mamba2", _MAMBA2),
+    "codestral-mamba-varied": Kind(
+        "Mamba2",
+        {
+            **_MAMBA2,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 3e-2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "nemotron-h": Kind("NemotronH", _NEMOTRON, disguise=disguises.without_experts),
     "nemotron-h-varied": Kind(
         "NemotronH",
@@ -174,7 +194,6 @@ KINDS: dict[str, Kind] = {
             "n_groups": 1,
             "conv_kernel": 3,
             "layer_norm_epsilon": 3e-2,
-            "tie_word_embeddings": True,
         },
         disguise=disguises.without_experts,
     ),

@@ -119,7 +119,17 @@ PADDED_KINDS: dict[str, Kind] = {
             "use_mamba_kernels": False,
         },
     ),
-    "mamba2": Kind("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2}),
+    # With bounds of steps, which our family has not.
+    "mamba2": Kind(
+        "Mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "time_step_limit": [0.0, 1e4],
+        },
+    ),
     "rwkv": Kind("Rwkv", {"attention_hidden_size": 64}),
     "olmo-hybrid": Kind(
         "OlmoHybrid",

@@ -256,9 +256,7 @@ class Instruments:
     def _watch_masks(self, load: Callable[[], Load]) -> None:
         """Observe what constraints cost the engine."""
         for name, unit, meaning, read in _MASKS:
-            self._meter.create_observable_counter(
-                f"tokenpod.constraints.{name}", [_observing(load, read)], unit, meaning
-            )
+            self._meter.create_observable_counter(name, [_observing(load, read)], unit, meaning)
 
 
 #: Of steps: name, unit, meaning, value.
@@ -313,12 +311,37 @@ _POD: Sequence[tuple[str, str, str, Callable[[PodReadings], float | None]]] = (
 
 #: Of constrained texts: name, unit, meaning, value.
 _MASKS: Sequence[tuple[str, str, str, Callable[[MaskCounts], float]]] = (
-    ("masks", "{mask}", "Masks that steps needed", lambda now: now.needed),
-    ("masks.late", "{mask}", "Masks that came too late for their step", lambda now: now.late),
-    ("masks.time", "s", "Time of all workers in masks", lambda now: now.nanoseconds / 1e9),
-    ("compiled", "{constraint}", "Constraints that were compiled", lambda now: now.compiled),
-    ("cached", "{constraint}", "Constraints that were compiled already", lambda now: now.cached),
-    ("refused", "{constraint}", "Constraints that did not compile", lambda now: now.refused),
+    ("tokenpod.constraints.masks", "{mask}", "Masks that steps needed", lambda now: now.needed),
+    (
+        "tokenpod.constraints.masks.late",
+        "{mask}",
+        "Masks that came too late for their step",
+        lambda now: now.late,
+    ),
+    (
+        "tokenpod.constraints.masks.time",
+        "s",
+        "Time of all workers in masks",
+        lambda now: now.nanoseconds / 1e9,
+    ),
+    (
+        "tokenpod.constraints.compiled",
+        "{constraint}",
+        "Constraints that were compiled",
+        lambda now: now.compiled,
+    ),
+    (
+        "tokenpod.constraints.cached",
+        "{constraint}",
+        "Constraints that were compiled already",
+        lambda now: now.cached,
+    ),
+    (
+        "tokenpod.constraints.refused",
+        "{constraint}",
+        "Constraints that did not compile",
+        lambda now: now.refused,
+    ),
 )
 
 

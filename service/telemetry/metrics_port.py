@@ -120,6 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "tokenpod", ""
     timeout = _SILENCE_SECONDS
+    # The head and the page are two writes, and the second would wait for the client's word, 40 ms.
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         """The page, under the path that scrapers ask for by default."""

@@ -29,20 +29,20 @@ class _Complaints(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         #: `metrics` or `traces`.
-        self.told = set[str]()
+        self.said = set[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether it is logged."""
         what = str(record.args[0]) if isinstance(record.args, tuple) and record.args else record.msg
-        if record.levelno < logging.ERROR or what in self.told:
+        if record.levelno < logging.ERROR or what in self.said:
             return False
-        self.told.add(what)
+        self.said.add(what)
         return True
 
     def sent(self, what: str) -> None:
         """Some of these have arrived."""
-        if what in self.told:
-            self.told.remove(what)
+        if what in self.said:
+            self.said.remove(what)
             log.info("the collector takes %s again", what)
 
 

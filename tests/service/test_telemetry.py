@@ -695,7 +695,8 @@ async def test_a_collector_that_is_gone_costs_calls_nothing_the_end_little_and_a
         await asyncio.wait_for(asyncio.to_thread(telemetry.shutdown), 30)
     lines = [message.partition(", error code")[0] for message in caplog.messages]
     # Each once; of what an end interrupts while it is tried again nothing is said.
-    assert lines and len(set(lines)) == len(lines)
+    assert lines
+    assert len(set(lines)) == len(lines)
     assert set(lines) <= {f"Failed to export {of} to 127.0.0.1:1" for of in ("metrics", "traces")}
     caplog.set_level("INFO")
     telemetry = telemetry_of(ServerSettings(otlp_endpoint=collector.endpoint))

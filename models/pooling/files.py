@@ -311,7 +311,7 @@ def _labelled(fields: Fields, spec: ModelSpec, architecture: str, task: Task) ->
         mode = Mode.LAST_TOKEN
         own = (Dense("score", "", count, hidden, False),)
     several = fields.text("problem_type", "") == "multi_label_classification"
-    return PoolingSpec(task, mode, hidden, own, labels=labels, several_labels=several)
+    return PoolingSpec(task, mode, hidden, layers=own, labels=labels, several_labels=several)
 
 
 #: Qwen3-Reranker's question (Zhang et al. 2025, arXiv 2506.05176): the model answers yes or no.
@@ -333,7 +333,7 @@ def _yes_or_no(folder: Path, spec: ModelSpec) -> PoolingSpec:
         Task.SCORE,
         Mode.LAST_TOKEN,
         spec.hidden_size,
-        (head,),
+        layers=(head,),
         before=_BEFORE,
         behind=_BEHIND,
         template=_TEMPLATE,

@@ -24,6 +24,8 @@ _MOST_WAITING = 8192
 _FLUSH_SECONDS = 2.0
 #: Seconds that the thread waits for further lines before it writes the first.
 _GATHER_SECONDS = 0.02
+#: The logger of lines that are gathered; those of others are written at once.
+ACCESS = "tokenpod.access"
 #: Characters of lines that are written at once: what a pipe takes whole.
 _MOST_AT_ONCE = select.PIPE_BUF - 512
 
@@ -100,6 +102,8 @@ class LineWriter(logging.Handler):
         self._descriptor = descriptor
         self._most = most
         self._waiting: SimpleQueue[logging.LogRecord | str | threading.Event] = SimpleQueue()
+        #: What waits is to be written at once.
+        self._pressing = threading.Event()
         #: Lines that did not fit, which those count who log; that could not be written, and of both
         #: those that a line has told of, which the thread counts.
         self._refused = self.unwritten = self._told = 0
@@ -118,6 +122,8 @@ class LineWriter(logging.Handler):
         _traceback(self.formatter or TextFormatter(), record)
         record.exc_info = None
         self._put(record)
+        if record.name != ACCESS:
+            self._pressing.set()
 
     def tell(self, text: str) -> None:
         """Write a text for people behind what has been logged so far."""
@@ -128,6 +134,7 @@ class LineWriter(logging.Handler):
         """Wait until all that has been logged so far is written, for two seconds at most."""
         written = threading.Event()
         self._waiting.put(written)
+        self._pressing.set()
         written.wait(_FLUSH_SECONDS)
 
     def _put(self, what: logging.LogRecord | str) -> None:
@@ -142,7 +149,8 @@ class LineWriter(logging.Handler):
             if not isinstance(what, threading.Event):
                 # More may come at once. A thread that wakes for each line takes the interpreter
                 # from the event loop each time, which costs ten times what the line does.
-                time.sleep(_GATHER_SECONDS)
+                self._pressing.wait(_GATHER_SECONDS)
+                self._pressing.clear()
             self._write_waiting(what)
             if self._waiting.empty():
                 self._tell_dropped()

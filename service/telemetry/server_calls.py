@@ -30,6 +30,7 @@ from tokenpod.service.rpc.interceptors import (
     with_behaviour,
 )
 from tokenpod.service.rpc.methods import MethodTable
+from tokenpod.service.telemetry.logs import ACCESS
 
 #: On a server only these are errors: the others are the client's doing (RPC conventions).
 SERVER_ERRORS = frozenset(
@@ -253,7 +254,7 @@ def generation_phases(generation: Generation) -> Iterator[tuple[str, int, int | 
 
 # -- access lines -------------------------------------------------------------------------------
 
-log = logging.getLogger("tokenpod.access")
+log = logging.getLogger(ACCESS)
 
 #: Hexadecimal digits of a caller's digest: enough to tell callers apart, too few to tell a token.
 _CALLER_DIGITS = 8

@@ -127,6 +127,14 @@ class Once:
 
 #: For kinds without a base of their own.
 _WIDE = {**LARGE, "num_hidden_layers": 3}
+_MAMBA2 = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "num_hidden_layers": 3,
+    "num_heads": 32,
+    "head_dim": 64,
+    "state_size": 128,
+}
 _GPT = {"vocab_size": VOCABULARY, "n_embd": 1024, "n_layer": 3, "n_head": 16}
 _MPT = {
     "vocab_size": VOCABULARY,
@@ -157,6 +165,7 @@ ONCE: tuple[Once, ...] = (
         "bloom",
         {"vocab_size": VOCABULARY, "hidden_size": 1024, "n_layer": 3, "n_head": 16},
     ),
+    Once("codestral-mamba", _MAMBA2),
     Once("cohere-varied", {**_WIDE, "hidden_act": "silu"}),
     Once("cohere2", _WINDOW),
     Once(

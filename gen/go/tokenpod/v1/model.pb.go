@@ -133,6 +133,8 @@ type Model struct {
 	HostTokenCount uint64 `protobuf:"varint,20,opt,name=host_token_count,json=hostTokenCount,proto3" json:"host_token_count,omitempty"`
 	// Whether adapters may have low-rank factors of the embedding and the head, too (`--lora-vocabulary`).
 	LoraVocabulary bool `protobuf:"varint,21,opt,name=lora_vocabulary,json=loraVocabulary,proto3" json:"lora_vocabulary,omitempty"`
+	// Why prefixes of prompts are not cached, in words. Empty: they are.
+	NoPrefixCache string `protobuf:"bytes,22,opt,name=no_prefix_cache,json=noPrefixCache,proto3" json:"no_prefix_cache,omitempty"`
 	// What the model is for: which rpcs are served.
 	Task Task `protobuf:"varint,31,opt,name=task,proto3,enum=tokenpod.v1.Task" json:"task,omitempty"`
 	// Of a model that makes vectors, scores or labels.
@@ -316,6 +318,13 @@ func (x *Model) GetLoraVocabulary() bool {
 		return x.LoraVocabulary
 	}
 	return false
+}
+
+func (x *Model) GetNoPrefixCache() string {
+	if x != nil {
+		return x.NoPrefixCache
+	}
+	return ""
 }
 
 func (x *Model) GetTask() Task {
@@ -727,7 +736,7 @@ var File_tokenpod_v1_model_proto protoreflect.FileDescriptor
 
 const file_tokenpod_v1_model_proto_rawDesc = "" +
 	"\n" +
-	"\x17tokenpod/v1/model.proto\x12\vtokenpod.v1\x1a\x1ctokenpod/v1/generation.proto\"\xa1\a\n" +
+	"\x17tokenpod/v1/model.proto\x12\vtokenpod.v1\x1a\x1ctokenpod/v1/generation.proto\"\xc9\a\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12%\n" +
 	"\x0econtext_length\x18\x02 \x01(\rR\rcontextLength\x12'\n" +
@@ -751,7 +760,8 @@ const file_tokenpod_v1_model_proto_rawDesc = "" +
 	"\x10max_adapter_rank\x18\x12 \x01(\rR\x0emaxAdapterRank\x12!\n" +
 	"\fdraft_method\x18\x13 \x01(\tR\vdraftMethod\x12(\n" +
 	"\x10host_token_count\x18\x14 \x01(\x04R\x0ehostTokenCount\x12'\n" +
-	"\x0flora_vocabulary\x18\x15 \x01(\bR\x0eloraVocabulary\x12%\n" +
+	"\x0flora_vocabulary\x18\x15 \x01(\bR\x0eloraVocabulary\x12&\n" +
+	"\x0fno_prefix_cache\x18\x16 \x01(\tR\rnoPrefixCache\x12%\n" +
 	"\x04task\x18\x1f \x01(\x0e2\x11.tokenpod.v1.TaskR\x04task\x129\n" +
 	"\tembedding\x18  \x01(\v2\x1b.tokenpod.v1.EmbeddingFactsR\tembedding\"\x8d\x04\n" +
 	"\x0eEmbeddingFacts\x12\x1e\n" +

@@ -6,6 +6,7 @@ keeps up or not.
 
     front                           long streams: what is delivered, processor time per token
     front --calls 1000 --tokens 16  short streams by protocol, and unary calls
+    front --rows 32                 a router's Decode of so many rows of the demo model
     front --steps 50 --pairs 15     two pods by turns, one without telemetry and one with metrics,
                                     and access lines on standard error: what a call costs more, and
                                     a page of metrics
@@ -305,7 +306,37 @@ async def protocols(asked: argparse.Namespace, report: Report) -> None:
         )
 
 
+def routed(asked: argparse.Namespace, report: Report) -> None:
+    """A router's Decode: a real pod, whose engine's processor time is apart."""
+    from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+    from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as v3_grpc
+
+    stopping = v3.StoppingCriteriaParameters(
+        max_new_tokens=asked.decodes + 1, ignore_eos_token=True
+    )
+    parameters = v3.NextTokenChooserParameters(temperature=1, repetition_penalty=1)
+    batch = v3.Batch(size=asked.rows, max_tokens=asked.rows * (32 + asked.decodes))
+    for at in range(asked.rows):
+        batch.requests.add(
+            id=at, inputs=PROMPT, truncate=16, parameters=parameters, stopping_parameters=stopping
+        )
+    with Pod() as pod, grpc.insecure_channel(pod.address) as channel:
+        stub = v3_grpc.TextGenerationServiceStub(channel)
+        answer = stub.Prefill(v3.PrefillRequest(batch=batch))
+        spent, taken = [], []
+        for _ in range(asked.decodes // 10 - 1):
+            before, began = pod.processor()["front"], time.perf_counter()
+            for _ in range(10):
+                answer = stub.Decode(v3.DecodeRequest(batches=[answer.batch]))
+                assert len(answer.generations) == asked.rows
+            taken.append((time.perf_counter() - began) * 100)
+            spent.append((pod.processor()["front"] - before) * 100)
+    report.row("Decode of a router", rows=asked.rows, front_ms=spent, by_the_clock_ms=taken)
+
+
 def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=0, help="of a router's Decode")
+    parser.add_argument("--decodes", type=int, default=200)
     parser.add_argument(
         "--steps", nargs="*", type=float, default=[10, 50, 70, 100], help="a second"
     )
@@ -337,6 +368,9 @@ def run(asked: argparse.Namespace, report: Report | None) -> int:
         ports = asked.port, asked.health_port
         return serve(*ports, engine, asked.front_ends, asked.metrics_port)
     assert report is not None
+    if asked.rows:
+        routed(asked, report)
+        return 0
     for steps in asked.steps:
         (pairs if asked.pairs else streams)(steps, asked, report)
     if asked.calls and not asked.pairs:

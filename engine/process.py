@@ -54,7 +54,9 @@ def main() -> int:
     except (EngineError, ModelError) as error:
         if member is not None:
             member.fail(error, str(error))
-        link.send(Broken(str(error)))
+        # The service may have found the same fault itself, and be gone.
+        with contextlib.suppress(LinkClosed):
+            link.send(Broken(str(error)))
     except BaseException as error:
         line = f"the engine failed: {type(error).__name__}"
         if member is not None:

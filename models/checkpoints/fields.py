@@ -79,9 +79,13 @@ class Fields:
             raise self._refused(name, value, f"a number of at most {most:g}")
         return float(value)
 
-    def optional_real(self, name: str, default: float | None) -> float | None:
-        """A positive, finite number; absent is the default, null is none."""
-        return None if self.values.get(name, default) is None else self.real(name, default)
+    def optional_real(
+        self, name: str, default: float | None, *, most: float = _LARGEST
+    ) -> float | None:
+        """A positive, finite number, of at most `most`; absent is the default, null is none."""
+        if self.values.get(name, default) is None:
+            return None
+        return self.real(name, default, most=most)
 
     def optional_integer(self, name: str, default: int | None) -> int | None:
         """A whole number from 1 on; absent is the default, null is none."""

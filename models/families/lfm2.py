@@ -19,6 +19,8 @@ from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.names import ExpertNames, Names, experts_apart
 
 _KINDS = {"conv", "full_attention"}
+#: Times two thirds of what the config says, a feed-forward block is wide: 1 in published ones.
+_WIDEST = 64.0
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
@@ -27,7 +29,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return spec
     # As in transformers, which rounds down at each step, then up to a multiple.
-    factor = fields.optional_real("block_ffn_dim_multiplier", 1.0)
+    factor = fields.optional_real("block_ffn_dim_multiplier", 1.0, most=_WIDEST)
     dense = spec.layers[0].mlp
     assert isinstance(dense, Mlp)
     width = int(2 * dense.width / 3)

@@ -88,17 +88,17 @@ def write(shape: dict[str, Any], folder: Path) -> None:
 def alone(name: str, folder: Path, asked: Any, report: Report) -> None:
     """Prompts, and steps of rows that decode, through the tier."""
     bench = bench_of(folder, asked, report, native=False)
-    told = {"shape": name, "layers": asked.layers}
+    about = {"shape": name, "layers": asked.layers}
     for tokens in asked.prompts:
         seconds = min(bench.run([(tokens, 1)]).seconds for _ in range(2))
-        report.row("tier alone, prompts", **told, tokens=tokens, ms=1e3 * seconds)
+        report.row("tier alone, prompts", **about, tokens=tokens, ms=1e3 * seconds)
     for rows, context in product(asked.decode, asked.contexts):
         arrivals = bench.client.arrivals
         bench.run([(context, 24)] * rows)
         gaps = [b[0] - a[0] for a, b in pairwise(arrivals) if a[1] == b[1] == rows]
         step = 1e3 * median(gaps)
         cells = {"rows": rows, "context": context, "step_ms": step}
-        report.row("tier alone", **told, **cells, layer_ms=step / asked.layers)
+        report.row("tier alone", **about, **cells, layer_ms=step / asked.layers)
 
 
 def bench_of(folder: Path, asked: Any, report: Report, *, native: bool) -> Bench:

@@ -136,7 +136,7 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
     # Steps that are not captured are of any size up to the largest.
     for tokens in ladder(limits.prompt):
         step(1, tokens)
-    # Where images' tokens see each other: in one run of slots, and strewn.
+    # Where images' tokens see each other: in adjacent slots, and in scattered ones.
     for scattered in (False, True) if config.mutual else ():
         step(1, limits.prompt // 2, mutual=True, scattered=scattered)
     warm_up(executor, [0] * min(limits.prompt, positions, 64), pools=pools)

@@ -43,17 +43,17 @@ def load_weights(
         _check_fit(name, tensors, _fit(found, config, tensors, dtype))
     counted = _Counted(tensors, progress)
     try:
-        model, told = cast(Any, found).from_pretrained(
+        model, loading_info = cast(Any, found).from_pretrained(
             None,
             config=config,
             state_dict={name: _Stored(counted.read, name) for name in tensors.names},
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # told by us
+            ignore_mismatched_sizes=True,  # loading_info by us
             output_loading_info=True,
         )
     except RuntimeError as error:
         raise ModelError(f"{name}: {' '.join(str(error).split())[:300]}") from None
-    _check_fit(name, tensors, told)
+    _check_fit(name, tensors, loading_info)
     counted.finish()
     return model.eval().requires_grad_(False)
 
@@ -88,23 +88,25 @@ def _fit(
             weight_mapping=cast(Any, get_model_conversion_mapping)(model, None, None),
         )
         stored = {name: _Stored(tensors.outline, name) for name in tensors.names}
-        told, _ = owner._load_pretrained_model(model, stored, None, loading)
-        return cast("dict[str, Any]", owner._finalize_model_loading(model, loading, told).to_dict())
+        loading_info, _ = owner._load_pretrained_model(model, stored, None, loading)
+        return cast(
+            "dict[str, Any]", owner._finalize_model_loading(model, loading, loading_info).to_dict()
+        )
     except Exception as error:  # whatever a class does without numbers
         raise _NoNumbers from error
 
 
-def _check_fit(name: str, tensors: TextTensors, told: dict[str, Any]) -> None:
+def _check_fit(name: str, tensors: TextTensors, loading_info: dict[str, Any]) -> None:
     """Raise ModelError for what is missing, left over, or of another shape."""
     for kind, what in (
         ("missing_keys", "is missing from the checkpoint"),
         ("mismatched_keys", "has another shape than config.json says"),
     ):
-        if told[kind]:
-            raise ModelError(f"tensor {_some(tensors, told[kind])} {what}")
-    if told["unexpected_keys"]:
+        if loading_info[kind]:
+            raise ModelError(f"tensor {_some(tensors, loading_info[kind])} {what}")
+    if loading_info["unexpected_keys"]:
         raise ModelError(
-            f"{name} has no tensor {_some(tensors, told['unexpected_keys'])}: "
+            f"{name} has no tensor {_some(tensors, loading_info['unexpected_keys'])}: "
             "config.json and weights don't belong together"
         )
 

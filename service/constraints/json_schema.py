@@ -220,10 +220,10 @@ def spell_format(schema: dict[str, Any]) -> None:
     if pattern is None or not isinstance(others, list):
         return
     del schema["format"]
-    told: dict[str, Any] = {"pattern": f"^(?:{pattern})$"}
+    limits: dict[str, Any] = {"pattern": f"^(?:{pattern})$"}
     if name == "hostname":
-        told["maxLength"] = _MOST_OF_HOSTNAME
-    if told.keys().isdisjoint(schema):
-        schema |= told
+        limits["maxLength"] = _MOST_OF_HOSTNAME
+    if limits.keys().isdisjoint(schema):
+        schema |= limits
     else:
-        schema["allOf"] = [*others, told]
+        schema["allOf"] = [*others, limits]

@@ -118,5 +118,5 @@ def _label_text(labels: Mapping[str, str]) -> str:
 
 @functools.cache
 def _bound(value: float) -> str:
-    """Of a bucket, as Go writes it: series are told apart by that text."""
+    """The upper bound of a bucket as Go formats it: this text is part of a series' identity."""
     return str(floatToGoString(value))  # type: ignore[no-untyped-call]

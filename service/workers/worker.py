@@ -36,7 +36,7 @@ class Refusal(IntEnum):
 
 
 class Refused(Message, frozen=True, array_like=True, tag=True):
-    """The job has no result; the worker goes on. `field`: of the job, what is to blame."""
+    """The job has no result; the worker goes on. `field`: the job's field at fault."""
 
     reason: Refusal
     message: str
@@ -50,7 +50,7 @@ def work(kinds: Any, load: Callable[[Any], tuple[Loaded, Callable[[Any], msgspec
 
     Args:
         kinds: the union of the messages that come; the first has the options.
-        load: makes of these what the front end is told first, and what answers a job.
+        load: makes of these the first message to the front end, and what answers a job.
     """
     die_with_parent()
     # The front end decides when to stop; a terminal's Ctrl-C reaches the whole process group.
@@ -73,7 +73,7 @@ def work(kinds: Any, load: Callable[[Any], tuple[Loaded, Callable[[Any], msgspec
 
 
 def refused(error: Exception) -> Refused:
-    """What is told of an exception that no job should raise; its text is for standard error."""
+    """The error of an exception that no job should raise; its text goes to standard error."""
     if isinstance(error, MemoryError):
         return Refused(Refusal.MEMORY, "")
     traceback.print_exception(error)

@@ -49,7 +49,7 @@ class Gemma4(CallFormat):
         return Tagged(tuple(tags), triggers=() if must else self.marks)
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
-        """One call, which is told once it is whole."""
+        """One call, reported once it is complete."""
         yield from space(source)
         yield from literal(source, "call:")
         name: list[str] = []

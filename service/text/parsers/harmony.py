@@ -4,7 +4,7 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-The prompt ends with `<|start|>assistant`. The first message of the channel analysis is told as
+The prompt ends with `<|start|>assistant`. The first message of the channel analysis is reported as
 reasoning by its marks, as other families' is; later ones are read here.
 """
 
@@ -83,7 +83,7 @@ class Harmony(CallFormat):
 
 
 def _reasoning(source: Source, calls: Calls) -> Grammar:
-    """Up to the end of the message, which is told as it comes."""
+    """Up to the end of the message, reported as it arrives."""
     held = ""
     while source.char and held != _END:
         held += source.char

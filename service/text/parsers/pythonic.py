@@ -66,7 +66,7 @@ class Pythonic(CallFormat):
         return Tagged(tags, before=before, separator=", ", after=after, triggers=self.marks)
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
-        """All calls. Only those of the request's tools are any; each is told once it is whole."""
+        """All calls of the request's tools, each reported once it is complete; others are text."""
         yield from space(source)
         yield from literal(source, "[")
         while True:

@@ -15,7 +15,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 class ChatTemplateError(ValueError):
     """A conversation can't become a prompt. The text is for the client (INVALID_ARGUMENT).
 
-    `field`: of the conversation, what is to blame; "": all of it.
+    `field`: the conversation's field at fault; "": the whole.
     """
 
     def __init__(self, message: str, field: str = "") -> None:

@@ -44,7 +44,7 @@ from tokenpod.service.text.workers.text_messages import (
 )
 from tokenpod.service.workers.worker import Loaded, Refusal, Refused, refused, work
 
-#: Characters at the end of a rendered chat that a front end is told.
+#: Characters at the end of a rendered chat that are sent to a front end.
 _RENDERED_END = 64
 
 

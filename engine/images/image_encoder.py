@@ -254,7 +254,7 @@ class ImageEncoder:
     def _own_stream(self) -> Any:
         if self._device.type != "cuda":
             return contextlib.nullcontext()
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(self._device.index or 0)
         cuda: Any = torch.cuda
         return cuda.stream(cuda.Stream(self._device))
 

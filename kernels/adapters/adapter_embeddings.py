@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tokenpod.kernels.adapters.adapter_kernels import factors_of
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights
 
 #: Outputs of a program, and ranks that it reads at once.
@@ -48,6 +49,7 @@ def adapt_rows(
     )
 
 
+@launched
 @triton.jit
 def _adapt_rows(
     x,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 
 #: Outputs of a program, inputs that it reads at once, and tokens, at most.
 OUTPUTS, INPUTS, MOST_TOKENS = 64, 128, 64
@@ -43,6 +44,7 @@ def own_linear(
     return y
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _own_linear(
     x,

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, settled
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "slots", "count"])
 def plan_tiles(
     t_adapter,
@@ -57,6 +59,7 @@ def plan_tiles(
         tl.store(tiles + rest * 4 + field, tl.zeros_like(rest), mask=unused)
 
 
+@launched
 @triton.jit
 def shrink_tiles(
     x,
@@ -106,6 +109,7 @@ def shrink_tiles(
         tl.store(out + part * WIDTH + rank[None, :], total, mask=there[:, None])
 
 
+@launched
 @triton.jit
 def expand_tiles(
     inner,

@@ -10,9 +10,11 @@ import triton.language as tl
 
 from tokenpod.kernels.adapters.adapter_kernels import around_of, factors_of, outputs_of, tile_of
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 
 
+@launched
 @triton.jit
 def expand_rows(
     inner,

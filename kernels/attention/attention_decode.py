@@ -28,6 +28,7 @@ from tokenpod.kernels.attention.attention_softmax import (
 )
 from tokenpod.kernels.attention.attention_tiles import DecodeTile
 from tokenpod.kernels.gpu.launch import ask_lines, await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.operations.batch import PagedRows
 
@@ -149,6 +150,7 @@ def merge_splits(
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["window", "splits"])
 def _attend(
     q,
@@ -317,6 +319,7 @@ def _ask_heads(at, HEAD_DIM: tl.constexpr):
     ask_lines(at[:, None] + i[None, :])
 
 
+@launched
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
     parts,

@@ -29,6 +29,7 @@ from tokenpod.kernels.gpu.launch import (
     capability,
     launch_options,
 )
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.operations.batch import PagedRows
 
@@ -174,6 +175,7 @@ def _describe(pool: torch.Tensor, slots: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(pool.flatten(1), [slots, columns])
 
 
+@launched
 @triton.jit(do_not_specialize=["window", "furthest"])
 def _attend(
     q,

@@ -20,6 +20,7 @@ from tokenpod.kernels.attention.attention_tiles import HOPPER
 from tokenpod.kernels.attention.triton_attention import describe_device
 from tokenpod.kernels.cache.triton_rotary import Angles, angles_of
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.attention_ops import AttentionPlan, Rotation
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
@@ -168,6 +169,7 @@ def absorbed(
     return out
 
 
+@launched
 @triton.jit
 def _store_latent(
     q,
@@ -232,6 +234,7 @@ def _store_latent(
         tl.store(at + HALF, (y * c[None, :] + x * s[None, :]).to(low.dtype), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["splits"])
 def _attend_latent(
     q,

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.gpu.launcher import launched
+
 #: Words of 32 bits that a program moves at a time.
 BLOCK = 512
 
@@ -68,6 +70,7 @@ class SlotRows:
 # It does not overlap with its neighbours (`launch`): those write what it reads.
 
 
+@launched
 @triton.jit(do_not_specialize=["layers"])
 def _move(parts, layers, slots, rows, row_words, TO_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)

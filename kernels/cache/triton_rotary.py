@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.attention_ops import KVScales, Rotation
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm
 
@@ -132,6 +133,7 @@ def store_key_value(
     return q
 
 
+@launched
 @triton.jit
 def _rotate(
     t_position,
@@ -165,6 +167,7 @@ def angles_of(position, inverse_frequencies, scale, i, HALF: tl.constexpr):
     return tl.cos(angle) * scale, tl.sin(angle) * scale
 
 
+@launched
 @triton.jit
 def _store_key_value(
     qkv,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tokenpod.kernels.experts.expert_walks import byte_sums, dense_sums, lane_sums
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.pointwise.triton_pointwise import activated, gated_unit
 
 #: Outputs of the sum that one program makes.
@@ -29,6 +30,7 @@ def most_blocks(assignments: int, experts: int, block_t: int) -> int:
     return chosen + (assignments - chosen) // block_t
 
 
+@launched
 @triton.jit(do_not_specialize=["assignments", "blocks", "their_tokens"])
 def product(
     x,
@@ -126,6 +128,7 @@ def product(
         tl.store(at_y, sums.to(y.dtype.element_ty), mask=is_own[None, :] & (made[:, None] < n))
 
 
+@launched
 @triton.jit
 def weighted_sum(
     x,

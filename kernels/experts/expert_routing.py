@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.expert_ops import Routing
 
 #: Tokens whose choice one program holds; few sizes, for each is compiled.
@@ -161,6 +162,7 @@ def _scores(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     return partial
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "steps", "segments"])
 def scores(
     x,
@@ -196,6 +198,7 @@ def scores(
     tl.store(at, total, mask=(token[None, :] < tokens) & (expert[:, None] < experts))
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def choose(
     partial,
@@ -320,6 +323,7 @@ def _of_best_groups(
     return tl.where(left == float("-inf"), key, float("-inf"))
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def place(
     chosen,

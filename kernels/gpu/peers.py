@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 
 #: Words of 32 bits that one program sends and sums. A word always belongs to the same program.
 BLOCK = 512
@@ -127,6 +128,7 @@ class SymmetricBuffers:
         )
 
 
+@launched
 @triton.jit
 def _sum_over_ranks(
     partial,
@@ -168,6 +170,7 @@ def _sum_over_ranks(
     tl.store(counts + tl.program_id(0), launch)
 
 
+@launched
 @triton.jit
 def _tell(
     tokens,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.gpu.launcher import launched
+
 #: Tokens or rows that one program handles.
 BLOCK = 128
 
@@ -99,6 +101,7 @@ def accept(
 # before they wait.
 
 
+@launched
 @triton.jit(do_not_specialize=["count"])
 def _resolve(
     t_token,
@@ -133,6 +136,7 @@ def _resolve(
     tl.store(tokens + t, tl.where(token < 0, last, token), mask=is_token)
 
 
+@launched
 @triton.jit(do_not_specialize=["count"])
 def _remember(tokens, rows, last_token, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -141,6 +145,7 @@ def _remember(tokens, rows, last_token, count, BLOCK: tl.constexpr):
     tl.store(last_token + row, token, mask=(i < count) & (token >= 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["stride", "samples", "count"])
 def _accept(
     rows, stride, tokens, t_token, last_token, accepted, samples, count, BLOCK: tl.constexpr

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 
 #: Numbers that say what a chunk is.
 FIELDS: tl.constexpr = tl.constexpr(4)
@@ -39,6 +40,7 @@ def finished(total, at, channel, some, CHANNELS: tl.constexpr, GATED: tl.constex
     return total * tl.sigmoid(total)
 
 
+@launched
 @triton.jit
 def convolve_rows(
     mixed,
@@ -90,6 +92,7 @@ def convolve_rows(
     tl.store(ring + (context + RING - 1) % RING, own, mask=some & live)
 
 
+@launched
 @triton.jit
 def convolve_chunks(
     mixed,
@@ -156,6 +159,7 @@ def convolve_chunks(
         )
 
 
+@launched
 @triton.jit
 def keep_inputs(
     mixed,

@@ -21,10 +21,12 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.mixers.convolution_kernels import FIELDS
 from tokenpod.kernels.mixers.delta_step import gated_norm, keep_gates, log_decay, unit
 
 
+@launched
 @triton.jit
 def solve_chunks(
     made,
@@ -104,6 +106,7 @@ def solve_chunks(
         tl.store(fallen + at, fall, mask=some)
 
 
+@launched
 @triton.jit
 def scan_chunks(
     mixed,
@@ -235,6 +238,7 @@ def keep_input(ring, own, channel, place, some, RING: tl.constexpr):
     tl.store(ring + channel * RING + place, tl.load(own + channel, mask=some, other=0.0), mask=some)
 
 
+@launched
 @triton.jit
 def norm_chunks(
     gate,

@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.mixers.convolution_kernels import FIELDS
 
 #: Added to the squares of a key's or query's numbers before their root is taken.
 EPSILON: tl.constexpr = tl.constexpr(1e-6)
 
 
+@launched
 @triton.jit
 def convolve_rows(
     mixed,
@@ -100,6 +102,7 @@ def convolve_rows(
         )
 
 
+@launched
 @triton.jit
 def catch_up(
     conv,
@@ -190,6 +193,7 @@ def keep_gates(ring, write, decay, head, place, some, CHANNELS, VALUE_HEADS, RIN
     tl.store(gate + VALUE_HEADS * RING, decay, mask=some)
 
 
+@launched
 @triton.jit
 def step_memories(
     made,
@@ -251,6 +255,7 @@ def step_memories(
     tl.store(out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + j, found, mask=some_v)
 
 
+@launched
 @triton.jit
 def norm_rows(
     gate,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.mixers.convolution_kernels import FIELDS
 
 
@@ -26,6 +27,7 @@ def step_length(x, shift):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
+@launched
 @triton.jit
 def catch_up(
     conv,
@@ -109,6 +111,7 @@ def convolved(ring, conv, bias, channel, some, position, WIDTH: tl.constexpr, RI
     return (total * tl.sigmoid(total)).to(ring.dtype.element_ty).to(tl.float32)
 
 
+@launched
 @triton.jit
 def step_memories(
     made,
@@ -172,6 +175,7 @@ def step_memories(
     tl.store(at, found.to(out.dtype.element_ty), mask=some_v)
 
 
+@launched
 @triton.jit
 def scan_chunks(
     made,
@@ -266,6 +270,7 @@ def scan_chunks(
             tl.store(seen + state, position + count)
 
 
+@launched
 @triton.jit
 def keep_steps(
     step,
@@ -304,6 +309,7 @@ def keep_steps(
         tl.store(through, tl.where(signed > 0, end, known), mask=some)
 
 
+@launched
 @triton.jit(do_not_specialize=["single"])
 def gate_rows(
     gate,

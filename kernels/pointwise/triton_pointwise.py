@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows
 from tokenpod.kernels.pointwise import reference_pointwise as reference
 
@@ -100,6 +101,7 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return out
 
 
+@launched
 @triton.jit
 def _rms_norm(
     x, weight, out, x_stride, n, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
@@ -117,6 +119,7 @@ def _rms_norm(
     tl.store(out + row * n + i, normed.to(values.dtype), mask=i < n)
 
 
+@launched
 @triton.jit
 def _layer_norm(
     x, weight, bias, out, x_stride, n, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
@@ -135,6 +138,7 @@ def _layer_norm(
     tl.store(out + row * n + i, normed.to(values.dtype), mask=i < n)
 
 
+@launched
 @triton.jit
 def _activate(
     x, out, stride, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
@@ -153,6 +157,7 @@ def rms_normalised(values, n, epsilon):
     return values * tl.rsqrt(tl.sum(values * values) / n + epsilon)
 
 
+@launched
 @triton.jit
 def _act_mul(
     gate_up,

@@ -24,10 +24,12 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import ask_lines, await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 from tokenpod.kernels.products.product_sums import add_ranks, number_launch
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def multiply_add(
     x,
@@ -146,6 +148,7 @@ def multiply_add(
         _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def matrix(
     x,
@@ -233,6 +236,7 @@ def matrix(
         _write(at_y, out, (token[None, :] < tokens) & (row[:, None] < n), ADD)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def tiled(
     x,
@@ -305,6 +309,7 @@ def tiled(
     _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def add_partials(
     partials,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.gpu.launcher import launched
+
 #: Tokens of the vocabulary that a program reads.
 BLOCK = 1024
 
@@ -46,6 +48,7 @@ def offer(
     return scores
 
 
+@launched
 @triton.jit
 def _offer(
     logits,

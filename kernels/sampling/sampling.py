@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.sampling.noise import (
     MOST_LUCK,
     exponential,
@@ -58,6 +59,7 @@ STATS = tl.constexpr(9)
 NOBODY = tl.constexpr(0x7FFFFFFF)
 
 
+@launched
 @triton.jit
 def prepare(
     logits_ptr,
@@ -113,6 +115,7 @@ def prepare(
     tl.store(mass_ptr + out, tl.sum(tl.sum(e, axis=1), axis=0))
 
 
+@launched
 @triton.jit
 def summarise(
     b_row_ptr,
@@ -197,6 +200,7 @@ def summarise(
         tl.store(stats_ptr + REACH, reach.to(tl.float64))
 
 
+@launched
 @triton.jit
 def race(
     logits_ptr,
@@ -270,6 +274,7 @@ def _collect(s, ids, hopeful, found_ptr, candidate_ptr):
     tl.store(candidate_ptr + at, falling_key(s, ids), mask=hopeful)
 
 
+@launched
 @triton.jit
 def finish(
     b_row_ptr,

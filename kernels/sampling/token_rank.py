@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.sampling.sampling_rows import RANKS, WORDS
 
 _BLOCK = 2048
@@ -32,6 +33,7 @@ def find_ranks(
     )
 
 
+@launched
 @triton.jit
 def _rank_token(
     logits_ptr,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.core import sampling
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.sampling.noise import precise_log
 from tokenpod.kernels.sampling.sampling import CENTRE, LIMIT, LOG_MASS, NEAREST, PEAK, STATS
 from tokenpod.kernels.sampling.sampling_rows import (
@@ -53,6 +54,7 @@ def _logit_of(rank):
     return tl.where(rising < 0, rising ^ 0x7FFFFFFF, rising).to(tl.float32, bitcast=True)
 
 
+@launched
 @triton.jit
 def split_tops(
     logits_ptr,
@@ -84,6 +86,7 @@ def split_tops(
     tl.store(mass_ptr + out, mass)
 
 
+@launched
 @triton.jit
 def split_processed_tops(
     logits_ptr,
@@ -131,6 +134,7 @@ def split_processed_tops(
     tl.store(rank_ptr + out * MOST_TOP_TOKENS + tl.arange(0, MOST_TOP_TOKENS), ranks)
 
 
+@launched
 @triton.jit
 def join_tops(
     b_row_ptr,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.kernels.products.formats.rounding import Rounding
 
@@ -71,6 +72,7 @@ def _warps(tokens: int, numbers: int) -> int:
     return min(most, max(1, numbers // (32 * of_each)))
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _round_inputs(
     x,

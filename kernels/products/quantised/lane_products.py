@@ -25,6 +25,7 @@ from tokenpod.kernels.gpu.launch import (
     most_stages,
     settled,
 )
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit, rms_norm
 from tokenpod.kernels.products.product_kernels import ask_rows
@@ -149,6 +150,7 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def lane_product(
     x,

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.pointwise.triton_pointwise import gated_unit
 from tokenpod.kernels.products.quantised.parts import sum_parts, write_tile
 from tokenpod.kernels.products.quantised.widening import numbers_of
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def multiply_rounded(
     x,

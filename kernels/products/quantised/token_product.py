@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, capability, launch_options
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.products.formats.rounding import Rounding
 from tokenpod.kernels.products.product_kernels import ask_rows
@@ -104,6 +105,7 @@ def multiply_token(
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["chunks"])
 def token_product(
     x,

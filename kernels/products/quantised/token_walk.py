@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
+from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.products.quantised.token_dots import add_step
 from tokenpod.kernels.products.quantised.token_inputs import ask_blocks, ask_norm, token_steps
 from tokenpod.kernels.products.quantised.token_rows import (
@@ -19,6 +20,7 @@ from tokenpod.kernels.products.quantised.token_rows import (
 )
 
 
+@launched
 @triton.jit(do_not_specialize=["chunks"])
 def token_walk(
     x,

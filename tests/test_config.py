@@ -246,6 +246,10 @@ def test_every_fault_is_told_on_a_line_of_its_own():
         ({"metrics_names": "vllm"}, "--metrics-names is vllm: --metrics-port is needed with it"),
         ({"metrics_port": 7, "metrics_names": "vllm,x"}, "--metrics-names has 'x': there are vllm"),
         ({"health_port": 7, "tgis_port": 7}, "--health-port and --tgis-port are both 7"),
+        (
+            {"deterministic": True, "device": "cuda", "kv_cache_dtype": "fp8_e4m3"},
+            "--kv-cache-dtype is fp8_e4m3: with --deterministic it must be auto",
+        ),
         ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),
         ({"tls_cert": __file__}, "--tls-key is needed with it"),

@@ -1,9 +1,7 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,12 +14,13 @@ from tokenpod.kernels.attention.triton_attention import attention, plan_attentio
 from tokenpod.kernels.attention.triton_latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.cache.triton_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.triton_experts import prepare_experts
-from tokenpod.kernels.gpu.launch import shared_bytes
+from tokenpod.kernels.gpu.launch import capability, shared_bytes
 from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.mixers.triton_convolution import short_convolution
 from tokenpod.kernels.mixers.triton_delta import gated_delta
 from tokenpod.kernels.mixers.triton_space import state_space
-from tokenpod.kernels.operations.ops import Operations
+from tokenpod.kernels.operations.ops import AddLinear, Linear, Operations
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import (
     act_mul,
     activate,
@@ -33,7 +32,7 @@ from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
-from tokenpod.kernels.products.product_tiles import deterministic
+from tokenpod.kernels.products.product_tiles import Tiles, deterministic
 from tokenpod.kernels.products.quantised.format_products import PRODUCTS
 from tokenpod.kernels.products.quantised.lanes import Lanes
 from tokenpod.kernels.products.triton_product import (
@@ -83,13 +82,24 @@ OPERATIONS = Operations(
 )
 
 
-def _one_form(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with tiles that all multiply and sum in one way."""
+def _in_one_sum(weight: torch.Tensor, *, gated: bool) -> Tiles:
+    device = weight.device
+    return deterministic(capability(device), shared_bytes(device), gated=gated)
 
-    def prepare_in_one_form(weight: torch.Tensor, *others: Any) -> Any:
-        return prepare(weight, *others, tiles=deterministic(shared_bytes(weight.device)))
 
-    return prepare_in_one_form
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    return prepare_linear(weight, bias, _in_one_sum(weight, gated=False))
+
+
+def _norm_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm, activation: Activation | None
+) -> Linear:
+    tiles = _in_one_sum(weight, gated=activation is not None)
+    return prepare_norm_linear(weight, bias, norm, activation, tiles)
+
+
+def _add_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
+    return prepare_add_linear(weight, bias, _in_one_sum(weight, gated=False))
 
 
 #: Those of dense products and attention whose results for a token depend on nothing but the token
@@ -99,9 +109,9 @@ DETERMINISTIC = replace(
     rotate=partial(rotate, one_form=True),
     store_key_value=partial(store_key_value, one_form=True),
     attention=partial(attention, deterministic=True),
-    prepare_linear=_one_form(prepare_linear),
-    prepare_norm_linear=_one_form(prepare_norm_linear),
-    prepare_add_linear=_one_form(prepare_add_linear),
+    prepare_linear=_linear,
+    prepare_norm_linear=_norm_linear,
+    prepare_add_linear=_add_linear,
     prepare_sum_linear=None,
     quantised={},
     adapted=None,

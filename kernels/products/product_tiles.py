@@ -77,48 +77,79 @@ class Tiles:
 
 ALL_LIBRARY = Tiles({}, [])
 
-#: (part of its rate that a program has beside others, tile): larger ones read less often. All of
-#: them multiply by the same instruction, tokens first, and add up along k in one sum.
-TILED = (
-    (0.40, Tile(Kind.TILED, 32, 64, stages=6, block_t=64)),
-    (0.60, Tile(Kind.TILED, 64, 64, stages=6, block_t=64)),
-    (0.75, Tile(Kind.TILED, 128, 64, stages=4, block_t=64)),
-    (0.88, Tile(Kind.TILED, 128, 64, stages=3, block_t=128)),
-    (1.00, Tile(Kind.TILED, 256, 64, warps=8, stages=3, block_t=128)),
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Programs of `Kind.TILED` that run at a time, as measured on an H200."""
+
+    tile: Tile
+    #: Programs that a processor holds.
+    held: int
+    #: Microseconds along 4,096 numbers, and where the weight has gates.
+    plain: float
+    gated: float
+
+
+WAVES = (
+    Wave(Tile(Kind.TILED, 64, 64, stages=6, block_t=64), 2, 20, 25),
+    Wave(Tile(Kind.TILED, 128, 64, stages=4, block_t=64), 2, 29, 32),
+    Wave(Tile(Kind.TILED, 128, 64, warps=8, stages=4, block_t=128), 1, 27, 30),
+    Wave(Tile(Kind.TILED, 128, 64, warps=8, stages=4, block_t=256), 1, 46, 58),
+    Wave(Tile(Kind.TILED, 256, 64, warps=8, stages=4, block_t=128), 1, 60, 50),
 )
 
-#: Programs that run at a time on the GPUs that tiles were measured on.
+#: Programs of one tile that run at a time on the GPUs that tiles were measured on.
 PROCESSORS = 132
 
 #: Numbers of 2 bytes: those that tiles were measured for.
 NUMBER_BYTES = 2
 
+#: For few tokens, with a weight of many rows, and with one of too few for all processors.
+FEW_TOKENS = 64
+MANY_ROWS = Tile(Kind.MATRIX, 64, 128, stages=6, ahead=1024)
+FEW_ROWS = Tile(Kind.TILED, 32, 128, stages=4, block_t=64)
+
 
 @dataclass(frozen=True, slots=True)
 class DeterministicTiles(Tiles):
-    """Of `TILED` for any number of tokens: a token yields the same beside any others."""
+    """Tiles that all add up along k in one sum: a token yields the same beside any others.
 
-    tiled: tuple[tuple[float, Tile], ...]
+    The matrix unit adds up block after block, whatever the sides of a tile are and which factor
+    comes first: on an H200 all tiles of `Kind.MATRIX` and `Kind.TILED` without splits agreed bit by
+    bit, in 32 bits.
+    """
+
+    gated: bool
+    shared_bytes: int
 
     def choose(self, n: int, k: int, rows: int) -> Tile:
-        """What keeps most programs busy."""
+        """What was measured for few tokens; for others what waits for the fewest waves."""
+        if FEW_TOKENS // 2 < rows <= FEW_TOKENS and n < PROCESSORS * MANY_ROWS.block_n:
+            return self._that_fits(FEW_ROWS, rows)
+        if rows <= FEW_TOKENS:
+            known = [tile for most, tile in self.by_shape.get((n, k), []) if rows <= most]
+            tile = next((tile for tile in known if tile.kind is Kind.MATRIX), MANY_ROWS)
+            return self._that_fits(replace(tile, splits=1), rows)
 
-        def seconds(tried: tuple[float, Tile]) -> float:
-            rate, tile = tried
-            programs = -(-rows // tile.block_t) * -(-n // tile.block_n)
-            return -(-programs // PROCESSORS) * tile.block_t * tile.block_n / rate
+        def microseconds(wave: Wave) -> float:
+            programs = -(-rows // wave.tile.block_t) * -(-n // wave.tile.block_n)
+            waves = -(-programs // (PROCESSORS * wave.held))
+            return waves * (wave.gated if self.gated else wave.plain)
 
-        return min(self.tiled, key=seconds)[1]
+        return self._that_fits(min(WAVES, key=microseconds).tile, rows)
+
+    def _that_fits(self, tile: Tile, rows: int) -> Tile:
+        """With no more steps under way than a program's shared memory holds."""
+        sides = (tile.block_t or max(16, 1 << (rows - 1).bit_length())) + tile.block_n
+        step = sides * tile.block_k * NUMBER_BYTES
+        return replace(tile, stages=max(min(tile.stages, self.shared_bytes // step), 1))
 
 
-def deterministic(shared_bytes: int) -> DeterministicTiles:
-    """For programs with so much shared memory, of which the steps under way take their part."""
-
-    def held(tile: Tile) -> Tile:
-        step = (tile.block_t + tile.block_n) * tile.block_k * NUMBER_BYTES
-        return replace(tile, stages=max(min(tile.stages, shared_bytes // step), 1))
-
-    return DeterministicTiles({}, [], tuple((rate, held(tile)) for rate, tile in TILED))
+def deterministic(
+    capability: tuple[int, int] | None, shared_bytes: int, *, gated: bool
+) -> DeterministicTiles:
+    """For a weight with gates or without, and programs with so much shared memory."""
+    return DeterministicTiles(measured(capability).by_shape, [], gated, shared_bytes)
 
 
 @cache

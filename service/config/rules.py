@@ -56,6 +56,7 @@ def contradictions(settings: ResolvedSettings) -> Iterator[str]:
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
     yield from _draft_faults(settings)
+    yield from _deterministic_faults(settings)
     yield from _network_faults(settings)
     yield from _telemetry_faults(settings)
     yield from _shard_faults(settings)
@@ -154,6 +155,11 @@ def _batching_faults(s: ResolvedSettings) -> Iterator[str]:
 def _draft_faults(s: ResolvedSettings) -> Iterator[str]:
     if s.draft_model is not None and not s.speculate:
         yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
+
+
+def _deterministic_faults(s: ResolvedSettings) -> Iterator[str]:
+    if s.deterministic and s.kv_cache_dtype != "auto":
+        yield f"--kv-cache-dtype is {s.kv_cache_dtype}: with --deterministic it must be auto"
 
 
 def _network_faults(s: ResolvedSettings) -> Iterator[str]:

@@ -151,6 +151,10 @@ class Settings(BaseSettings):
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits
     and one scale per head and token, on a CPU."""
+    deterministic: bool = _model(False)
+    """Let the tokens of a request, and their log probabilities, be the same bit by bit whatever
+    runs beside it, however its prompt is cut, and whether its beginning was cached. For dense
+    models without quantised weights, on one GPU; a little slower."""
     device: Literal["auto", "cpu", "cuda"] = _model("auto")
     """Where the model runs. auto: a GPU if there is one."""
     threads: int = _model(0, ge=0)

@@ -67,6 +67,7 @@ def lone_options(
         waiting_served_ratio=settings.resolved_waiting_served_ratio,
         max_waiting_tokens=settings.resolved_max_waiting_tokens,
         speculate=settings.speculate,
+        deterministic=settings.deterministic,
         draft_folder=None if draft is None else str(draft),
         host_kv_bytes=settings.host_kv_bytes,
         host_kv_least_tokens=settings.host_kv_least_tokens,

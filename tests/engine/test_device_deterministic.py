@@ -20,8 +20,6 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    # Before all products had one form, 9 of 48 sequences differed; not run since.
-    pytest.mark.xfail(strict=False, reason="see docs/measurements/gpu.md#deterministic-steps"),
 ]
 
 ROWS, PREFILL, TOKENS = 96, 2048, 60

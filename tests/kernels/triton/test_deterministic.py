@@ -11,7 +11,7 @@ from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
 from tokenpod.kernels.gpu.launch import LEAST_SHARED_BYTES, SHARED_BYTES
 from tokenpod.kernels.operations.attention_ops import AttentionOptions
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.products.product_tiles import Kind, deterministic
+from tokenpod.kernels.products.product_tiles import Kind, deterministic, measured
 
 #: Numbers of tokens to either side of what tiles hold.
 ROWS = [1, 2, 17, 65, 300]
@@ -53,18 +53,22 @@ def test_a_product_of_a_token_does_not_depend_on_the_others(what, draw, device):
     torch.testing.assert_close(whole, plain, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("held", [LEAST_SHARED_BYTES, SHARED_BYTES[9, 0]])
-def test_all_products_are_made_in_one_form_that_fits(held):
-    tiles = deterministic(held)
+@pytest.mark.parametrize("capability", [None, (9, 0)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_all_products_are_made_in_one_sum_that_fits(capability, gated):
+    held = SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
+    tiles = deterministic(capability, held, gated=gated)
+    shapes = [*measured(capability).by_shape, (100, 100), (1 << 17, 1 << 13)]
     found = {
-        tiles.choose(n, 4096, rows)
-        for n in (100, 4096, 28_672, 1 << 17)
+        (tiles.choose(n, k, rows), min(rows, 64))
+        for n, k in shapes
         for rows in (1, 2, 16, 33, 64, 65, 200, 1000, 1 << 16)
     }
-    assert len(found) > 3
-    assert {(tile.kind, tile.block_k, tile.splits) for tile in found} == {(Kind.TILED, 64, 1)}
-    for tile in found:
-        assert (tile.block_t + tile.block_n) * tile.block_k * 2 * tile.stages <= held
+    assert {tile.kind for tile, _ in found} == {Kind.MATRIX, Kind.TILED}
+    for tile, rows in found:
+        assert tile.splits == 1
+        sides = (tile.block_t or max(rows, 16)) + tile.block_n
+        assert sides * tile.block_k * 2 * tile.stages <= held
 
 
 def attend(specs, drawn, window, dtype, device, options, operations):

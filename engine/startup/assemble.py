@@ -36,6 +36,7 @@ from tokenpod.engine.startup.memory import (
     FreeMemory,
     free_memory,
     map_ahead,
+    pin_ahead,
 )
 from tokenpod.engine.startup.offload_room import make_offload_pool
 from tokenpod.engine.startup.room import Room, room_for, rows_for
@@ -300,6 +301,7 @@ def _on_device(
         mutual=model.config.mutual > 0,
     )
     map_ahead(device, step // GAPS)
+    pin_ahead()
     warm_up(executor, [0] * min(prompt, slots, positions, 64), pools=pools)
     if offload is not None:
         warm_copies(executor, pool.sink, offload.slots)

@@ -14,6 +14,9 @@ PROCESSES_GROW = 32 << 20
 #: Torch keeps tensors of up to a MiB apart: room for those of two steps under way.
 _SMALL, _SMALLS = 1 << 19, 64
 
+#: Bytes of pieces of pinned memory, as torch rounds them, and how many there are of each: 8 MB.
+_PINNED_POWERS, _PINNED_PIECES = range(9, 19), 16
+
 
 def let_segments_grow() -> None:
     """Have torch map GPU memory piece by piece behind what it has, instead of in fixed segments.
@@ -34,6 +37,17 @@ def map_ahead(device: torch.device, extra: int) -> None:
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     whole = torch.empty(unused + extra, dtype=torch.uint8, device=device)
     del small, whole
+
+
+def pin_ahead() -> None:
+    """Have torch pin memory of the host for what steps send to a GPU, several pieces of each size.
+
+    What the system pins while a GPU computes is there when the GPU is done: steps of a burst, whose
+    lists have ever new lengths, were launched up to 200 ms later.
+    """
+    sizes = [1 << power for power in _PINNED_POWERS for _ in range(_PINNED_PIECES)]
+    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+    del pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,10 +130,12 @@ def test_serving_allocates_nothing_over_100_000_steps():
     torch_triton = pytest.importorskip("triton")
     torch_triton.knobs.runtime.jit_post_compile_hook = lambda *_, **about: compiled.append(about)
     before = torch.cuda.memory_stats()["num_device_alloc"]
+    pinned = torch.cuda.host_memory_stats()["num_host_alloc"]
     for _ in range(STEPS):
         loop.turn()
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
     assert [about.get("repr") for about in compiled] == []
 
 

@@ -51,15 +51,30 @@ def cut_rows(
 
     WHOLE_FIELDS, unless `causal`.
     """
-    several = [*range(rows.single_rows, rows.rows)]
+    several = [row for row in range(rows.single_rows, rows.rows) if rows.b_context[row]]
     if rows.b_mutual is not None:
         several = [row for row in several if rows.b_mutual[row] is not causal]
-    cut = [_cut_row(rows, row, window, queries, causal) for row in several if rows.b_context[row]]
-    tiles = np.concatenate([np.empty((0, WHOLE_FIELDS + 2), np.int64), *cut])
-    tiles = tiles[np.argsort(-tiles[:, -2], kind="stable")]
-    is_contiguous = tiles[:, -1] == 1
-    fields = tiles[:, : FIELDS if causal else WHOLE_FIELDS].astype(np.int32)
-    return fields[is_contiguous], fields[~is_contiguous]
+    row = np.array(several, dtype=np.int64)
+    start, context = np.array(rows.b_start, dtype=np.int64), np.array(rows.b_context)
+    tokens = start[row + 1] - start[row]
+    # Of each tile: its row, and how many of the row's queries come before it.
+    count = -(-tokens // queries)
+    of = np.repeat(np.arange(len(row)), count)
+    done = (np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)) * queries
+    row, tokens, context = row[of], tokens[of], context[row[of]]
+    position = context - tokens + done
+    counts = np.minimum(queries, tokens - done)
+    first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    last = position + counts
+    if not causal:
+        last = np.minimum(last + (context if window is None else window) - 1, context)
+    base, is_contiguous = _bases(rows.runs_of(window), several, of, first, last)
+    source = np.where(is_contiguous, base, np.array(rows.b_row)[row])
+    fields = [start[row] + done, counts, position, source, last]
+    tiles = np.stack(fields[: FIELDS if causal else WHOLE_FIELDS], axis=1).astype(np.int32)
+    heaviest = np.argsort(first - last, kind="stable")
+    tiles, is_contiguous = tiles[heaviest], is_contiguous[heaviest]
+    return tiles[is_contiguous], tiles[~is_contiguous]
 
 
 def unpack_tiles(packed: torch.Tensor) -> TileList:
@@ -68,36 +83,34 @@ def unpack_tiles(packed: torch.Tensor) -> TileList:
     return TileList(contiguous, scattered)
 
 
-def _cut_row(
-    batch: RaggedRows, row: int, window: int | None, queries: int, causal: bool
-) -> npt.NDArray[np.int64]:
-    """[tiles, WHOLE_FIELDS + 2]: the fields, the number of keys, whether they are contiguous."""
-    token, end = batch.b_start[row], batch.b_start[row + 1]
-    prefix = batch.b_context[row] - (end - token)
-    done = np.arange(0, end - token, queries)
-    position = prefix + done
-    counts = np.minimum(queries, end - token - done)
-    first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
-    last = position + counts
-    if not causal:
-        last = np.minimum(last + (window or end) - 1, batch.b_context[row])
-    base, is_contiguous = _bases(batch.runs_of(window)[row], first, last)
-    source = np.where(is_contiguous, base, batch.b_row[row])
-    keys = last - first
-    return np.stack([token + done, counts, position, source, last, keys, is_contiguous], axis=1)
-
-
 def _bases(
-    runs: list[Run], first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+    b_runs: list[list[Run]],
+    several: list[int],
+    of: npt.NDArray[np.int64],
+    first: npt.NDArray[np.int64],
+    last: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Of positions [first, last): slot less position, and whether one run holds all of them."""
-    bounds = np.array(runs, dtype=np.int64).reshape(-1, 2)
-    starts = np.concatenate(([0], np.cumsum(bounds[:, 1] - bounds[:, 0])))
-    if starts[-1] < last[-1]:
-        # Where the keys lie was not noted on the host: the row table knows.
+    """Of positions [first, last): slot less position, and whether one run holds all of them.
+
+    `of` says of which of the rows `several` they are.
+    """
+    # Runs of all rows behind one another: where each begins among its row's positions.
+    runs = [b_runs[row] for row in several]
+    bounds = np.array([run for each in runs for run in each], dtype=np.int64).reshape(-1, 2)
+    number = np.array([len(each) for each in runs], dtype=np.int64)
+    lengths = bounds[:, 1] - bounds[:, 0]
+    ends = np.cumsum(lengths)
+    row_end = np.concatenate(([0], ends))[np.cumsum(number)]
+    before = np.concatenate(([0], row_end[:-1])) if len(row_end) else row_end
+    # Where a row's keys lie may not have been noted on the host: then the row table knows.
+    furthest = np.zeros_like(row_end)
+    np.maximum.at(furthest, of, last)
+    noted = (row_end - before >= furthest)[of]
+    run = np.searchsorted(ends, before[of] + first, side="right").clip(max=max(len(ends) - 1, 0))
+    if not len(ends):
         return np.zeros_like(first), np.zeros(len(first), np.bool_)
-    run = np.searchsorted(starts, first, side="right") - 1
-    return bounds[run, 0] - starts[run], last <= starts[run + 1]
+    base = bounds[run, 0] - (ends[run] - lengths[run] - before[of])
+    return base, noted & (last <= ends[run] - before[of])
 
 
 def _upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from bisect import bisect
+
 import pytest
 import torch
 
 from support.kernels.attention_steps import Spec, lay_out
 from tokenpod.kernels.attention.attention_decode import choose_splits
-from tokenpod.kernels.attention.attention_plan import list_tiles
+from tokenpod.kernels.attention.attention_plan import cut_rows, list_tiles
 from tokenpod.kernels.attention.attention_tiles import DecodeTile, extend_tile_for, tiles_for
 from tokenpod.kernels.attention.triton_attention import LARGEST_GROUP
+from tokenpod.kernels.operations.batch import RaggedRows
 
 CPU = torch.device("cpu")
 TILE = DecodeTile(block=64, warps=4, stages=3, programs=4)
@@ -45,6 +49,42 @@ def test_padding_has_no_tiles():
     batch = lay_out([Spec(1, 9), Spec(2, 0), Spec(2, 4)], CPU).batch
     tiles = list_tiles(batch, None, 16)
     assert len(tiles.contiguous) + len(tiles.scattered) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tiles_of_any_rows_name_where_their_keys_lie(seed):
+    """Queries are cut once; what is contiguous lies where it says; what is noted in part is not."""
+    draw = random.Random(seed)
+    start, context, runs, places = [0], [], [], []
+    for _ in range(draw.randrange(1, 6)):
+        tokens = draw.choice([1, 2, 15, 16, 17, 70])
+        start.append(start[-1] + tokens)
+        context.append(tokens + draw.choice([0, 0, 1, 5, 90]))
+        noted = context[-1] if draw.random() < 0.8 else draw.randrange(context[-1])
+        cuts = sorted({0, noted, *(draw.randrange(noted + 1) for _ in range(draw.randrange(3)))})
+        at = [draw.randrange(1000) * 1000 for _ in cuts[1:]]
+        runs.append([(a, a + j - i) for a, i, j in zip(at, cuts, cuts[1:], strict=False)])
+        places.append([slot for run in runs[-1] for slot in range(*run)])
+    rows = RaggedRows(start, context, runs, draw.sample(range(50), len(context)), 0)
+    window, queries = draw.choice([None, 1, 5, 16, 60]), draw.choice([1, 4, 16])
+    causal = draw.random() < 0.5
+    contiguous, scattered = cut_rows(rows, window, queries, causal=causal)
+    covered = []
+    for tile in [*contiguous.tolist(), *scattered.tolist()]:
+        token, count, position, source = tile[:4]
+        covered += range(token, token + count)
+        row = bisect(start, token) - 1
+        assert position == context[row] - start[row + 1] + token
+        first = 0 if window is None else max(position - window + 1, 0)
+        last = position + count
+        if not causal:
+            last = min(last + (window or last + context[row]) - 1, context[row])
+            assert tile[4] == last
+        keys, slots = range(first, last), places[row]
+        whole = len(slots) == context[row]
+        lies = whole and [slots[key] for key in keys] == [slots[first] - first + k for k in keys]
+        assert source == (slots[first] - first if lies else rows.b_row[row])
+    assert sorted(covered) == [*range(start[-1])]
 
 
 @pytest.mark.parametrize(

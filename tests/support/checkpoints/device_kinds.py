@@ -165,7 +165,8 @@ ONCE: tuple[Once, ...] = (
         "bloom",
         {"vocab_size": VOCABULARY, "hidden_size": 1024, "n_layer": 3, "n_head": 16},
     ),
-    Once("codestral-mamba", _MAMBA2),
+    # Its stream has the type of the model, where transformers keeps one of 32 bits by default.
+    Once("codestral-mamba", {**_MAMBA2, "residual_in_fp32": False}),
     Once("cohere-varied", {**_WIDE, "hidden_act": "silu"}),
     Once("cohere2", _WINDOW),
     Once(

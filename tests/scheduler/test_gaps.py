@@ -171,6 +171,35 @@ def test_steps_that_were_timed_before_outweigh_slow_first_ones():
     assert float(np.quantile(gaps, 0.99)) < 1.25 * BOUND / MS
 
 
+class WithKnee:
+    """A machine whose steps with prompts take half as long again from so many rows on."""
+
+    def nanoseconds(self, size: StepSize) -> int:
+        slow = size.prompt_tokens > 0 and size.rows > 100
+        return int(TIMES.nanoseconds(size) * (1.5 if slow else 1.0))
+
+
+def test_steps_that_no_line_describes_keep_the_bound_after_the_first_ones():
+    limits = Limits(400_000, 256, 65_536, prefill_tokens=8192, max_gap=BOUND)
+    scheduler = SkippingScheduler(limits, admission=Exact, batching=Mixed)
+    times: list[float] = []
+    came = [0]
+
+    def note(step: Step, now: int) -> None:
+        if step.prompt_tokens and step.size.rows > 100:
+            times.append((now - came[0]) / MS)
+        came[0] = now
+
+    simulator = Simulator(
+        scheduler, WithKnee(), [*burst()], 200, overlap=True, jumps=False, on_step=note
+    )
+    simulator.run()
+    # Two are seen and two are under way before that counts.
+    assert max(times[:4]) > 1.2 * BOUND / MS
+    assert np.quantile(times[4:], 0.9) < 1.05 * BOUND / MS
+    assert max(times[4:]) < max(times[:4])
+
+
 def test_exact_admission_counts_with_the_least_that_steps_have():
     """A machine so slow that each step has the least: no request runs out of slots."""
     limits = Limits(6000, 64, 4096, prefill_tokens=1024, max_gap=1)

@@ -108,7 +108,7 @@ class GapBound:
         return max(min(tokens, self._most_tokens), self._least_tokens)
 
     def _margin(self, times: MachineTimes) -> float:
-        """What times that the model says are multiplied by: it knows lines, and machines have knees."""
+        """What the model's times are multiplied by: it knows lines, and machines have knees."""
         if len(self._last) <= _LATE:
             return 1.0
         ratios = sorted(took / max(times.nanoseconds(size), 1) for size, took in self._last)

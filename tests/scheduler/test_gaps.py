@@ -15,6 +15,7 @@ from tokenpod.scheduler.policies.batching import Mixed
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.scheduler import Scheduler
 from tokenpod.scheduler.sequences.work import Limits
+from tokenpod.scheduler.steps.estimates import Estimates
 from tokenpod.scheduler.steps.gaps import GapBound
 from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize
 from tokenpod.scheduler.steps.step import Step
@@ -198,6 +199,25 @@ def test_steps_that_no_line_describes_keep_the_bound_after_the_first_ones():
     assert max(times[:4]) > 1.2 * BOUND / MS
     assert np.quantile(times[4:], 0.9) < 1.05 * BOUND / MS
     assert max(times[4:]) < max(times[:4])
+
+
+def test_a_step_whose_launch_was_held_up_counts_as_long_as_the_device_computed_it():
+    """It settles late and the next one soon, as some of a burst on a GPU did."""
+    budgets = []
+    for held_up in (False, True):
+        gaps = GapBound(BOUND, 256, 8192)
+        estimates, now = Estimates(8192, gaps=gaps), 0
+        for number in range(40):
+            scheduler = Scheduler(Limits(40_000, 64, 16_384, prefill_tokens=8192))
+            prompt = [3] * (1500 + 20 * number)
+            scheduler.submit(Request([0], prompt, SamplingParams(), StoppingParams(9)))
+            step = scheduler.plan(now)
+            computed = TIMES.nanoseconds(step.size)
+            estimates.planned(now)
+            now += (2 * computed - MS if number % 2 else MS) if held_up else computed
+            estimates.settled(step, now, 0, computed)
+        budgets.append(gaps.prompt_tokens(0, 0, [(0, 100_000)]))
+    assert budgets[0] == budgets[1]
 
 
 def test_exact_admission_counts_with_the_least_that_steps_have():

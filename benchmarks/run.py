@@ -71,9 +71,10 @@ def main() -> int:
     from benchmarks.support.report import Report
 
     report = Report()
-    status = module.run(arguments, report)
-    report.write(arguments.json)
-    return status or 0
+    try:
+        return module.run(arguments, report) or 0
+    finally:
+        report.write(arguments.json)  # what a case that fails has found
 
 
 def smoke(kind: str, *only: str) -> int:

@@ -283,6 +283,7 @@ class EngineLoop:
             drafting_ns=result.drafting_ns,
             arrived=result.arrived,
             spoiled=spoiled,
+            computed_ns=result.forward_ns + result.sample_ns if self.overlap else None,
         )
         self._count(flying, now, len(settled.token_ids))
         self._settled = flying.step.plan.step

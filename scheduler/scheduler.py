@@ -343,6 +343,7 @@ class Scheduler:
         drafting_ns: int = 0,
         arrived: int | None = None,
         spoiled: Collection[int] = (),
+        computed_ns: int | None = None,
     ) -> Settled:
         """Take a step's outcome.
 
@@ -355,8 +356,9 @@ class Scheduler:
             drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
             spoiled: rows of the plan whose vectors have NaN or Inf.
+            computed_ns: how long a device has computed it; None: as long as it was under way.
         """
-        self._estimates.settled(step, now, drafting_ns)
+        self._estimates.settled(step, now, drafting_ns, computed_ns)
         self.kv.table.in_flight[step.places] -= 1
         left = step.ended(self.kv.table)
         drafted = self._check_drafts(step, tokens)

@@ -32,6 +32,8 @@ from benchmarks.support.report import Report
 from benchmarks.support.timing import DEVICE, pair_ratios
 
 GPU = DEVICE.type == "cuda"
+#: Of a case, at most: each has a seed of its own.
+_ROUNDS = 1000
 SMOKE = {
     "cpu": "--shape tiny --requests 8 --longest 64 --processes 1 --rates inf 20 --transformers",
     "gpu": "--shape tiny --requests 8 --longest 64 --processes 1 --rates inf -- --max-batch-size 8",
@@ -97,10 +99,12 @@ def run(asked: argparse.Namespace, report: Report | None) -> None:
             peer = transformers_peer.Peer(Path(model), asked.threads)
             peers["transformers"] = stack.enter_context(peer)
         servers |= dict.fromkeys(peers, "")
-        for name, load in cases(asked, 1000 if asked.model else shape["vocab_size"]).items():
+        loads_of = cases(asked, 1000 if asked.model else shape["vocab_size"])
+        for number, (name, load) in enumerate(loads_of.items()):
             for peer in peers.values():  # warm
                 peer.level([([11] * 16, 2)])
-            measure(name, load, servers, pods, peers, scratch, asked, report)
+            first_seed = asked.seed + _ROUNDS * number
+            measure(name, load, servers, pods, peers, scratch, asked, first_seed, report)
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ def measure(
     peers: dict[str, transformers_peer.Peer],
     scratch: Path,
     asked: argparse.Namespace,
+    first_seed: int,
     report: Report,
 ) -> None:
     """A row per server; with several, the ratios of pairs too."""
@@ -150,8 +155,8 @@ def measure(
     busy: dict[str, list[dict[str, float]]] = {server: [] for server in servers}
     processes = asked.processes if len(load.lengths) > 1 else 1
     for turn in range(asked.rounds):
-        # Fresh prompts each round: nothing of one is in a prefix cache in the next.
-        seed = asked.seed + turn
+        # Fresh prompts each round and case: nothing of one is in a prefix cache in the next.
+        seed = first_seed + turn
         for server in list(servers)[:: 1 if turn % 2 == 0 else -1]:
             before = pods[server].processor() if server in pods else {}
             if server in peers:

@@ -1,11 +1,11 @@
 """Kernels are compiled by processes of their own while the model loads.
 
 Compiled one by one as they are first launched, kernels take most of a start whose cache is empty.
-So a process beside the engine finds out which there will be (`weightless`) and compiles them into
-Triton's cache, as many at a time as there are cores; the engine's first steps find them there. What
-has been compiled for a model and its settings is noted in the cache, so that a start which finds
-the note spends nothing on it. Nothing depends on this: a kernel that is not there is compiled when
-it is launched.
+So a process beside the engine finds out which there will be (`weightless`) and compiles each into
+Triton's cache as soon as it is found, as many at a time as there are cores; the engine's first
+steps find them there. What has been compiled for a model and its settings is noted in the cache, so
+that a start which finds the note spends nothing on it. Nothing depends on this: a kernel that is
+not there is compiled when it is launched.
 """
 
 from __future__ import annotations
@@ -131,19 +131,19 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
     if note.exists() and architecture is None:
         return json.loads(note.read_text())  # type: ignore[no-any-return]
     from tokenpod.engine.startup.weightless import find_kernels
-    from tokenpod.kernels.gpu.compiling import compile_all, missing
+    from tokenpod.kernels.gpu.compiling import Compilers
     from tokenpod.models.folder import is_native
 
     torch.set_num_threads(1)
     # What transformers computes launches few of our kernels, and has no shapes without weights.
     native = is_native(Path(options.model_folder))
-    kernels = find_kernels(options, gpu) if native else []
+    compilers = Compilers(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+    kernels = find_kernels(options, gpu, compilers.take) if native else []
     found = time.monotonic()
-    lacking = missing(kernels)
-    compile_all(lacking, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+    compilers.end()
     facts = {
         "kernels": len(kernels),
-        "compiled": len(lacking),
+        "compiled": compilers.lacking,
         "seconds_to_find": found - began,
         "seconds": time.monotonic() - began,
         "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),

@@ -7,6 +7,7 @@ are run as at a start, and launch what those of the model would; nothing is comp
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,22 @@ _READS = (
 )
 
 
+def _first(x: torch.Tensor) -> Sequence[int]:
+    return x.shape
+
+
+_ATEN = torch.ops.aten
+#: What torch makes here by code that imports its compiler, which takes seconds: where the first
+#: argument is the result, and otherwise the shape of the result, which has its type.
+_IN_PLACE = _ATEN.addmm_.default, _ATEN.index_copy_.default
+_SHAPES: dict[Any, Callable[..., Sequence[int]]] = {
+    _ATEN.empty_like.default: _first,
+    _ATEN.zeros_like.default: _first,
+    _ATEN.mm.default: lambda x, y: (x.shape[0], y.shape[1]),
+    _ATEN.linear.default: lambda x, weight, *_: (*x.shape[:-1], len(weight)),
+}
+
+
 class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What comes to the host from a device without memory is zeros."""
 
@@ -71,6 +88,13 @@ class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return torch.zeros(args[0].shape, dtype=(kwargs or {}).get("dtype", args[0].dtype))
         if func in _READS and args[0].device == META:
             return 0
+        if args and isinstance(args[0], torch.Tensor) and args[0].device == META:
+            if func in _IN_PLACE:
+                return args[0]
+            if func in _SHAPES and args[0].is_contiguous():
+                asked = kwargs or {}
+                dtype, device = asked.get("dtype") or args[0].dtype, asked.get("device") or META
+                return torch.empty(_SHAPES[func](*args), dtype=dtype, device=device)
         return func(*args, **(kwargs or {}))
 
 
@@ -90,14 +114,17 @@ class _Headers(Checkpoint):
             target.zero_()
 
 
-def find_kernels(options: EngineOptions, gpu: Gpu) -> list[Kernel]:
+def find_kernels(
+    options: EngineOptions, gpu: Gpu, found: Callable[[Kernel], object] | None = None
+) -> list[Kernel]:
     """The kernels that serving a model on such a GPU launches, in the order of first launches.
 
-    What adapters, draft models and sums over ranks add is not among them. From then on this process
-    launches no kernels. Raises ModelError for a folder that can't be read.
+    `found` is called with each as soon as it is known. What adapters, draft models and sums over
+    ranks add is not among them. From then on this process launches no kernels. Raises ModelError
+    for a folder that can't be read.
     """
     stand_in(gpu)
-    notes = Notes(gpu.capability)
+    notes = Notes(gpu.capability, found)
     notes.begin()
     shard = Shard(options.placement.rank, options.placement.world) if options.placement else WHOLE
     with Nothing(), torch.inference_mode():  # type: ignore[no-untyped-call]

@@ -229,7 +229,7 @@ def worst_step(
         context: tokens that the longest row comes to at least, most of them from the cache: where
             what attention takes grows with them.
         unknown: the executor finds the drafts.
-        edited: what a row draws changes its next scores, so drafts are checked one by one.
+        edited: what the first row draws changes its next scores, so drafts are checked one by one.
         scored: False spares prompts their scores, which torch makes in many small pieces.
         mutual: tokens of prompts see each other.
     """
@@ -260,7 +260,8 @@ def worst_step(
         # Whatever lies there: the step's slots, over and over.
         prefix = np.arange(cached) % len(slots)
         own, prompt_tokens = slots[at : at + length], [0] * (cached + length)
-        new = _new_text(prompt_tokens) if pools else _new_row(prompt_tokens, edited)
+        own_edits = edited and row == 0  # such rows' counts of all tokens take the host long
+        new = _new_text(prompt_tokens) if pools else _new_row(prompt_tokens, own_edits)
         steps.append(
             PlanRow(
                 row,

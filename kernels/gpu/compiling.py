@@ -2,15 +2,16 @@
 
 Triton compiles a kernel when it is first launched with arguments of a kind: types, integers that
 are 1 or multiples of 16, pointers that are aligned, constants. `Notes` replaces launches by notes
-of that, so whatever launches kernels says what it would ask for; `compile_all` compiles them in
-processes side by side into Triton's cache, where the launches will find them.
+of that, so whatever launches kernels says what it would ask for; `Compilers` compile each as soon
+as it is noted, side by side, into Triton's cache, where the launches will find them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-from collections.abc import Callable, Sequence
+import os
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -59,9 +60,13 @@ class Notes:
 
     Args:
         capability: of the GPU that kernels are for.
+        found: is called with each kernel once, in the order of their first launches.
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(
+        self, capability: tuple[int, int], found: Callable[[Kernel], object] | None = None
+    ) -> None:
+        self._found = found
         self._target = GPUTarget("cuda", capability[0] * 10 + capability[1], _WARP)
         self._backend = make_backend(self._target)
         self._kernels: dict[tuple[JITFunction[Any], str], Kernel] = {}
@@ -92,7 +97,9 @@ class Notes:
             self._backend, named, bound, specialisation, options
         )
         source = ASTSource(kernel, signature, constants, attributes)
-        self._kernels[key] = Kernel(source, options, self._target)
+        self._kernels[key] = noted = Kernel(source, options, self._target)
+        if self._found is not None:
+            self._found(noted)
 
     def _made_binder(self, kernel: JITFunction[Any]) -> Callable[..., Any]:
         made: Callable[..., Any] = create_function_from_signature(
@@ -101,41 +108,69 @@ class Notes:
         return made
 
 
-def missing(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Those that Triton's cache does not have."""
+class Compilers:
+    """Processes that compile kernels into the cache, so many at a time.
 
-    def is_there(kernel: Kernel) -> bool:
+    Each is forked for its kernel, and has all that kernels are full of. No other thread may run.
+    """
+
+    def __init__(self, processes: int) -> None:
+        #: Kernels that the cache had not.
+        self.lacking = 0
+        self._processes = processes
+        self._waiting: list[Kernel] = []
+        #: By process, what it compiles.
+        self._running: dict[int, str] = {}
+
+    def take(self, kernel: Kernel) -> None:
+        """Compile it, unless it is there: now, or when a process has ended."""
         digest = hashlib.sha256(kernel.key.encode()).hexdigest()
-        return get_cache_manager(digest).get_group(f"{kernel.name[:150]}.json") is not None
+        if get_cache_manager(digest).get_group(f"{kernel.name[:150]}.json") is not None:
+            return
+        self.lacking += 1
+        self._waiting.append(kernel)
+        # Those of sampling sort in registers, and take seconds each; others take half of one.
+        self._waiting.sort(key=_is_short)
+        self._see_ended(os.WNOHANG)
+        self._begin()
 
-    return [kernel for kernel in kernels if not is_there(kernel)]
+    def end(self) -> None:
+        """Wait for all. Raises RuntimeError for one that could not be compiled."""
+        while self._running:
+            self._see_ended(0)
+            self._begin()
+
+    def _begin(self) -> None:
+        while len(self._running) < self._processes and self._waiting:
+            kernel = self._waiting.pop(0)
+            self._running[_begun(kernel)] = kernel.name
+
+    def _see_ended(self, how: int) -> None:
+        while self._running:
+            process, status = os.waitpid(-1, how)
+            if not process:
+                return
+            name = self._running.pop(process, "")
+            if status:
+                raise RuntimeError(f"kernel {name} could not be compiled")
+            how = os.WNOHANG
 
 
-def compile_all(kernels: Sequence[Kernel], processes: int) -> None:
-    """Compile these, so many at a time. Forks: no other thread may run."""
-    if not kernels:
-        return
-    # Those of sampling sort in registers, and take seconds each; others take half of one.
-    ordered = sorted(kernels, key=_is_short)
-    processes = min(processes, len(ordered))
-    # What is inherited need not be sent: kernels are full of functions and types.
-    with multiprocessing.get_context("fork").Pool(processes, _inherit, (ordered,)) as pool:
-        for _ in pool.imap_unordered(_compile_one, range(len(ordered)), chunksize=1):
-            pass
-
-
-#: What a forked process compiles.
-_INHERITED: list[Kernel] = []
-
-
-def _inherit(kernels: list[Kernel]) -> None:
-    die_with_parent()
-    _INHERITED[:] = kernels
+def _begun(kernel: Kernel) -> int:
+    """A process that compiles it, by its number."""
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        die_with_parent()
+        kernel.compile()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def _is_short(kernel: Kernel) -> bool:
     return ".sampling." not in kernel.source.fn.__module__
-
-
-def _compile_one(at: int) -> None:
-    _INHERITED[at].compile()

@@ -14,6 +14,7 @@ from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.operations.ops import AddLinear, Linear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
+from tokenpod.kernels.products.library import load_kernels
 from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add, tiled
 from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
 from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
@@ -36,6 +37,7 @@ def prepare_linear(
 ) -> Linear:
     """The product x · weightᵀ + bias with a weight [out, in]; `tiles` None means those measured."""
     table, (n, k) = table_for(weight, tiles), weight.shape
+    load_kernels(weight, bias)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -61,6 +63,7 @@ def prepare_norm_linear(
     """
     table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
+    load_kernels(weight, bias)
 
     def normed_product(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -83,6 +86,7 @@ def prepare_add_linear(
     """The product residual += x · weightᵀ + bias: the sum is made where the product ends."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     transposed = weight.t()
+    load_kernels(weight, bias, add=True)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose(n, k, len(x))

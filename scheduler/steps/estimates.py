@@ -54,8 +54,14 @@ class Estimates:
         self._rested = False
         return now - self._settled_at if busy else None
 
-    def settled(self, step: Step, now: int, drafting_ns: int) -> None:
-        """A step has settled; `drafting_ns` of its time were taken to find drafts."""
+    def settled(
+        self, step: Step, now: int, drafting_ns: int, computed_ns: int | None = None
+    ) -> None:
+        """A step has settled; `drafting_ns` of its time were taken to find drafts.
+
+        `computed_ns`: how long a device computed it, where that is known. A step whose launch was
+        held up settles late, and the one behind it soon: the time between the two says nothing.
+        """
         # A step that was planned during another began no sooner than that one ended.
         took = now - max(step.planned_at, self._settled_at)
         self._settled_at = now
@@ -63,7 +69,7 @@ class Estimates:
         self.prompts.note(step.prompt_tokens, took)
         if step.prompt_tokens:
             if self.gaps is not None and took > 0:
-                self.gaps.note(step.size, took)
+                self.gaps.note(step.size, computed_ns or took)
             return
         plan = step.plan
         if self._drafting is not None:

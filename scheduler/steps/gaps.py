@@ -26,6 +26,9 @@ _MORE = 0.5
 #: A step counts as no longer than so many times what the model says, once that is fitted to as many
 #: steps as these, or to those that were timed before: it may have been held up.
 _OUTLIER, _ENOUGH = 2.0, 24
+#: Of so many of the last steps beside streams, all but so many are to keep the bound: what these
+#: took beyond what the model says of them is taken off it.
+_WATCHED, _LATE = 12, 1
 
 
 class GapBound:
@@ -57,6 +60,8 @@ class GapBound:
         self._fitted_to = self._new = 0
         for size, seconds in measured:
             self._add(size, seconds)
+        #: The last steps beside streams, and their nanoseconds.
+        self._last: deque[tuple[StepSize, int]] = deque(maxlen=_WATCHED)
         #: Steps that the model must have been fitted to before it says what is out of the ordinary.
         self._enough = self._new or _ENOUGH
 
@@ -65,6 +70,8 @@ class GapBound:
         if self._times is not None and self._fitted_to >= self._enough:
             took = min(took, int(_OUTLIER * self._times.nanoseconds(size)) or took)
         self._add(size, took / 1e9)
+        if size.rows:
+            self._last.append((size, took))
 
     def _add(self, size: StepSize, seconds: float) -> None:
         self._seen[size.prompt_tokens.bit_length()].append((size, seconds))
@@ -85,7 +92,7 @@ class GapBound:
         if times is None:
             return min(_UNKNOWN * self._least_tokens, self._most_tokens)
         without = times.nanoseconds(StepSize(rows, context)) / 1e9
-        left = max(self._most - without, _MORE * without)
+        left = max(self._most / self._margin(times) - without, _MORE * without)
         tokens = 0
         for start, n in chain(prompts, repeat((0, _OTHERS))):
             if tokens >= self._most_tokens:
@@ -99,3 +106,10 @@ class GapBound:
             left -= took
             tokens += n
         return max(min(tokens, self._most_tokens), self._least_tokens)
+
+    def _margin(self, times: MachineTimes) -> float:
+        """What the model's times are multiplied by: it knows lines, and machines have knees."""
+        if len(self._last) <= _LATE:
+            return 1.0
+        ratios = sorted(took / max(times.nanoseconds(size), 1) for size, took in self._last)
+        return max(ratios[-1 - _LATE], 1.0)

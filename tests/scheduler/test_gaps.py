@@ -15,6 +15,7 @@ from tokenpod.scheduler.policies.batching import Mixed
 from tokenpod.scheduler.policies.exact import Exact
 from tokenpod.scheduler.scheduler import Scheduler
 from tokenpod.scheduler.sequences.work import Limits
+from tokenpod.scheduler.steps.estimates import Estimates
 from tokenpod.scheduler.steps.gaps import GapBound
 from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize
 from tokenpod.scheduler.steps.step import Step
@@ -169,6 +170,54 @@ def test_steps_that_were_timed_before_outweigh_slow_first_ones():
     gaps = np.concatenate([np.diff(came) / MS for came in simulator.run().tokens])
     # But for those that the machine makes itself.
     assert float(np.quantile(gaps, 0.99)) < 1.25 * BOUND / MS
+
+
+class WithKnee:
+    """A machine whose steps with prompts take half as long again from so many rows on."""
+
+    def nanoseconds(self, size: StepSize) -> int:
+        slow = size.prompt_tokens > 0 and size.rows > 100
+        return int(TIMES.nanoseconds(size) * (1.5 if slow else 1.0))
+
+
+def test_steps_that_no_line_describes_keep_the_bound_after_the_first_ones():
+    limits = Limits(400_000, 256, 65_536, prefill_tokens=8192, max_gap=BOUND)
+    scheduler = SkippingScheduler(limits, admission=Exact, batching=Mixed)
+    times: list[float] = []
+    came = [0]
+
+    def note(step: Step, now: int) -> None:
+        if step.prompt_tokens and step.size.rows > 100:
+            times.append((now - came[0]) / MS)
+        came[0] = now
+
+    simulator = Simulator(
+        scheduler, WithKnee(), [*burst()], 200, overlap=True, jumps=False, on_step=note
+    )
+    simulator.run()
+    # Two are seen and two are under way before that counts.
+    assert max(times[:4]) > 1.2 * BOUND / MS
+    assert np.quantile(times[4:], 0.9) < 1.05 * BOUND / MS
+    assert max(times[4:]) < max(times[:4])
+
+
+def test_a_step_whose_launch_was_held_up_counts_as_long_as_the_device_computed_it():
+    """It settles late and the next one soon, as some of a burst on a GPU did."""
+    budgets = []
+    for held_up in (False, True):
+        gaps = GapBound(BOUND, 256, 8192)
+        estimates, now = Estimates(8192, gaps=gaps), 0
+        for number in range(40):
+            scheduler = Scheduler(Limits(40_000, 64, 16_384, prefill_tokens=8192))
+            prompt = [3] * (1500 + 20 * number)
+            scheduler.submit(Request([0], prompt, SamplingParams(), StoppingParams(9)))
+            step = scheduler.plan(now)
+            computed = TIMES.nanoseconds(step.size)
+            estimates.planned(now)
+            now += (2 * computed - MS if number % 2 else MS) if held_up else computed
+            estimates.settled(step, now, 0, computed)
+        budgets.append(gaps.prompt_tokens(0, 0, [(0, 100_000)]))
+    assert budgets[0] == budgets[1]
 
 
 def test_exact_admission_counts_with_the_least_that_steps_have():

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, Sight, processor_of
+from tokenpod.core.image_processors import ImageProcessor
+from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, processor_of
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields, read_fields
@@ -74,9 +73,9 @@ class Tower:
             name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
         }
         made = self._model.get_image_features(**given)
-        # Of one image: lists of one, or tiles.
+        # Of one image: a tensor of tiles, or a list of one image or of its tiles.
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
-        parts = [part if isinstance(part, torch.Tensor) else part[0] for part in parts]
+        parts = [part if isinstance(part, torch.Tensor) else torch.cat([*part]) for part in parts]
         rows = torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
         return rows.float().cpu()
 
@@ -111,7 +110,7 @@ def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
     vision, channels = config.fields("vision_config"), 3
     sight = SIGHTS[config.texts("architectures")[0]]
     if sight.rows is not RowCount.GRID:
-        return _most_numbers(folder, sight)
+        return _most_numbers(folder, _config(folder)[0])
     patch = vision.integer("patch_size")
     processor = Fields(processor_of(folder) or {}, str(folder / PROCESSOR))
     merge, time = processor.integer("merge_size", 2), processor.integer("temporal_patch_size", 2)
@@ -143,18 +142,12 @@ def tower_size(folder: Path, most_rows: int) -> TowerSize:
     return TowerSize(numbers, pixels * 2 + pixels // patch * each)
 
 
-def _most_numbers(folder: Path, sight: Sight) -> dict[str, torch.Tensor]:
+def _most_numbers(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """What the processor makes of large images of several shapes: that with most numbers."""
-    load: Any = AutoImageProcessor
-    process = load.from_pretrained(
-        folder, backend="pil", local_files_only=True, trust_remote_code=False
-    )
-    found: list[dict[str, torch.Tensor]] = []
-    for height, width in _LARGE:
-        pixels = np.zeros((height, width, 3), np.uint8)
-        made = process(pixels, input_data_format="channels_last", **sight.options)
-        found.append({name: torch.from_numpy(np.asarray(each)) for name, each in made.items()})
-    return max(found, key=lambda tensors: tensors["pixel_values"].numel())
+    process = ImageProcessor(folder, config)
+    made = (process(np.zeros((*sides, 3), np.uint8)) for sides in _LARGE)
+    most = max(made, key=lambda tensors: tensors["pixel_values"].size)
+    return {name: torch.from_numpy(each) for name, each in most.items()}
 
 
 def _read(
@@ -203,8 +196,8 @@ def _config(folder: Path) -> tuple[PreTrainedConfig, int]:
 
 
 def _class_of(config: PreTrainedConfig) -> Any:
-    (name,) = cast(Any, config).architectures
-    return getattr(transformers, name)
+    # Not by the architecture that config.json names: Kimi's own project has another name.
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
 
 def _without_text(whole: Any) -> Any:

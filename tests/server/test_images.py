@@ -340,7 +340,7 @@ def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
 
 
 _GPU = ("llava", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-images")
-_CPU = ("gemma3-images", "idefics3", "llava-next", "mistral3")
+_CPU = ("gemma3-images", "idefics3", "kimi-k2.5-published", "lfm2-vl", "llava-next", "mistral3")
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,15 @@ async def test_an_image_is_turned_as_its_file_says(workers: ImageWorkers) -> Non
     assert np.abs(turned - plain).mean() < 0.1 < np.abs(turned[..., ::-1] - plain).mean()
 
 
+async def test_sixteen_bits_of_grey_are_as_bright_as_eight(workers: ImageWorkers) -> None:
+    eight = picture(40, 24, 8, "L")
+    sixteen = Image.fromarray(np.asarray(eight).astype(np.uint16) * 257)
+    deep = file_of(sixteen)
+    assert deep[24] == 16  # bits of a number
+    plain = numbers(await read(workers, file_of(eight)))
+    assert np.array_equal(numbers(await read(workers, deep)), plain)
+
+
 UNREADABLE = {
     "cut": (file_of(picture(64, 64), "JPEG")[:-300], "is a JPEG by its header, and is cut off"),
     "short": (file_of(picture(64, 64))[:-200], "is a PNG by its header, and "),

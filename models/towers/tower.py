@@ -62,12 +62,14 @@ class Tower:
 
     @torch.inference_mode()
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The rows of one image, [rows, width] float32 on a CPU.
+        """The rows of one image, [rows, width] in the host's memory, which a GPU reads without a
+        copy.
 
         Args:
             tensors: what the model's processor made of it, on a CPU.
 
-        Raises what transformers' code does with tensors that are not for it.
+        Raises what transformers' code does with tensors that are not for it; ValueError if it makes
+        numbers of them that are none.
         """
         given = {
             name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
@@ -77,7 +79,11 @@ class Tower:
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
         parts = [part if isinstance(part, torch.Tensor) else torch.cat([*part]) for part in parts]
         rows = torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
-        return rows.float().cpu()
+        if not rows.isfinite().all():
+            raise ValueError("the tower made numbers that are none")
+        if rows.device.type == "cpu":
+            return rows
+        return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype

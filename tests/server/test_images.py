@@ -323,11 +323,22 @@ def test_gateways_send_images_as_tensors(seeing: Seeing, server: ServerProcess) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--num-shard=2", "--front-ends=2", "--image-cache-bytes=0"])
-def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        ("qwen2.5-vl", "--num-shard=2"),
+        # Rows that see each other, on all ranks.
+        ("gemma3-images", "--num-shard=2"),
+        ("lfm2-vl", "--num-shard=2"),
+        ("qwen2.5-vl", "--front-ends=2"),
+        ("qwen2.5-vl", "--image-cache-bytes=0"),
+    ],
+)
+def test_ranks_and_front_ends_say_the_same(kind: str, flag: str, tmp_path: Path) -> None:
     """Rank 0 alone has the tower; answers find the front end that asked; what is forgotten is
     decoded again.
     """
+    seeing = Seeing(kind, tmp_path / kind)
     texts: list[tuple[str | Image.Image, ...]] = [("a ", RED), (WIDE, "and", RED), ("text",)] * 3
     truths = [truth(seeing, *parts) for parts in texts]
     with serve("--model-id", str(seeing.folder), "--max-total-tokens", "200", flag) as server:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from support.checkpoints.demo import DEMO
-from support.checkpoints.golden import Golden
+from support.checkpoints.golden import Golden, golden_config
 from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
 from tokenpod.core.image_processors import ImageProcessor
 from tokenpod.core.images import SIGHTS
@@ -118,7 +118,7 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lighton-ocr": (
         "<image>",
         _LLAVA,
-        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}},
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 224}},
     ),
     "llava-next": (
         "<image>",
@@ -142,12 +142,13 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": (
         "<image>",
         _LLAVA,
-        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}},
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 224}},
     ),
     "smolvlm": ("<image>", _LLAVA, {"image_processor_type": "SmolVLMImageProcessor", **_LINED}),
 }
 
 
+SEEING_KINDS = (*_KINDS,)
 _KINDS_OF_GOLDEN = {**KINDS, **NESTED_KINDS}
 #: Settings of configs besides those of text alone.
 _MORE: dict[str, dict[str, Any]] = {
@@ -178,6 +179,26 @@ _NESTED = ("gemma3-images", "gemma4-images")
 PUBLISHED = "-published"
 
 
+def write_processor(kind: str, folder: Path) -> None:
+    """All that the decoding of images reads of the folder of such a kind."""
+    base = kind.removesuffix(PUBLISHED)
+    config = {**golden_config(base), **_MORE.get(base, {})}
+    _write(kind, folder, config)
+
+
+def _write(kind: str, folder: Path, config: dict[str, Any]) -> None:
+    if kind.endswith(PUBLISHED):
+        config["architectures"] = ["KimiK25ForConditionalGeneration"]
+        config["media_placeholder_token_id"] = config.pop("image_token_id")
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = _KINDS[kind][2]
+    if kind in _NESTED:
+        whole = {"image_processor": processor, "processor_class": "AnyProcessor"}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
+    else:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
 class Seeing:
     """A checkpoint in a folder, and what transformers makes of it.
 
@@ -187,7 +208,7 @@ class Seeing:
     """
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self.token, template, processor = _KINDS[kind]
+        self.token, template, _ = _KINDS[kind]
         tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
         tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
         self.token_id = tokenizer.token_to_id(self.token)
@@ -209,22 +230,13 @@ class Seeing:
         golden = Golden(base, text_config=text, **more)
         golden.save(folder)
         self._never_say(golden.model, folder)
-        if base != kind:
-            config = json.loads((folder / "config.json").read_text())
-            config["architectures"] = ["KimiK25ForConditionalGeneration"]
-            config["media_placeholder_token_id"] = config.pop("image_token_id")
-            (folder / "config.json").write_text(json.dumps(config))
         self.folder, self.model, self.tokenizer = folder, golden.model, tokenizer
         tokenizer.save(str(folder / "tokenizer.json"))
         config = json.loads((DEMO / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(
             json.dumps(config | {"chat_template": template})
         )
-        if kind in _NESTED:
-            whole = {"image_processor": processor, "processor_class": "AnyProcessor"}
-            (folder / "processor_config.json").write_text(json.dumps(whole))
-        else:
-            (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+        _write(kind, folder, json.loads((folder / "config.json").read_text()))
         self._process = ImageProcessor(folder, self.model.config)
         self.config = json.loads((folder / "config.json").read_text())
         self.sight = SIGHTS[self.config["architectures"][0]]

@@ -86,7 +86,6 @@ class ImageProcessor:
 # -- ours ----------------------------------------------------------------------------------------
 
 
-
 def _moonvit(said: Settings, pixels: Pixels) -> Tensors:
     """Kimi K2.5: scaled down where it has more patches than it may, and padded at its end."""
     patch = said.get("patch_size", 14)
@@ -193,7 +192,7 @@ def _closest_grid(sides: Iterable[int], tiles: tuple[int, int], size: int) -> tu
     best, least = (1, 1), math.inf
     for lines, columns in _grids(*tiles):
         off = abs(width / height - columns / lines)
-        if off < least or off == least and height * width > 0.5 * size**2 * lines * columns:
+        if off < least or (off == least and height * width > 0.5 * size**2 * lines * columns):
             best, least = (lines, columns), off
     return best
 

@@ -73,7 +73,9 @@ class VectorIds:
 
 
 def vectors_of(request: Request, start: int, end: int) -> list[Any]:
-    """[m, width] each, as `GivenVectors` has them: what is given of positions `start` to `end`, in order."""
+    """What is given of positions `start` to `end`, in order: [m, width] each, as `GivenVectors` has
+    them.
+    """
     found = []
     for placed in placed_vectors(request):
         rows, own = placed.given.rows, placed.place

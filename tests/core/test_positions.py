@@ -13,7 +13,9 @@ GRID = [[0] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
 
 
 def image(start: int, axes: list[list[int]] = GRID, span: int = 3, count: int = 6) -> GivenVectors:
-    return GivenVectors(start, np.zeros((count, 2), np.float32), np.array(axes, "<i4").tobytes(), span)
+    return GivenVectors(
+        start, np.zeros((count, 2), np.float32), np.array(axes, "<i4").tobytes(), span
+    )
 
 
 def request(*given: GivenVectors, tokens: int = 20, virtual: int = 0) -> Request:

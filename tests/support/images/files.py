@@ -82,7 +82,7 @@ def valid(draw: random.Random) -> bytes:
 
 
 def _odd(draw: random.Random) -> bytes:
-    """Valid, and rare: 16 bits, palettes with alpha, orientations, profiles, many chunks, strips."""
+    """Valid, and rare: 16 bits, palettes with alpha, orientations, profiles, chunks, strips."""
     return draw.choice(
         (
             lambda: file_of(Image.fromarray(np.full((9, 5), draw.randrange(1 << 16), np.uint16))),

@@ -304,10 +304,9 @@ class Seeing:
 def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """With zeros behind, but for the first axis, so that they can be joined."""
     most = [max(sizes) for sizes in zip(*(each.shape[1:] for each in tensors), strict=True)]
-    return [
-        torch.nn.functional.pad(
-            each,
-            [n for have, want in zip(each.shape[:0:-1], most[::-1], strict=True) for n in (0, want - have)],
-        )
-        for each in tensors
-    ]
+    found = []
+    for each in tensors:
+        larger = each.new_zeros((len(each), *most))
+        larger[tuple(map(slice, each.shape))] = each
+        found.append(larger)
+    return found

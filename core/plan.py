@@ -11,7 +11,7 @@ Columns that few steps need (adapters, masks, copies, given embeddings) are empt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -158,8 +158,9 @@ class StepPlan:
 
     #: [m, width] each, one behind the other: what stands in for rows of the embedding's table, and
     #: behind that, where a model has it, what is added behind its first layers. Read by the model.
-    #: Images have megabytes of them, so they stay where they are, float32 or tensors of the engine,
-    #: until a plan is written for a follower.
+    #: Images have megabytes of them, so they stay where they are, until a plan is written for a
+    #: follower: numpy's float32, or tensors of the engine. A follower has float32 or uint16, the
+    #: bits of the model's type.
     given: tuple[Any, ...] = ()
 
     buffer: Ints
@@ -207,8 +208,8 @@ class StepPlan:
             counts.append(n)
             if n:
                 parts += [columns[name] for name in names]
-        shape = sum(map(len, given)), given[0].shape[1] if given else 0
-        header = (step & 0x7FFFFFFF, step >> 31, *shape, *counts)
+        kind = given[0].shape[1] * 2 + (given[0].itemsize == 2) if given else 0
+        header = (step & 0x7FFFFFFF, step >> 31, sum(map(len, given)), kind, *counts)
         words = np.concatenate((header, *parts), dtype=np.int32, casting="same_kind")
         return cls(words, asks, tuple(given))
 
@@ -218,15 +219,20 @@ class StepPlan:
         buffer = np.frombuffer(data, "<i4")
         if len(buffer) < _HEADER or (buffer[:_HEADER] < 0).any():
             raise ValueError(f"a step's plan of {len(buffer)} words without a header")
-        count, width = buffer[2:4].tolist()
-        end = max(len(buffer) - count * width, _HEADER)
-        given = buffer[end:].view("<f4").reshape(-1, width) if count else None
-        return cls(buffer[:end].astype(np.int32), (), () if given is None else (given,))
+        count, width, half = int(buffer[2]), *divmod(int(buffer[3]), 2)
+        end = max(len(buffer) - (count * width + half) // (1 + half), _HEADER)
+        numbers = buffer[end:].view("<u2" if half else "<f4")[: count * width]
+        given = (numbers.reshape(count, width),) if len(numbers) else ()
+        return cls(buffer[:end].astype(np.int32), (), given)
 
-    def to_bytes(self) -> bytes:
-        """Little-endian, without `asks`."""
-        parts = [self.buffer.astype("<i4", copy=False), *map(_floats, self.given)]
-        return b"".join(part.tobytes() for part in parts)
+    def to_bytes(self, numbers: Callable[[Any], NDArray] = np.asarray) -> bytes:
+        """Little-endian, without `asks`.
+
+        `numbers`: of a tensor of the engine, float32 or the bits of a type of half the size.
+        """
+        parts = [self.buffer, *map(numbers, self.given)]
+        data = b"".join(memoryview(np.ascontiguousarray(part)).cast("B") for part in parts)
+        return data + bytes(-len(data) % 4)
 
     @property
     def rows(self) -> int:
@@ -271,12 +277,6 @@ class StepPlan:
         return self.samples - self.sampling
 
 
-def _floats(rows: Any) -> Floats:
-    """Little-endian; a tensor may have numbers of half the size."""
-    numbers: Floats = rows if isinstance(rows, np.ndarray) else rows.float().numpy()
-    return numbers.astype("<f4", copy=False)
-
-
 def _by_kind() -> list[list[str]]:
     """Names of columns of integers, together those of the same; both in order of declaration."""
     found: dict[str, list[str]] = {}
@@ -289,7 +289,8 @@ def _by_kind() -> list[list[str]]:
 
 _COLUMNS: Final = _by_kind()
 _NAMES: Final = frozenset(chain.from_iterable(_COLUMNS))
-#: The step's number, the two lengths of `given`, and those of the columns.
+#: The step's number, how many `given` has, twice its width, one more if its numbers have 16 bits,
+#: and the lengths of the columns.
 _HEADER: Final = 4 + len(_COLUMNS)
 
 

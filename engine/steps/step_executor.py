@@ -31,7 +31,7 @@ from tokenpod.engine.sampling.prompt_scores import (
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Model, PooledRows
-from tokenpod.engine.steps.integers import Integers, fill, given_tokens
+from tokenpod.engine.steps.integers import Integers, fill, given_tokens, rows_of
 from tokenpod.engine.steps.mailbox import Flight, Mailbox
 from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.engine.steps.open_drafts import Unknown
@@ -427,10 +427,7 @@ class StepExecutor(ABC, Generic[S]):
     def _given(self, plan: StepPlan) -> GivenEmbeddings:
         index, dtype = given_tokens(plan), self._model.dtype
         # Each by itself: what lies in pinned memory crosses without a copy on the host.
-        parts = [
-            self._upload(torch.tensor(x, dtype=dtype) if isinstance(x, np.ndarray) else x.to(dtype))
-            for x in plan.given
-        ]
+        parts = [self._upload(rows_of(part, dtype)) for part in plan.given]
         if len(plan.soft_index):
             assert self._adapters is not None, "a plan names adapters of a model without any"
             soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)

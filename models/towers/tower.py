@@ -17,6 +17,11 @@ import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
+try:
+    from transformers import vision_utils
+except ImportError:  # not in all versions that are allowed
+    vision_utils = None  # type: ignore[assignment]
+
 from tokenpod.core.image_processors import ImageProcessor
 from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, processor_of
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
@@ -33,6 +38,14 @@ _FEW_TOKENS = 8
 _MOST_PIXELS = 28 * 28 * 1280
 #: Heights and widths of images that processors cut into as many tiles as into any.
 _LARGE = ((2048, 2048), (1536, 2048), (512, 6144))
+#: Kinds of models whose towers read lengths of attention on the host alone; GLM-4V's also adds
+#: positions by them, on the device.
+_CUT_ON_HOST = ("kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_CUT_ON_HOST += ("qwen3_5", "qwen3_5_moe")
+#: Whether this version of transformers takes them.
+_TAKES_LENGTHS = hasattr(vision_utils, "get_vision_cu_seqlens") and (
+    "kwargs" in inspect.signature(vision_utils.get_vision_cu_seqlens).parameters
+)
 
 
 class TowerSize(NamedTuple):
@@ -74,7 +87,7 @@ class Tower:
         given = {
             name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
         }
-        made = self._model.get_image_features(**given)
+        made = self._model.get_image_features(**given, **_lengths(self._model, tensors))
         # Of one image: a tensor of tiles, or a list of one image or of its tiles.
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
         parts = [part if isinstance(part, torch.Tensor) else torch.cat([*part]) for part in parts]
@@ -88,6 +101,25 @@ class Tower:
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self._device, dtype)
+
+
+def _lengths(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Where attention begins anew in an image's patches, on the host.
+
+    transformers cuts queries, keys and values there, and to read it from the device it would wait
+    three times per layer, behind all that steps have queued.
+    """
+    grid, config = tensors.get("image_grid_thw"), model.config
+    if grid is None or config.model_type not in _CUT_ON_HOST or not _TAKES_LENGTHS:
+        return {}
+    found = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grid)}
+    if window := getattr(config.vision_config, "window_size", None):  # Qwen2.5-VL's
+        vision = config.vision_config
+        index, cut = vision_utils.get_vision_window_index(
+            grid, vision.spatial_merge_size, window, vision.patch_size
+        )
+        found |= {"window_index": index, "cu_window_seqlens": cut}
+    return found
 
 
 def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device, most_rows: int) -> Tower:

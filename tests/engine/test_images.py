@@ -7,6 +7,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.towers.tower import largest_image, load_tower, tower_size
+from tokenpod.models.towers.tower import _lengths, largest_image, load_tower, tower_size
 from tokenpod.scheduler.scheduler import Scheduler
 
 #: Their towers or texts differ, and what comes before and behind does not.
@@ -228,6 +229,23 @@ def test_one_file_is_enough_for_an_image_that_is_there_twice(
     assert eyes.client.encoded[op].missing == ()
     assert eyes.calls == before + 1
     eyes.encoder.drop(DropImages(op))
+
+
+def test_a_tower_cuts_attention_where_it_is_told(eyes: Eyes, monkeypatch: Any) -> None:
+    """On a GPU it would otherwise ask the device for it in each layer."""
+    seeing = eyes.seeing
+    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    image = {name: torch.from_numpy(x) for name, x in seeing.prepared(WIDE).items()}
+    told = _lengths(tower._model, image)
+    assert bool(told) == ("qwen" in seeing.folder.name or "kimi" in seeing.folder.name)
+    if not told:
+        return
+    right, end = tower(image), int(told["cu_seqlens"][-1])
+    monkeypatch.setattr(
+        "tokenpod.models.towers.tower._lengths",
+        lambda *_: told | {"cu_seqlens": torch.tensor([0, 4, end], dtype=torch.int32)},
+    )
+    assert not torch.allclose(tower(image), right)
 
 
 def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:

@@ -231,7 +231,7 @@ class StepPlan:
         `numbers`: of a tensor of the engine, float32 or the bits of a type of half the size.
         """
         parts = [self.buffer, *map(numbers, self.given)]
-        data = b"".join(memoryview(np.ascontiguousarray(part)).cast("B") for part in parts)
+        data = b"".join(np.ascontiguousarray(part).data.cast("B") for part in parts)
         return data + bytes(-len(data) % 4)
 
     @property

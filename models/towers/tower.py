@@ -40,8 +40,10 @@ _MOST_PIXELS = 28 * 28 * 1280
 _LARGE = ((2048, 2048), (1536, 2048), (512, 6144))
 #: Kinds of models whose towers read lengths of attention on the host alone; GLM-4V's also adds
 #: positions by them, on the device.
-_CUT_ON_HOST = ("kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_CUT_ON_HOST += ("qwen3_5", "qwen3_5_moe")
+_CUT_ON_HOST = (
+    *("kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3_5", "qwen3_5_moe"),
+)
 #: Whether this version of transformers takes them.
 _TAKES_LENGTHS = hasattr(vision_utils, "get_vision_cu_seqlens") and (
     "kwargs" in inspect.signature(vision_utils.get_vision_cu_seqlens).parameters

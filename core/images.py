@@ -38,6 +38,15 @@ class RowCount(StrEnum):
     FIXED = "fixed"
     #: As many as the processor says: Gemma 4.
     SAID = "said"
+    #: The same: Kimi K2.5.
+    MOONVIT = "moonvit"
+    #: Tiles behind their line and column, then the whole, each with as many as its size asks for:
+    #: LFM2-VL.
+    PACKED_TILES = "packed tiles"
+    #: A fixed number per tile, and a token behind each: Command A Vision.
+    ENDED_TILES = "ended tiles"
+    #: One per square of patches: LightOnOCR.
+    MERGED = "merged"
 
 
 class Sight(NamedTuple):
@@ -48,8 +57,8 @@ class Sight(NamedTuple):
     token: str = "image_token_id"  # noqa: S105 (the name of a field)
     #: What chat templates write once for an image: that token, or the one in this field, or this.
     written: str = ""
-    #: Fields of the tokens that the models' chat templates write around an image; none: they write
-    #: nothing.
+    #: Fields of the tokens that the models' chat templates write around an image, or texts where
+    #: no field names them; none: they write nothing.
     wrapping: tuple[str, ...] = ()
     #: Fields of the tokens before and behind an image's rows, which templates do not write.
     enclosing: tuple[str, ...] = ()
@@ -66,6 +75,8 @@ _QWEN = Sight(RowCount.GRID, wrapping=("vision_start_token_id", "vision_end_toke
 
 _GLM = Sight(RowCount.GRID, wrapping=("image_start_token_id", "image_end_token_id"), axes=True)
 
+_KIMI = ("<|media_begin|>image<|media_content|>", "<|media_end|>")
+
 _IDEFICS = Sight(RowCount.TILES_IN_LINES, options={"return_row_col_info": True})
 
 _CROPPED = {"crop_to_patches": True}
@@ -80,6 +91,7 @@ SIGHTS: Mapping[str, Sight] = {
     "AyaVisionForConditionalGeneration": Sight(
         RowCount.NAMED_TILES, "image_token_index", written="<image>", options=_CROPPED
     ),
+    "Cohere2VisionForConditionalGeneration": Sight(RowCount.ENDED_TILES),
     "Gemma3ForConditionalGeneration": Sight(
         RowCount.FIXED,
         "image_token_index",
@@ -93,6 +105,12 @@ SIGHTS: Mapping[str, Sight] = {
     ),
     "Idefics3ForConditionalGeneration": _IDEFICS,
     "InternVLForConditionalGeneration": Sight(RowCount.TILES, options=_CROPPED),
+    "KimiK25ForConditionalGeneration": Sight(
+        RowCount.MOONVIT, "media_placeholder_token_id", wrapping=_KIMI
+    ),
+    "Kimi_K25ForConditionalGeneration": Sight(RowCount.MOONVIT, wrapping=_KIMI),
+    "Lfm2VlForConditionalGeneration": Sight(RowCount.PACKED_TILES),
+    "LightOnOcrForConditionalGeneration": Sight(RowCount.MERGED),
     "LlavaForConditionalGeneration": Sight(RowCount.PATCHES, "image_token_index"),
     "LlavaNextForConditionalGeneration": Sight(
         RowCount.UNPADDED, "image_token_index", options={"do_pad": True}

@@ -11,7 +11,7 @@ Columns that few steps need (adapters, masks, copies, given embeddings) are empt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -63,7 +63,6 @@ _PerAwaited = Annotated[Ints, "1, if copies are awaited"]
 
 
 _NOTHING: Final[Ints] = np.empty(0, np.int32)
-_NO_VECTORS: Final[Floats] = np.empty((0, 0), np.float32)
 
 
 class StepPlan:
@@ -72,9 +71,10 @@ class StepPlan:
     Rows with a single token come first; of these, those with the most context before others.
 
     Args:
-        buffer: int32: a header of lengths, the columns in the order of their declaration, and
-            `given`. It is write-protected from now on.
+        buffer: int32: a header of lengths, and the columns in the order of their declaration. It
+            is write-protected from now on.
         asks: of each new row; empty on followers.
+        given: see there.
 
     Raises:
         ValueError: the buffer is not as long as it says.
@@ -156,30 +156,33 @@ class StepPlan:
     #: before anything of this step is read or copied (0: it is this step).
     awaited: _PerAwaited
 
-    #: [given, width] what stands in for rows of the embedding's table, and behind that, where a
-    #: model has it, what is added behind its first layers. Read by the model.
-    given: Floats = _NO_VECTORS
+    #: [m, width] each, one behind the other: what stands in for rows of the embedding's table, and
+    #: behind that, where a model has it, what is added behind its first layers. Read by the model.
+    #: Images have megabytes of them, so they stay where they are, until a plan is written for a
+    #: follower: numpy's float32, or tensors of the engine. A follower has float32 or uint16, the
+    #: bits of the model's type.
+    given: tuple[Any, ...] = ()
 
     buffer: Ints
     asks: Sequence[NewRow]
     step: int
 
-    def __init__(self, buffer: Ints, asks: Sequence[NewRow] = ()) -> None:
+    def __init__(
+        self, buffer: Ints, asks: Sequence[NewRow] = (), given: tuple[Any, ...] = ()
+    ) -> None:
         buffer.flags.writeable = False
-        low, high, given, width, *counts = buffer[:_HEADER].tolist()
+        low, high, _, _, *counts = buffer[:_HEADER].tolist()
         own = self.__dict__
         own["buffer"], own["asks"], own["step"] = buffer, asks, high << 31 | low
+        own["given"] = given
         at = _HEADER
         for n, names in zip(counts, _COLUMNS, strict=True):
             if n:
                 for name in names:
                     own[name] = buffer[at : at + n]
                     at += n
-        if at + given * width != len(buffer):
-            words = at + given * width
-            raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {words}")
-        if given:
-            own["given"] = buffer[at:].view(np.float32).reshape(given, width)
+        if at != len(buffer):
+            raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: a plan does not change")
@@ -189,7 +192,7 @@ class StepPlan:
         cls,
         step: int,
         asks: Sequence[NewRow] = (),
-        given: Floats = _NO_VECTORS,
+        given: Sequence[Any] = (),
         **columns: Sequence[int] | NDArray,
     ) -> StepPlan:
         """A plan of these columns, integers; those that are not there are empty.
@@ -205,10 +208,10 @@ class StepPlan:
             counts.append(n)
             if n:
                 parts += [columns[name] for name in names]
-        if len(given):
-            parts.append(np.ascontiguousarray(given).view(np.int32).ravel())
-        header = (step & 0x7FFFFFFF, step >> 31, *given.shape, *counts)
-        return cls(np.concatenate((header, *parts), dtype=np.int32, casting="same_kind"), asks)
+        kind = given[0].shape[1] * 2 + (given[0].itemsize == 2) if given else 0
+        header = (step & 0x7FFFFFFF, step >> 31, sum(map(len, given)), kind, *counts)
+        words = np.concatenate((header, *parts), dtype=np.int32, casting="same_kind")
+        return cls(words, asks, tuple(given))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StepPlan:
@@ -216,11 +219,20 @@ class StepPlan:
         buffer = np.frombuffer(data, "<i4")
         if len(buffer) < _HEADER or (buffer[:_HEADER] < 0).any():
             raise ValueError(f"a step's plan of {len(buffer)} words without a header")
-        return cls(buffer.astype(np.int32, copy=False))
+        count, width, half = int(buffer[2]), *divmod(int(buffer[3]), 2)
+        end = max(len(buffer) - (count * width + half) // (1 + half), _HEADER)
+        numbers = buffer[end:].view("<u2" if half else "<f4")[: count * width]
+        given = (numbers.reshape(count, width),) if len(numbers) else ()
+        return cls(buffer[:end].astype(np.int32), (), given)
 
-    def to_bytes(self) -> bytes:
-        """Little-endian, without `asks`."""
-        return self.buffer.astype("<i4", copy=False).tobytes()
+    def to_bytes(self, numbers: Callable[[Any], NDArray] = np.asarray) -> bytes:
+        """Little-endian, without `asks`.
+
+        `numbers`: of a tensor of the engine, float32 or the bits of a type of half the size.
+        """
+        parts = [self.buffer, *map(numbers, self.given)]
+        data = b"".join(np.ascontiguousarray(part).data.cast("B") for part in parts)
+        return data + bytes(-len(data) % 4)
 
     @property
     def rows(self) -> int:
@@ -240,7 +252,7 @@ class StepPlan:
     @property
     def embeds(self) -> bool:
         """Whether some tokens have an embedding in place of an id."""
-        return len(self.given) + len(self.soft_index) > 0
+        return bool(self.given) or len(self.soft_index) > 0
 
     @property
     def singles(self) -> int:
@@ -277,7 +289,8 @@ def _by_kind() -> list[list[str]]:
 
 _COLUMNS: Final = _by_kind()
 _NAMES: Final = frozenset(chain.from_iterable(_COLUMNS))
-#: The step's number, the two lengths of `given`, and those of the columns.
+#: The step's number, how many `given` has, twice its width, one more if its numbers have 16 bits,
+#: and the lengths of the columns.
 _HEADER: Final = 4 + len(_COLUMNS)
 
 
@@ -349,7 +362,7 @@ def plan_of(
         r_adapter=[row.adapter for row in rows] if any(row.adapter for row in rows) else [],
         r_masked=[row.masked for row in rows] if any(row.masked for row in rows) else [],
         r_mutual=[row.mutual for row in rows] if any(row.mutual for row in rows) else [],
-        given=np.concatenate(given) if given else _NO_VECTORS,
+        given=given,
         put_slot=[slot for slot, _ in puts],
         put_adapter=[adapter for _, adapter in puts],
         awaited=awaited,

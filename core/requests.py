@@ -7,6 +7,7 @@ CLOCK_MONOTONIC, which all processes of a machine read.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -69,10 +70,9 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
 
     #: The first place; each has one vector.
     start: int
-    #: Numbers of a vector, as many as the table has columns.
-    width: int
-    #: [n, width] float32, little-endian.
-    numbers: bytes
+    #: [n, width] as many numbers as the table has columns: numpy's float32, or a tensor of the
+    #: engine. They never leave its process but within a plan.
+    rows: Any
     #: [3, n] int32, little-endian: time, height and width of each vector, from the position that a
     #: token at `start` would have; empty: each vector is one further on, as tokens are.
     axes: bytes = b""
@@ -86,7 +86,7 @@ class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     @property
     def count(self) -> int:
         """Vectors."""
-        return len(self.numbers) // (4 * self.width)
+        return len(self.rows)
 
 
 class ImageRun(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,10 @@
 """A model that sees, beside text: images per second, first token, and gaps of running streams.
 
 A pod with random weights of a published shape. Streams of text decode all the time; their gaps are
-measured without images, then while callers send one image after the other, each a new one, and
-read one token. Then the same image again, whose rows are cached.
+measured without prompts beside them; then while callers send one prompt of text after the other,
+with as many tokens as one with an image has, and read one token; then while each prompt has a new
+image; then with the same image again, whose rows are cached. What images cost the streams is the
+third against the second.
 
     images --shape qwen3-vl-8b
     images --shape llava-1.5-7b --streams 32 --callers 4 --seconds 20
@@ -232,7 +234,10 @@ async def measure(address: str, asked: argparse.Namespace) -> list[dict[str, Any
         made = pictures(tuple(asked.size))
         same = next(made)
         rows = []
-        for case, source in (("text alone", None), ("new images", made), ("known image", same)):
+        length = await tokens_of(stubs[1], same)
+        prompts = texts(length)
+        cases: list[tuple[str, Any]] = [("text alone", None), (f"prompts of {length}", prompts)]
+        for case, source in (*cases, ("new images", made), ("known image", same)):
             gaps.clear()
             began, took = time.perf_counter(), list[float]()
             if source is None:
@@ -279,21 +284,42 @@ async def decode(stub: Any, gaps: list[tuple[float, float]]) -> None:
                 last = now
 
 
-async def look(stub: Any, source: bytes | Iterator[bytes], took: list[float], end: float) -> None:
-    """Send images until the time is over; seconds until the first token of each."""
+async def tokens_of(stub: Any, image: bytes) -> int:
+    """Of a prompt with an image."""
+    from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+
+    asked = service.TokenizeRequest(chat=seen(image).chat)
+    return int((await stub.Tokenize(asked)).token_count)
+
+
+def texts(length: int) -> Iterator[Any]:
+    """Prompts of so many tokens, none like another."""
+    from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+
+    draw = np.random.default_rng(1)
+    while True:
+        yield pb.GenerateRequest(token_ids=pb.TokenIds(ids=draw.integers(5, 4000, length)))
+
+
+def seen(image: bytes) -> Any:
+    """A request with one image."""
     from tokenpod_client.protos.tokenpod.v1 import chat_pb2
     from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 
+    parts = [
+        chat_pb2.ContentPart(image=chat_pb2.Image(data=image)),
+        chat_pb2.ContentPart(text="What is this?"),
+    ]
+    chat = chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role="user", content=parts)])
+    return pb.GenerateRequest(chat=chat)
+
+
+async def look(stub: Any, source: bytes | Iterator[Any], took: list[float], end: float) -> None:
+    """Send images, or requests, until the time is over; seconds until the first token of each."""
     while time.perf_counter() < end:
-        data = source if isinstance(source, bytes) else next(source)
-        parts = [
-            chat_pb2.ContentPart(image=chat_pb2.Image(data=data)),
-            chat_pb2.ContentPart(text="What is this?"),
-        ]
-        request = pb.GenerateRequest(
-            chat=chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role="user", content=parts)]),
-            stopping=pb.StoppingOptions(max_new_tokens=1, ignore_eos=True),
-        )
+        asked = source if isinstance(source, bytes) else next(source)
+        request = seen(asked) if isinstance(asked, bytes) else asked
+        request.stopping.max_new_tokens, request.stopping.ignore_eos = 1, True
         began = time.perf_counter()
         async for _ in stub.Generate(request):
             pass

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded, PreparedImage
@@ -40,7 +39,8 @@ log = logging.getLogger("tokenpod.engine")
 #: Images that the thread has: the one that it computes, and the next.
 _AHEAD = 2
 
-Rows = npt.NDArray[np.float32]
+#: [n, width] on the host.
+Rows = torch.Tensor
 #: What the thread has made of an image, by key; an exception, if it failed.
 _Made = tuple[bytes, Rows | Exception]
 
@@ -163,7 +163,7 @@ class ImageEncoder:
             span = max(image.grid, default=0)
             given.append(
                 GivenVectors(
-                    *(run.start, rows.shape[1], rows.tobytes(), axes, span),
+                    *(run.start, rows, axes, span),
                     key=name,
                     mutual=self._mutual,
                 )
@@ -244,11 +244,9 @@ class ImageEncoder:
                 }
         finally:
             os.close(descriptor)
-        rows: Rows = self._tower(tensors).numpy()
+        rows = self._tower(tensors)
         if rows.shape != (image.rows, self._tower.width):
             raise ValueError(f"the tower made {rows.shape} of an image of {image.rows} rows")
-        if not np.isfinite(rows).all():
-            raise ValueError("the tower made numbers that are none")
         return rows
 
     def _own_stream(self) -> Any:

@@ -31,6 +31,7 @@ from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL, difference
 from tokenpod.engine.shards.rival import find_rival
 from tokenpod.engine.shards.transport import SERVER_OPTIONS, SERVICE, server_credentials
+from tokenpod.engine.steps.integers import numbers_of
 from tokenpod_client.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Threads for streams that are refused, besides one per follower.
@@ -135,7 +136,8 @@ class PlanServer:
     def send_plan(self, plan: StepPlan) -> None:
         """The next step, for every follower."""
         self._plans += 1
-        self._send(pb.FollowResponse(plan=pb.Plan(number=self._plans, columns=plan.to_bytes())))
+        columns = plan.to_bytes(numbers_of)
+        self._send(pb.FollowResponse(plan=pb.Plan(number=self._plans, columns=columns)))
 
     @property
     def count(self) -> int:

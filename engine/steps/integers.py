@@ -181,6 +181,22 @@ def given_tokens(plan: StepPlan) -> Ints:
     return np.flatnonzero(plan.t_token <= GIVEN)
 
 
+def rows_of(part: Ints | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[m, width] a part of a plan's `given`, in the model's type."""
+    if isinstance(part, torch.Tensor):
+        return part.to(dtype)
+    if part.dtype.itemsize == 2:
+        return torch.from_numpy(part.astype(np.int16)).view(dtype)
+    return torch.tensor(part, dtype=dtype)
+
+
+def numbers_of(part: Ints | torch.Tensor) -> npt.NDArray[Any]:
+    """The same for a follower: float32, or the bits of a type of half the size."""
+    if isinstance(part, np.ndarray):
+        return part
+    return part.view(torch.int16).numpy() if part.itemsize == 2 else part.float().numpy()
+
+
 def pad(
     into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int, window_sink: int = 0
 ) -> None:

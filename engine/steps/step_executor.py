@@ -31,7 +31,7 @@ from tokenpod.engine.sampling.prompt_scores import (
 from tokenpod.engine.sampling.sampler import LeaderTokens, Sampler
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import Model, PooledRows
-from tokenpod.engine.steps.integers import Integers, fill, given_tokens
+from tokenpod.engine.steps.integers import Integers, fill, given_tokens, rows_of
 from tokenpod.engine.steps.mailbox import Flight, Mailbox
 from tokenpod.engine.steps.offload_copies import OffloadCopies
 from tokenpod.engine.steps.open_drafts import Unknown
@@ -425,16 +425,18 @@ class StepExecutor(ABC, Generic[S]):
         return WindowRows(integers.t_window, rows.b_window_runs or rows.b_runs, table)
 
     def _given(self, plan: StepPlan) -> GivenEmbeddings:
-        index = given_tokens(plan)
-        rows = torch.tensor(plan.given, dtype=self._model.dtype)
+        index, dtype = given_tokens(plan), self._model.dtype
+        # Each by itself: what lies in pinned memory crosses without a copy on the host.
+        parts = [self._upload(rows_of(part, dtype)) for part in plan.given]
         if len(plan.soft_index):
             assert self._adapters is not None, "a plan names adapters of a model without any"
             soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)
-            more = max(rows.shape[1] - soft.shape[1], 0)
-            soft = torch.nn.functional.pad(soft, (0, more))
-            rows = torch.cat((rows, soft)) if len(rows) else soft
-        rows = rows[torch.from_numpy(GIVEN - plan.t_token[index])]
-        return GivenEmbeddings(self._upload(index), self._upload(rows))
+            more = max((part.shape[1] for part in parts), default=0) - soft.shape[1]
+            parts.append(self._upload(torch.nn.functional.pad(soft, (0, max(more, 0)))))
+        rows, order = parts[0] if len(parts) == 1 else torch.cat(parts), GIVEN - plan.t_token[index]
+        if (order != np.arange(len(rows))).any():
+            rows = rows[self._upload(order.astype(np.int64))]
+        return GivenEmbeddings(self._upload(index), rows)
 
     def _score_prompt(
         self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int, asked: Wanted

@@ -14,12 +14,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, Sight, processor_of
+try:
+    from transformers import vision_utils
+except ImportError:  # not in all versions that are allowed
+    vision_utils = None  # type: ignore[assignment]
+
+from tokenpod.core.image_processors import ImageProcessor
+from tokenpod.core.images import PROCESSOR, SIGHTS, RowCount, processor_of
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.checkpoints.fields import Fields, read_fields
@@ -34,6 +38,16 @@ _FEW_TOKENS = 8
 _MOST_PIXELS = 28 * 28 * 1280
 #: Heights and widths of images that processors cut into as many tiles as into any.
 _LARGE = ((2048, 2048), (1536, 2048), (512, 6144))
+#: Kinds of models whose towers read lengths of attention on the host alone; GLM-4V's also adds
+#: positions by them, on the device.
+_CUT_ON_HOST = (
+    *("kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3_5", "qwen3_5_moe"),
+)
+#: Whether this version of transformers takes them.
+_TAKES_LENGTHS = hasattr(vision_utils, "get_vision_cu_seqlens") and (
+    "kwargs" in inspect.signature(vision_utils.get_vision_cu_seqlens).parameters
+)
 
 
 class TowerSize(NamedTuple):
@@ -63,26 +77,51 @@ class Tower:
 
     @torch.inference_mode()
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The rows of one image, [rows, width] float32 on a CPU.
+        """The rows of one image, [rows, width] in the host's memory, which a GPU reads without a
+        copy.
 
         Args:
             tensors: what the model's processor made of it, on a CPU.
 
-        Raises what transformers' code does with tensors that are not for it.
+        Raises what transformers' code does with tensors that are not for it; ValueError if it makes
+        numbers of them that are none.
         """
         given = {
             name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
         }
-        made = self._model.get_image_features(**given)
-        # Of one image: lists of one, or tiles.
+        made = self._model.get_image_features(**given, **_lengths(self._model, tensors))
+        # Of one image: a tensor of tiles, or a list of one image or of its tiles.
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
-        parts = [part if isinstance(part, torch.Tensor) else part[0] for part in parts]
+        parts = [part if isinstance(part, torch.Tensor) else torch.cat([*part]) for part in parts]
         rows = torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
-        return rows.float().cpu()
+        if not rows.isfinite().all():
+            raise ValueError("the tower made numbers that are none")
+        if rows.device.type == "cpu":
+            return rows
+        return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self._device, dtype)
+
+
+def _lengths(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Where attention begins anew in an image's patches, on the host.
+
+    transformers cuts queries, keys and values there, and to read it from the device it would wait
+    three times per layer, behind all that steps have queued.
+    """
+    grid, config = tensors.get("image_grid_thw"), model.config
+    if grid is None or config.model_type not in _CUT_ON_HOST or not _TAKES_LENGTHS:
+        return {}
+    found = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grid)}
+    if window := getattr(config.vision_config, "window_size", None):  # Qwen2.5-VL's
+        vision = config.vision_config
+        index, cut = vision_utils.get_vision_window_index(
+            grid, vision.spatial_merge_size, window, vision.patch_size
+        )
+        found |= {"window_index": index, "cu_window_seqlens": cut}
+    return found
 
 
 def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device, most_rows: int) -> Tower:
@@ -111,7 +150,7 @@ def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:
     vision, channels = config.fields("vision_config"), 3
     sight = SIGHTS[config.texts("architectures")[0]]
     if sight.rows is not RowCount.GRID:
-        return _most_numbers(folder, sight)
+        return _most_numbers(folder, _config(folder)[0])
     patch = vision.integer("patch_size")
     processor = Fields(processor_of(folder) or {}, str(folder / PROCESSOR))
     merge, time = processor.integer("merge_size", 2), processor.integer("temporal_patch_size", 2)
@@ -143,18 +182,12 @@ def tower_size(folder: Path, most_rows: int) -> TowerSize:
     return TowerSize(numbers, pixels * 2 + pixels // patch * each)
 
 
-def _most_numbers(folder: Path, sight: Sight) -> dict[str, torch.Tensor]:
+def _most_numbers(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """What the processor makes of large images of several shapes: that with most numbers."""
-    load: Any = AutoImageProcessor
-    process = load.from_pretrained(
-        folder, backend="pil", local_files_only=True, trust_remote_code=False
-    )
-    found: list[dict[str, torch.Tensor]] = []
-    for height, width in _LARGE:
-        pixels = np.zeros((height, width, 3), np.uint8)
-        made = process(pixels, input_data_format="channels_last", **sight.options)
-        found.append({name: torch.from_numpy(np.asarray(each)) for name, each in made.items()})
-    return max(found, key=lambda tensors: tensors["pixel_values"].numel())
+    process = ImageProcessor(folder, config)
+    made = (process(np.zeros((*sides, 3), np.uint8)) for sides in _LARGE)
+    most = max(made, key=lambda tensors: tensors["pixel_values"].size)
+    return {name: torch.from_numpy(each) for name, each in most.items()}
 
 
 def _read(
@@ -203,8 +236,8 @@ def _config(folder: Path) -> tuple[PreTrainedConfig, int]:
 
 
 def _class_of(config: PreTrainedConfig) -> Any:
-    (name,) = cast(Any, config).architectures
-    return getattr(transformers, name)
+    # Not by the architecture that config.json names: Kimi's own project has another name.
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
 
 def _without_text(whole: Any) -> Any:

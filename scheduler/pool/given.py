@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tokenpod.core.plan import GIVEN
 from tokenpod.core.positions import placed_vectors
-from tokenpod.core.requests import GivenVectors, Request
+from tokenpod.core.requests import Request
 from tokenpod.scheduler.pool.radix import Tokens
-
-Vectors = npt.NDArray[np.float32]
 
 #: Different vectors that are remembered. One that is forgotten gets another id, and its prefix is
 #: computed once more.
@@ -48,7 +46,7 @@ class VectorIds:
         prompt[:virtual] = VIRTUAL - np.arange(virtual)
         prompt[virtual:] = request.prompt
         for placed in placed_vectors(request):
-            vectors, place = _vectors(placed.given), placed.place
+            vectors, place = placed.given.rows, placed.place
             if placed.given.key:
                 prompt[place : place + len(vectors)] = self._ids_of(placed.given.key, len(vectors))
                 continue
@@ -74,17 +72,14 @@ class VectorIds:
         return (GIVEN - (found + np.arange(count)) % _MOST_IDS).astype(np.int32)
 
 
-def vectors_of(request: Request, start: int, end: int) -> list[Vectors]:
-    """[m, width] each: what is given of positions `start` to `end`, in order."""
+def vectors_of(request: Request, start: int, end: int) -> list[Any]:
+    """What is given of positions `start` to `end`, in order: [m, width] each, as `GivenVectors` has
+    them.
+    """
     found = []
     for placed in placed_vectors(request):
-        rows, own = _vectors(placed.given), placed.place
+        rows, own = placed.given.rows, placed.place
         first, last = max(start, own), min(end, own + len(rows))
         if first < last:
             found.append(rows[first - own : last - own])
     return found
-
-
-def _vectors(given: GivenVectors) -> Vectors:
-    numbers = np.frombuffer(given.numbers, "<f4").astype(np.float32, copy=False)
-    return numbers.reshape(-1, given.width)

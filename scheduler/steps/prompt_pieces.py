@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from tokenpod.core.plan import LAST, Ints
 from tokenpod.core.positions import axes_of
-from tokenpod.scheduler.pool.given import Vectors, vectors_of
+from tokenpod.scheduler.pool.given import vectors_of
 from tokenpod.scheduler.pool.radix import Slots, Tokens
 from tokenpod.scheduler.sequences.sequence import Sequence
 
@@ -48,7 +49,7 @@ class Piece:
         return bool(self.sequence.request.given or self.sequence.request.virtual_tokens)
 
     @property
-    def given(self) -> list[Vectors]:
+    def given(self) -> list[Any]:
         """[m, width] each: the embeddings that are given instead of `tokens`."""
         return vectors_of(self.sequence.request, self.start, self.start + len(self.slots))
 

@@ -362,7 +362,7 @@ class StepBuilder:
         columns["soft_adapter"] = adapters.repeat(columns["r_tokens"])[virtual]
         columns["soft_index"] = VIRTUAL - tokens[virtual]
         if given:
-            columns["given"] = np.concatenate(given)
+            columns["given"] = given
         tokens[(tokens <= GIVEN) & (tokens > VIRTUAL)] = GIVEN - np.arange(n)
         tokens[virtual] = GIVEN - n - np.arange(len(virtual))
 

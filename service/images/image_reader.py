@@ -300,8 +300,10 @@ class ImageTokens:
         sight = SIGHTS[config["architectures"][0]]
 
         def names(*fields: str) -> list[str]:
-            found = [config[name] for name in fields if isinstance(config.get(name), int)]
-            return [name_of(each) or "" for each in found]
+            found = [config.get(name, name) for name in fields]
+            # A text that no field names stands for itself; a field of no number for nothing.
+            found = [each for each in found if isinstance(each, int) or "<" in str(each)]
+            return [each if isinstance(each, str) else name_of(each) or "" for each in found]
 
         token_id = config.get(sight.token)
         row = name_of(token_id) if isinstance(token_id, int) else None

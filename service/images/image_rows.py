@@ -143,6 +143,34 @@ def _lines(config: Any, tensors: Tensors, names: Mapping[str, Any]) -> Iterator[
     yield names.get("image_end_token", "[IMG_END]"), 0
 
 
+def _merged(config: Any, tensors: Tensors, names: Mapping[str, Any]) -> Layout:
+    return _rows(sum(rows for _, rows in _lines(config, tensors, names)))
+
+
+def _packed_tiles(config: Any, tensors: Tensors, names: Mapping[str, Any]) -> Iterator[Any]:
+    del names
+    each = np.prod(-(-tensors["spatial_shapes"] // config.downsample_factor), axis=1).tolist()
+    lines, columns = (int(tensors[name].reshape(-1)[0]) for name in ("rows", "cols"))
+    yield "<|image_start|>", 0
+    if lines * columns > 1:
+        for tile in range(lines * columns):
+            yield f"<|img_row_{tile // columns + 1}_col_{tile % columns + 1}|>", each[tile]
+        each = each[lines * columns :]
+    for whole in each:
+        yield "<|img_thumbnail|>" if lines * columns > 1 else "", whole
+    yield "<|image_end|>", 0
+
+
+def _ended_tiles(config: Any, tensors: Tensors, names: Mapping[str, Any]) -> Iterator[Any]:
+    del names
+    each = _per_tile(config.vision_config, 1 / config.downsample_factor)
+    count = int(tensors["num_patches"].reshape(-1)[0])
+    yield "<|START_OF_IMG|>", each
+    for _ in range(count - 1):
+        yield "<|IMG_LINE_BREAK|>", each
+    yield "<|IMG_LINE_BREAK|><|END_OF_IMG|>", 0
+
+
 def _fixed(config: Any, tensors: Tensors, names: Mapping[str, Any]) -> Layout:
     del tensors, names
     return _rows(config.mm_tokens_per_image)
@@ -164,4 +192,8 @@ _RULES: Final[Mapping[RowCount, Callable[[Any, Tensors, Mapping[str, Any]], Any]
     RowCount.LINES: _lines,
     RowCount.FIXED: _fixed,
     RowCount.SAID: _said,
+    RowCount.MOONVIT: _said,
+    RowCount.PACKED_TILES: _packed_tiles,
+    RowCount.ENDED_TILES: _ended_tiles,
+    RowCount.MERGED: _merged,
 }

@@ -70,28 +70,20 @@ class Processor:
     """A model's processor of images, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        # Not above: it takes seconds, and asks whether there is torch. The class by its module:
-        # 5.17 of `transformers` itself has it only beside torchvision.
+        # Not above: it takes seconds, and asks whether there is torch.
         import transformers
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        from tokenpod.core.image_processors import ImageProcessor
 
         auto: Any = transformers
-        local = {"local_files_only": True, "trust_remote_code": False}
-        self._config = auto.AutoConfig.from_pretrained(folder, **local)
+        self._config = auto.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         self._sight = SIGHTS[self._config.architectures[0]]
-        # "pil": what torchvision makes of an image differs from version to version.
-        processors: Any = AutoImageProcessor
-        self._process = processors.from_pretrained(folder, backend="pil", **local)
-        self._options = dict(self._sight.options)
-        if self._sight.rows is RowCount.LINES:
-            # transformers' processor of the whole gives it what a row takes.
-            vision = self._config.vision_config
-            self._options["patch_size"] = vision.patch_size * self._config.spatial_merge_size
+        self._process = ImageProcessor(folder, self._config)
         whole = folder / WHOLE_PROCESSOR
         self._names = json.loads(whole.read_bytes()) if whole.is_file() else {}
-        digest = hashlib.sha256()
-        for part in (type(self._process).__qualname__, transformers.__version__):
-            digest.update(part.encode() + b"\0")
+        digest = hashlib.sha256(self._process.name.encode() + b"\0")
         for name in (PROCESSOR, WHOLE_PROCESSOR, _MODEL_CONFIG):
             if (folder / name).is_file():
                 digest.update((folder / name).read_bytes())
@@ -100,11 +92,7 @@ class Processor:
 
     def __call__(self, pixels: Pixels) -> Tensors:
         """[height, width, 3] to the tower's arguments, for one image."""
-        # Said, not guessed: 1 or 3 pixels of height look like channels (CVE-2026-22773).
-        made = self._process(
-            pixels, input_data_format="channels_last", return_tensors=None, **self._options
-        )
-        return {name: np.ascontiguousarray(np.asarray(value)) for name, value in made.items()}
+        return self._process(pixels)
 
     @property
     def shapes(self) -> TensorShapes:
@@ -113,9 +101,8 @@ class Processor:
         if rows is RowCount.GRID:
             merge, time = int(vision.spatial_merge_size), int(vision.temporal_patch_size)
             patch = vision.patch_size**2 * time
-            size: Any = self._process.size
-            most = size["longest_edge"] // (vision.patch_size * merge) ** 2
-            return TensorShapes(rows, 3 * patch, merge, most_rows=int(most))
+            most = self._process.most_pixels // (vision.patch_size * merge) ** 2
+            return TensorShapes(rows, 3 * patch, merge, most_rows=most)
         if rows in (RowCount.PATCHES, RowCount.FIXED):
             side = int(vision.image_size)
             square = {"pixel_values": np.empty((1, 3, side, side), np.bool_)}
@@ -127,7 +114,7 @@ class Processor:
         if not self._sight.axes:
             return ()
         _, height, width = tensors["image_grid_thw"].reshape(-1).tolist()
-        merge = int(self._process.merge_size)
+        merge = int(self._config.vision_config.spatial_merge_size)
         return int(height) // merge, int(width) // merge
 
     def layout(self, tensors: Tensors) -> Layout:
@@ -172,6 +159,10 @@ def decoded(job: ReadImage) -> Pixels | Refused:
                     return Refused(Refusal.JOB, problem)
                 image.load()
                 upright = ImageOps.exif_transpose(image)
+                if upright.mode.startswith("I"):
+                    # 16 bits of grey: Pillow would cut them off at 255.
+                    grey = (np.asarray(upright) >> 8).astype(np.uint8)
+                    return np.repeat(grey[..., None], 3, axis=2)
                 return np.asarray(upright.convert("RGB"))
         except MemoryError:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from tokenpod.core.new_row import NewRow
 from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.steps.integers import numbers_of, rows_of
 
 NUMBERS = st.integers(0, 2**31 - 1)
 
@@ -85,11 +87,27 @@ def test_numbers_below_zero_in_the_header_are_refused() -> None:
 def test_a_plan_does_not_change_once_it_is_written() -> None:
     plan = plan_of(1, [PlanRow(0, 3, [1, 2], [3, 4], given=np.ones((1, 2), np.float32))])
     for own in (plan, StepPlan.from_bytes(plan.to_bytes())):
-        for column in (own.buffer, own.r_row, own.t_token, own.given):
+        for column in (own.buffer, own.r_row, own.t_token):
             with pytest.raises(ValueError, match="read-only"):
                 column[:] = 0
         with pytest.raises(AttributeError, match="does not change"):
             own.step = 2
+
+
+ROW = ("r_start", "r_tokens", "r_samples", "r_output")
+
+
+def test_rows_of_images_reach_followers_as_they_are() -> None:
+    """In the leader's plan they are no copies; numbers of 16 bits are sent as such."""
+    rows = torch.arange(9.0).reshape(3, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        parts = (rows[:2].to(dtype), rows[2:].to(dtype))
+        plan = StepPlan.of(1, given=parts, r_row=[1], **{name: [0] for name in ROW})
+        assert plan.given == parts
+        data = plan.to_bytes(numbers_of)
+        assert len(data) - len(plan.buffer) * 4 - 9 * dtype.itemsize in (0, 2)
+        (sent,) = StepPlan.from_bytes(data).given
+        assert torch.equal(rows_of(sent, dtype), rows.to(dtype))
 
 
 def test_a_column_that_is_not_declared_or_of_another_length_is_refused() -> None:

@@ -13,8 +13,9 @@ GRID = [[0] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
 
 
 def image(start: int, axes: list[list[int]] = GRID, span: int = 3, count: int = 6) -> GivenVectors:
-    numbers = np.zeros((count, 2), "<f4").tobytes()
-    return GivenVectors(start, 2, numbers, np.array(axes, "<i4").tobytes(), span)
+    return GivenVectors(
+        start, np.zeros((count, 2), np.float32), np.array(axes, "<i4").tobytes(), span
+    )
 
 
 def request(*given: GivenVectors, tokens: int = 20, virtual: int = 0) -> Request:
@@ -55,10 +56,10 @@ def test_any_piece_of_a_prompt_has_the_positions_that_the_whole_has():
 
 
 def test_vectors_without_axes_stand_where_tokens_do():
-    plain = GivenVectors(1, 2, np.zeros((3, 2), "<f4").tobytes())
+    plain = GivenVectors(1, np.zeros((3, 2), np.float32))
     assert axes_of(request(plain), 0, 8) is None
     assert shift_of(request(plain)) == 0
-    behind = GivenVectors(8, 2, plain.numbers)
+    behind = GivenVectors(8, plain.rows)
     axes = axes_of(request(image(0), behind, image(14)), 6, 14)
     assert axes is not None
     assert axes.tolist() == [[*range(3, 11)]] * 3
@@ -71,5 +72,5 @@ def test_positions_that_cannot_be_are_named():
     assert positions_problem(request(short), served=True) == (
         "vectors from place 4 bring 12 bytes of positions; 6 vectors have 72"
     )
-    none = GivenVectors(0, 2, np.zeros((3, 2), "<f4").tobytes())
+    none = GivenVectors(0, np.zeros((3, 2), np.float32))
     assert positions_problem(request(none), served=False) == ""

@@ -45,15 +45,14 @@ def table(folder) -> torch.Tensor:
 
 def vectors(table: torch.Tensor, start: int, end: int, change: float = 0.0) -> GivenVectors:
     rows = table[PROMPT[start:end]].numpy() + np.float32(change)
-    return GivenVectors(start, table.shape[1], rows.astype("<f4").tobytes())
+    return GivenVectors(start, rows)
 
 
 def request(number: int, *given: GivenVectors) -> Request:
     """The prompt, as far as it is not given."""
     prompt = list(PROMPT)
     for part in given:
-        positions = len(part.numbers) // 4 // part.width
-        prompt[part.start : part.start + positions] = [0] * positions
+        prompt[part.start : part.start + part.count] = [0] * part.count
     stopping = StoppingParams(max_new_tokens=4)
     return Request([number], prompt, SAMPLED, stopping, given=list(given))
 

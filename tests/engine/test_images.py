@@ -7,6 +7,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from support.engines.engine_link import Client
 from support.engines.planner_probe import preempt_sequence
 from support.engines.small_engines import Engine
 from support.images.files import picture
-from support.images.seeing import Seeing
+from support.images.seeing import PUBLISHED, Seeing
 from support.kernels.live_tensors import LiveTensors
 from tokenpod.core.images import (
     SIGHTS,
@@ -36,14 +37,15 @@ from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.towers.tower import largest_image, load_tower, tower_size
+from tokenpod.models.towers.tower import _lengths, largest_image, load_tower, tower_size
 from tokenpod.scheduler.scheduler import Scheduler
 
 #: Their towers or texts differ, and what comes before and behind does not.
 RARER = (
     *("llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"),
     *("glm4v", "glm4.6v", "glm4v-moe", "aya-vision", "idefics3", "internvl", "llava-next"),
-    *("llava-onevision", "mistral3", "smolvlm", "gemma4-images"),
+    *("llava-onevision", "mistral3", "smolvlm", "gemma4-images", "cohere2-vision"),
+    *("kimi-k2.5", "kimi-k2.5-published", "lfm2-vl", "lighton-ocr"),
 )
 KINDS = [
     "qwen3-vl",
@@ -95,8 +97,9 @@ class Eyes:
         return PreparedImage(key, rows, self.grid(image), descriptor, tuple(places))
 
     def grid(self, image: Image.Image) -> tuple[int, ...]:
-        grid = self.seeing.prepared(image).get("image_grid_thw")
-        return () if grid is None else tuple((grid[0, 1:] // 2).tolist())
+        if not self.seeing.sight.axes:
+            return ()
+        return tuple((self.seeing.prepared(image)["image_grid_thw"][0, 1:] // 2).tolist())
 
     def encode(self, *images: PreparedImage) -> int:
         """The op, once it has been answered."""
@@ -228,6 +231,23 @@ def test_one_file_is_enough_for_an_image_that_is_there_twice(
     eyes.encoder.drop(DropImages(op))
 
 
+def test_a_tower_cuts_attention_where_it_is_told(eyes: Eyes, monkeypatch: Any) -> None:
+    """On a GPU it would otherwise ask the device for it in each layer."""
+    seeing = eyes.seeing
+    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    image = {name: torch.from_numpy(x) for name, x in seeing.prepared(WIDE).items()}
+    told = _lengths(tower._model, image)
+    assert bool(told) == ("qwen" in seeing.folder.name or "kimi" in seeing.folder.name)
+    if not told:
+        return
+    right, end = tower(image), int(told["cu_seqlens"][-1])
+    monkeypatch.setattr(
+        "tokenpod.models.towers.tower._lengths",
+        lambda *_: told | {"cu_seqlens": torch.tensor([0, 4, end], dtype=torch.int32)},
+    )
+    assert not torch.allclose(tower(image), right)
+
+
 def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:
     wrong = eyes.image(RED)
     wrong = structs.replace(wrong, key=b"another" * 5, rows=wrong.rows + 1)
@@ -251,9 +271,11 @@ def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
 
 def test_every_architecture_is_tried() -> None:
     tried = {
-        golden_config(kind)["architectures"][0] for kind in ("qwen3-vl", "gemma3-images", *RARER)
+        golden_config(kind)["architectures"][0]
+        for kind in ("qwen3-vl", "gemma3-images", *RARER)
+        if not kind.endswith(PUBLISHED)
     }
-    assert tried == {*SIGHTS}
+    assert tried == {*SIGHTS} - {"KimiK25ForConditionalGeneration"}
 
 
 def test_the_tower_of_a_quantised_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
@@ -280,7 +302,12 @@ def _of_text(seeing: Seeing) -> int:
     return sum(p.numel() for p in text.parameters()) + (0 if tied else head.weight.numel())
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3-vl", "gemma3-images"])
+LARGEST = ["llava", "qwen3-vl", "gemma3-images"]
+
+
+@pytest.mark.parametrize(
+    "kind", [*LARGEST, *(pytest.param(x, marks=pytest.mark.slow) for x in RARER if x != "llava")]
+)
 def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path) -> None:
     """A GPU is given it first, so that later ones need no more memory."""
     seeing = Seeing(kind, tmp_path / kind)
@@ -291,7 +318,9 @@ def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path
     assert size.weights * 4 == tower.weight_bytes
     assert live.most_bytes <= size.working * 4
     found = footprint_of(seeing.folder)
-    assert (found.tower_numbers, found.parameters) == (size.weights, _of_text(seeing))
+    assert found.tower_numbers == size.weights
+    if kind in LARGEST:
+        assert found.parameters == _of_text(seeing)
     assert rows >= seeing.rows(picture(400, 400)) // 2
     if kind == "qwen3-vl":
         assert len(tower(largest_image(seeing.folder, 2))) == 1

@@ -50,7 +50,7 @@ def prompt_of(seed: int, texts: tuple[int, ...] = TEXTS) -> Prompt:
             numbers = chance.normal(size=(rows * columns, WIDTH)).astype("<f4")
             axes = np.stack([g.ravel() for g in np.indices((1, rows, columns))]).astype("<i4")
             span = max(rows, columns)
-            given.append(GivenVectors(len(ids), WIDTH, numbers.tobytes(), axes.tobytes(), span))
+            given.append(GivenVectors(len(ids), numbers, axes.tobytes(), span))
             vectors.append(torch.from_numpy(numbers))
             ids += [0] * len(numbers)
             types += [1] * len(numbers)
@@ -117,8 +117,8 @@ def test_a_prefix_is_found_again_where_positions_are_the_same(golden):
     engine = Engine(golden(KINDS[0]).folder)
     prompt = prompt_of(1)
     first, second = prompt.given
-    other = GivenVectors(second.start, WIDTH, second.numbers, second.axes, second.span + 1)
-    plain = GivenVectors(first.start, WIDTH, first.numbers)
+    other = GivenVectors(second.start, second.rows, second.axes, second.span + 1)
+    plain = GivenVectors(first.start, first.rows)
     asked = [
         request(0, prompt),
         request(1, prompt),

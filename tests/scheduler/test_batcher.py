@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from support.engines.scheduler_driver import Driver, request
@@ -57,7 +58,7 @@ def test_the_prompt_budget_is_filled_from_several_prompts(driver):
 
 def seeing(first: int, count: int) -> GivenVectors:
     """An image whose tokens see each other; the first one has the ids of `SEEN`."""
-    return GivenVectors(first, 1, bytes(4 * count), key=b"an image", mutual=True)
+    return GivenVectors(first, np.zeros((count, 1), np.float32), key=b"an image", mutual=True)
 
 
 SEEN = [GIVEN - i for i in range(30)]

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support.engines.scheduler_driver import Driver, FailureCode, request
@@ -47,7 +48,7 @@ def test_a_chunk_yields_no_token_until_it_ends_the_prompt(driver):
 
 
 def test_a_chunk_does_not_end_within_an_image(driver):
-    image = GivenVectors(2, 1, bytes(4 * 5), key=b"an image", mutual=True)
+    image = GivenVectors(2, np.zeros((5, 1), np.float32), key=b"an image", mutual=True)
     seen = [GIVEN - i for i in range(5)]
     driver.scheduler.limits = replace(driver.scheduler.limits, mutual=8)
     driver.advance(1, [request(1, [1, 1, *seen, 1, 1, 1], given=[image])], chunks=[4])

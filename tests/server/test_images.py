@@ -5,7 +5,6 @@ nobody.
 from __future__ import annotations
 
 import base64
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +18,15 @@ from PIL import Image
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as vllm_rpc
 
-from support.clients.public_api import generate, refused, stream, violations
+from support.clients.public_api import refused, stream, violations
+from support.images.calls import NEW, asked, chat, said, server_files, truth
 from support.images.files import file_of, hostile, moving, picture, png
 from support.images.seeing import Seeing
 from support.pods.harness import ServerProcess, serve
 from support.waiting import wait_for
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
-from tokenpod_client.protos.tokenpod.v1 import chat_pb2
-from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
-
-NEW = 8
 
 
 @pytest.fixture(scope="module")
@@ -49,39 +45,6 @@ def server(seeing: Seeing) -> Iterator[ServerProcess]:
 def stub(server: ServerProcess) -> Iterator[Any]:
     with server.channel() as channel:
         yield GenerationServiceStub(channel)
-
-
-def chat(*parts: str | bytes) -> chat_pb2.Chat:
-    """One turn of these texts and images."""
-    content = [
-        chat_pb2.ContentPart(text=part)
-        if isinstance(part, str)
-        else chat_pb2.ContentPart(image=chat_pb2.Image(data=part))
-        for part in parts
-    ]
-    return chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role="user", content=content)])
-
-
-def asked(*parts: str | bytes, **more: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        chat=chat(*parts),
-        sampling=pb.SamplingOptions(do_sample=False),
-        stopping=pb.StoppingOptions(max_new_tokens=NEW, ignore_eos=True),
-        **more,
-    )
-
-
-def truth(seeing: Seeing, *parts: str | Image.Image) -> list[int]:
-    """What transformers says to the same."""
-    texts = [p if isinstance(p, str) else seeing.shown(p) for p in parts]
-    text = f"user: {''.join(texts)}\nassistant: "
-    images = [part for part in parts if not isinstance(part, str)]
-    ids = seeing.tokenizer.encode(text, add_special_tokens=False).ids
-    return seeing.greedy(ids, images, NEW)
-
-
-def said(stub: Any, *parts: str | bytes) -> list[int]:
-    return generate(stub, asked(*parts)).samples[0].token_ids
 
 
 RED, WIDE = picture(20, 20, 1), picture(60, 20, 2)
@@ -217,17 +180,6 @@ def test_an_image_that_is_there_twice_leaves_nothing(server: ServerProcess, stub
     wait_for(lambda: not [*server_files(server)])
 
 
-def server_files(server: ServerProcess) -> Iterator[str]:
-    """Memory of images that the front end holds."""
-    for name in os.listdir(f"/proc/{server.process.pid}/fd"):
-        try:
-            target = os.readlink(f"/proc/{server.process.pid}/fd/{name}")
-        except OSError:
-            continue
-        if "tokenpod-image" in target:
-            yield target
-
-
 def _prefill(server: ServerProcess, *requests: v3.Request) -> list[list[int]]:
     """The tokens of each request of a router's batch, to its end."""
     shard = server.shard()
@@ -323,11 +275,22 @@ def test_gateways_send_images_as_tensors(seeing: Seeing, server: ServerProcess) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--num-shard=2", "--front-ends=2", "--image-cache-bytes=0"])
-def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        ("qwen2.5-vl", "--num-shard=2"),
+        # Rows that see each other, on all ranks.
+        ("gemma3-images", "--num-shard=2"),
+        ("lfm2-vl", "--num-shard=2"),
+        ("qwen2.5-vl", "--front-ends=2"),
+        ("qwen2.5-vl", "--image-cache-bytes=0"),
+    ],
+)
+def test_ranks_and_front_ends_say_the_same(kind: str, flag: str, tmp_path: Path) -> None:
     """Rank 0 alone has the tower; answers find the front end that asked; what is forgotten is
     decoded again.
     """
+    seeing = Seeing(kind, tmp_path / kind)
     texts: list[tuple[str | Image.Image, ...]] = [("a ", RED), (WIDE, "and", RED), ("text",)] * 3
     truths = [truth(seeing, *parts) for parts in texts]
     with serve("--model-id", str(seeing.folder), "--max-total-tokens", "200", flag) as server:
@@ -340,7 +303,7 @@ def test_ranks_and_front_ends_say_the_same(seeing: Seeing, flag: str) -> None:
 
 
 _GPU = ("llava", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-images")
-_CPU = ("gemma3-images", "idefics3", "llava-next", "mistral3")
+_CPU = ("gemma3-images", "idefics3", "kimi-k2.5-published", "lfm2-vl", "llava-next", "mistral3")
 
 
 @pytest.mark.parametrize(

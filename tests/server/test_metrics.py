@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from support.clients.public_api import generate, text_request
-from support.pods.harness import ServerProcess, free_port, serve
+from support.pods.harness import free_port, serve
+from support.pods.metrics import Pod
 from support.waiting import wait_for
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -24,32 +22,6 @@ METHOD = "tokenpod.v1.GenerationService/Generate"
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
 MOST_REQUESTS = 5
-
-
-@dataclass
-class Scraped:
-    """A page, parsed."""
-
-    samples: list[Any]
-
-    def sum(self, name: str, **labels: str) -> float:
-        """Of all samples with this name and these labels, the others whatever they are."""
-        return sum(
-            sample.value
-            for sample in self.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
-
-
-@dataclass
-class Pod:
-    server: ServerProcess
-    metrics_port: int
-
-    def scrape(self) -> Scraped:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-        return Scraped([sample for family in families for sample in family.samples])
 
 
 @pytest.fixture(scope="module")

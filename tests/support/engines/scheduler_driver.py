@@ -117,7 +117,7 @@ def _with_id(plan: StepPlan, sequence: Sequence, token: int, place: int) -> int:
     """A token as the tree has it: virtual ones have the ids of their adapter's."""
     if token > GIVEN:
         return token
-    at = GIVEN - token - len(plan.given)
+    at = GIVEN - token - sum(map(len, plan.given))
     if at < 0:  # a given embedding
         return int(sequence.inputs[place])
     assert plan.soft_adapter[at] == sequence.request.adapter

@@ -81,6 +81,53 @@ def valid(draw: random.Random) -> bytes:
     return file_of(image, kind)
 
 
+def _odd(draw: random.Random) -> bytes:
+    """Valid, and rare: 16 bits, palettes with alpha, orientations, profiles, chunks, strips."""
+    return draw.choice(
+        (
+            lambda: file_of(Image.fromarray(np.full((9, 5), draw.randrange(1 << 16), np.uint16))),
+            lambda: png(3, 2, bytes(2 * (1 + 3 * 6)), depth=16),
+            lambda: png(3, 2, bytes(2 * (1 + 3 * 8)), depth=16, colour=6),
+            lambda: png(9, 1, bytes(1 + 2), depth=1, colour=0),
+            lambda: file_of(picture(9, 7, 1, "LA")),
+            lambda: file_of(picture(9, 7, 1, "P"), transparency=bytes(range(16))),
+            lambda: file_of(picture(40, 1, 2, "CMYK"), "JPEG"),
+            lambda: oriented(draw.randrange(10)),
+            lambda: file_of(picture(30, 20, 3), "JPEG", exif=b"Exif\0\0" + draw.randbytes(99)),
+            lambda: file_of(picture(30, 20, 4), "PNG", icc_profile=draw.randbytes(300_000)),
+            lambda: file_of(picture(30, 20, 4), "JPEG", icc_profile=draw.randbytes(500_000)),
+            lambda: png(2, 2, bytes(2 * 7), chunk(b"tEXt", b"a\0b") * 10_000),
+            lambda: png(2, 2, bytes(2 * 7), chunk(b"eXIf", draw.randbytes(40))),
+            lambda: file_of(picture(*draw.choice(((1, 200), (200, 1), (2, 399), (30_000, 150))))),
+        )
+    )()
+
+
+def oriented(orientation: int) -> bytes:
+    """A JPEG that says how it lies; 0 and 9 mean nothing."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return file_of(picture(30, 20, 5), "JPEG", exif=exif)
+
+
+def _too_long(draw: random.Random) -> bytes:
+    """One pixel thin; as a file of so many pixels, or by its header alone."""
+    sides = draw.choice(((1, 30_000), (30_000, 1), (1, 201)))
+    return draw.choice((png(*sides, b""), file_of(picture(*sides))))
+
+
+@functools.cache
+def _whole() -> tuple[bytes, ...]:
+    """Of each format, large enough to be cut anywhere."""
+    image = picture(90, 70, 6)
+    return tuple(file_of(image, kind) for kind in ("PNG", "JPEG", "WEBP"))
+
+
+def tenths() -> list[bytes]:
+    """Files of each format, cut at every tenth of them."""
+    return [data[: len(data) * tenth // 10] for data in _whole() for tenth in range(10)]
+
+
 def _cut(draw: random.Random) -> bytes:
     data = valid(draw)
     return data[: draw.randrange(len(data))]
@@ -129,7 +176,8 @@ def _segments(draw: random.Random) -> bytes:
 
 
 KINDS: tuple[Callable[[random.Random], bytes], ...] = (
-    *(valid, _cut, _flipped, _flipped, _spliced, _lying, _animated, _random, _segments, _bomb),
+    *(valid, _cut, _flipped, _odd, _flipped, _spliced, _lying, _animated, _random, _segments),
+    *(_bomb, _too_long, lambda draw: draw.choice(tenths())),
 )
 
 

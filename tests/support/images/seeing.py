@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from support.checkpoints.demo import DEMO
-from support.checkpoints.golden import Golden
+from support.checkpoints.golden import Golden, golden_config
 from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
-from tokenpod.core.images import SIGHTS, RowCount
+from tokenpod.core.image_processors import ImageProcessor
+from tokenpod.core.images import SIGHTS
 from tokenpod.service.images.expansions import Layout, rows_of
 from tokenpod.service.images.image_reader import ImageTokens
 from tokenpod.service.images.image_rows import layout_of
@@ -29,12 +30,17 @@ _MARKS = (
     *("<fake_token_around_image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     *(f"<row_{line}_col_{column}>" for line in (1, 2) for column in (1, 2)),
+    *("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|IMG_LINE_BREAK|>"),
+    *(f"<|img_row_{line}_col_{column}|>" for line in (1, 2) for column in (1, 2, 3, 4)),
+    *("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"),
 )
 _LLAVA = """{% for message in messages %}{{ message.role + ': ' }}{% if message.content is string
  %}{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image'
  %}{{ '<image>\\n' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif
  %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 _QWEN = _LLAVA.replace("<image>\\n", "<|vision_start|><|image_pad|><|vision_end|>")
+_MEDIA = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+_KIMI = _LLAVA.replace("<image>\\n", _MEDIA)
 _SIDE = 16
 
 
@@ -55,6 +61,7 @@ _PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16]]
 _LINED = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": _SIDE}}
 _CROPS = {"size": _TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}
 _CROPS |= {"image_processor_type": "GotOcr2ImageProcessor"}
+_FITTING = {"image_processor_type": "Cohere2VisionImageProcessorFast", "size": _TILE}
 
 #: By kind: the token for a row, the template, and the processor.
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -77,6 +84,7 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4.6v": ("<|image_pad|>", _QWEN, _tiles(14, "Glm46VImageProcessor")),
     "glm4v-moe": ("<|image_pad|>", _QWEN, _tiles(14, "Glm4vImageProcessor")),
     "aya-vision": ("<|IMG_PATCH|>", _LLAVA, _CROPS),
+    "cohere2-vision": ("<|IMG_PATCH|>", _LLAVA.replace("<image>", "<|IMG_PATCH|>"), _FITTING),
     "gemma3-images": (
         "<image_soft_token>",
         _LLAVA.replace("<image>\\n", "<start_of_image>"),
@@ -92,6 +100,26 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "idefics3": ("<image>", _LLAVA, {"image_processor_type": "Idefics3ImageProcessor", **_LINED}),
     "internvl": ("<image>", _LLAVA, _CROPS),
+    "kimi-k2.5": ("<|media_pad|>", _KIMI, {"image_processor_type": "Kimi_K25ImageProcessor"}),
+    "kimi-k2.5-published": (
+        "<|media_pad|>",
+        _KIMI,
+        {"media_proc_cfg": {"in_patch_limit": 8, "patch_size": 14, "merge_kernel_size": 2}},
+    ),
+    "lfm2-vl": (
+        "<image>",
+        _LLAVA,
+        {
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            **{"encoder_patch_size": 8, "tile_size": 32, "max_tiles": 4},
+            **{"min_image_tokens": 1, "max_image_tokens": 4, "max_pixels_tolerance": 0.9},
+        },
+    ),
+    "lighton-ocr": (
+        "<image>",
+        _LLAVA,
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 224}},
+    ),
     "llava-next": (
         "<image>",
         _LLAVA,
@@ -114,12 +142,13 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": (
         "<image>",
         _LLAVA,
-        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}},
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 224}},
     ),
     "smolvlm": ("<image>", _LLAVA, {"image_processor_type": "SmolVLMImageProcessor", **_LINED}),
 }
 
 
+SEEING_KINDS = (*_KINDS,)
 _KINDS_OF_GOLDEN = {**KINDS, **NESTED_KINDS}
 #: Settings of configs besides those of text alone.
 _MORE: dict[str, dict[str, Any]] = {
@@ -131,6 +160,7 @@ _MORE: dict[str, dict[str, Any]] = {
             **{"position_embedding_size": 64, "rope_parameters": None},
         },
     },
+    "kimi-k2.5": {"projection_hidden_size": 32},
     **{kind: {"image_grid_pinpoints": _PINPOINTS} for kind in ("llava-next", "llava-onevision")},
 }
 _MORE_OF_TEXT: dict[str, dict[str, Any]] = {
@@ -145,6 +175,30 @@ _MORE_OF_TEXT: dict[str, dict[str, Any]] = {
 _NESTED = ("gemma3-images", "gemma4-images")
 
 
+#: Kinds that their own project publishes otherwise than transformers saves them.
+PUBLISHED = "-published"
+
+
+def write_processor(kind: str, folder: Path) -> None:
+    """All that the decoding of images reads of the folder of such a kind."""
+    base = kind.removesuffix(PUBLISHED)
+    config = {**golden_config(base), **_MORE.get(base, {})}
+    _write(kind, folder, config)
+
+
+def _write(kind: str, folder: Path, config: dict[str, Any]) -> None:
+    if kind.endswith(PUBLISHED):
+        config["architectures"] = ["KimiK25ForConditionalGeneration"]
+        config["media_placeholder_token_id"] = config.pop("image_token_id")
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = _KINDS[kind][2]
+    if kind in _NESTED:
+        whole = {"image_processor": processor, "processor_class": "AnyProcessor"}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
+    else:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
 class Seeing:
     """A checkpoint in a folder, and what transformers makes of it.
 
@@ -154,14 +208,13 @@ class Seeing:
     """
 
     def __init__(self, kind: str, folder: Path) -> None:
-        from transformers import AutoImageProcessor
-
-        self.token, template, processor = _KINDS[kind]
+        self.token, template, _ = _KINDS[kind]
         tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
         tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
         self.token_id = tokenizer.token_to_id(self.token)
         assert self.token_id < VOCABULARY
-        text = _KINDS_OF_GOLDEN[kind].settings["text_config"]
+        base = kind.removesuffix(PUBLISHED)
+        text = _KINDS_OF_GOLDEN[base].settings["text_config"]
         fields = dict.fromkeys(("image_token_id", "image_token_index"), self.token_id)
         for name, mark in (("boi", "<start_of_image>"), ("eoi", "<end_of_image>")):
             token = tokenizer.token_to_id(mark)
@@ -172,9 +225,9 @@ class Seeing:
                 fields |= dict.fromkeys(
                     (f"vision_{name}_token_id", f"image_{name}_token_id"), token
                 )
-        more = {**fields, **_MORE.get(kind, {})}
-        text = {**text, "vocab_size": VOCABULARY, **_MORE_OF_TEXT.get(kind, {})}
-        golden = Golden(kind, text_config=text, **more)
+        more = {**fields, **_MORE.get(base, {})}
+        text = {**text, "vocab_size": VOCABULARY, **_MORE_OF_TEXT.get(base, {})}
+        golden = Golden(base, text_config=text, **more)
         golden.save(folder)
         self._never_say(golden.model, folder)
         self.folder, self.model, self.tokenizer = folder, golden.model, tokenizer
@@ -183,23 +236,15 @@ class Seeing:
         (folder / "tokenizer_config.json").write_text(
             json.dumps(config | {"chat_template": template})
         )
-        if kind in _NESTED:
-            whole = {"image_processor": processor, "processor_class": "AnyProcessor"}
-            (folder / "processor_config.json").write_text(json.dumps(whole))
-        else:
-            (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-        self._process = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        _write(kind, folder, json.loads((folder / "config.json").read_text()))
+        self._process = ImageProcessor(folder, self.model.config)
         self.config = json.loads((folder / "config.json").read_text())
         self.sight = SIGHTS[self.config["architectures"][0]]
         tokens = ImageTokens.of(self.config, tokenizer.id_to_token)
         assert tokens is not None
         self.tokens = tokens
         #: What the template writes behind an image.
-        self._behind = "\n" if "<image>\\n" in template else ""
-        self._options = dict(self.sight.options)
-        if self.sight.rows is RowCount.LINES:
-            vision = self.model.config.vision_config
-            self._options["patch_size"] = vision.patch_size * self.model.config.spatial_merge_size
+        self._behind = "\n" if "\\n' }}{% else" in template else ""
 
     def _never_say(self, model: Any, folder: Path) -> None:
         """Let the token for images be unlikely: transformers takes one in a text for an image."""
@@ -213,8 +258,7 @@ class Seeing:
 
     def prepared(self, image: Image.Image) -> dict[str, np.ndarray]:
         """What the processor makes of an image."""
-        made = self._process(image, return_tensors="np", **self._options)
-        return {name: np.ascontiguousarray(value) for name, value in made.items()}
+        return self._process(np.asarray(image))
 
     def layout(self, image: Image.Image) -> Layout:
         """How it stands in a prompt."""
@@ -227,9 +271,7 @@ class Seeing:
     def shown(self, image: Image.Image) -> str:
         """What the template writes for it, with a token for each row."""
         text = self.tokens.expansion(self.layout(image))
-        if self.sight.wrapping:
-            return f"<|vision_start|>{text}<|vision_end|>"
-        return text + self._behind
+        return self.tokens.opening + text + self.tokens.closing + self._behind
 
     def greedy(self, prompt: list[int], images: list[Image.Image], count: int) -> list[int]:
         """So many tokens by transformers, each from the whole text anew.
@@ -239,9 +281,13 @@ class Seeing:
         """
         tensors: dict[str, torch.Tensor] = {}
         if images:
-            made = self._process(images, return_tensors="pt", **self._options)
             takes = inspect.signature(self.model.forward).parameters.keys()
-            tensors = {name: each for name, each in made.items() if name in takes}
+            made = [self.prepared(image) for image in images]
+            tensors = {
+                name: torch.cat(_padded([torch.from_numpy(each[name]) for each in made]))
+                for name in made[0]
+                if name in takes
+            }
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(count):
@@ -253,3 +299,14 @@ class Seeing:
                 logits = self.model(input_ids=tokens, use_cache=False, **tensors).logits
                 ids.append(int(logits[0, -1].argmax()))
         return ids[len(prompt) :]
+
+
+def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """With zeros behind, but for the first axis, so that they can be joined."""
+    most = [max(sizes) for sizes in zip(*(each.shape[1:] for each in tensors), strict=True)]
+    found = []
+    for each in tensors:
+        larger = each.new_zeros((len(each), *most))
+        larger[tuple(map(slice, each.shape))] = each
+        found.append(larger)
+    return found

@@ -1,0 +1,250 @@
+"""Products with a weight in panels of 48 outputs, in one loop for any number of rows.
+
+The weight is read as it is stored and widened in registers; sums are float32. Norm, gate and sum
+with the stream are parts of the loop, so a step of few rows makes few calls. A row's results do not
+depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
+from tokenpod.kernels.compiled.loops import (
+    END,
+    FIRST,
+    Loop,
+    arguments,
+    bits,
+    floats,
+    inlined,
+    loop,
+    real,
+    take,
+)
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.pointwise.compiled_pointwise import norm_factor
+from tokenpod.kernels.products.compiled_tiles import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    PANEL,
+    available,
+    finish,
+    tile,
+)
+
+#: Inputs, and rows, whose parts of a weight and of x stay in a core's cache.
+INPUTS, ROWS = 512, 64
+
+_F = np.float32
+_CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+
+class Ending(IntEnum):
+    """What becomes of the sums."""
+
+    WRITTEN = 0
+    #: Added to what is there.
+    ADDED = 1
+    #: The first half are gates of the other: silu(gate) · up is written.
+    GATED = 2
+
+
+def fits(weight: torch.Tensor, ending: Ending = Ending.WRITTEN) -> bool:
+    """Whether this processor makes products with a weight [out, in] in panels."""
+    outputs = weight.shape[0] // (2 if ending is Ending.GATED else 1)
+    return available() and weight.dtype in _CODES and outputs >= PANEL and weight.shape[1] > 0
+
+
+class Panels:
+    """The product with a weight [out, in], of which it keeps a copy in another layout.
+
+    Args:
+        weight: for which `fits` says so.
+        bias: [out], or None.
+        ending: what becomes of the sums.
+        norm: of the rows that are multiplied, or None.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ending: Ending = Ending.WRITTEN,
+        norm: RowNorm | None = None,
+    ) -> None:
+        outputs, inputs = weight.shape
+        parts = [weight.detach()]
+        if ending is Ending.GATED:
+            parts = [*parts[0].chunk(2)]
+        #: [⌈out / 48⌉, in, 48]; gated: of gates and of what they open by turns. The last panel ends
+        #: with the last output, and may have some of the panel before.
+        self._numbers = torch.stack([_laid_out(part) for part in parts], 1).flatten(0, 1)
+        self._offset = torch.zeros(outputs) if bias is None else bias.float().contiguous()
+        self._norm = None if norm is None else norm.weight.contiguous()
+        self._width, panels = len(parts[0]), len(self._numbers)
+        self._items = -(-panels // 2)
+        # As the loop reads them.
+        norms = (0, 0) if norm is None else (_data(self._norm), bits(norm.epsilon))
+        self._fixed = *norms, self._numbers.data_ptr(), self._offset.data_ptr()
+        self._sizes = inputs, self._width, panels, int(ending)
+        self._loop = _loop(weight.dtype, weight.dtype if norm is None else norm.weight.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X [T, in] -> [T, out], or [T, out / 2] of gates."""
+        y = torch.empty((len(x), self._width), dtype=x.dtype)
+        self.into(x, y)
+        return y
+
+    def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """The same, written or added to y."""
+        x = x.contiguous()
+        rows = x.shape[0]
+        self._loop(self._items, x.data_ptr(), y.data_ptr(), rows, *self._fixed, *self._sizes)
+
+
+def _data(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """[n, in] -> [⌈n / 48⌉, in, 48]."""
+    n, inputs = weight.shape
+    whole = n // PANEL
+    numbers = weight.new_empty((-(-n // PANEL), inputs, PANEL))
+    numbers[:whole] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
+    numbers[-1] = weight[-PANEL:].t()
+    return numbers
+
+
+@inlined()
+def _height(rows):
+    """Rows of the next tile, of so many that are left."""
+    if rows >= 8:
+        return 8
+    return 4 if rows == 7 else 3 if rows == 5 else rows
+
+
+@inlined()
+def _keep(array):
+    """Use an array once more: its memory is given back behind its last use."""
+    return len(array)
+
+
+@functools.cache
+def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
+    """The loop over pairs of panels, for rows and weights of `dtype`."""
+    kind, norm_kind, code, size = KINDS[dtype], KINDS[norm_dtype], _CODES[dtype], dtype.itemsize
+    added, gated, rounds = int(Ending.ADDED), int(Ending.GATED), norm_dtype == dtype
+    as_it_is = code == FLOAT32
+
+    def body(address):
+        a = arguments(address)
+        y, rows = a[FIRST + 1], a[FIRST + 2]
+        normed, epsilon = a[FIRST + 3] != 0, real(a, FIRST + 4)
+        weight, offset = a[FIRST + 5], a[FIRST + 6]
+        inputs, width, panels, ending = a[FIRST + 7], a[FIRST + 8], a[FIRST + 9], a[FIRST + 10]
+        x, stride, panel_size = a[FIRST], inputs * 4, inputs * PANEL * size
+        # Each thread norms the rows for itself: the others would wait for it as long.
+        own = np.empty((0 if as_it_is and not normed else rows, inputs), np.float32)
+        if len(own):
+            given = tensor(a[FIRST], (rows, inputs), kind)
+            norm_weight = tensor(a[FIRST + 3], (inputs,), norm_kind)
+            for row in range(rows):
+                if normed:
+                    square_sum = _F(0)
+                    for i in range(inputs):
+                        square_sum += wide(given[row, i]) * wide(given[row, i])
+                    factor = norm_factor(square_sum, inputs, epsilon)
+                    for i in range(inputs):
+                        value = wide(given[row, i]) * factor
+                        if rounds:
+                            value = wide(narrow(value, kind))
+                        own[row, i] = wide(narrow(value * wide(norm_weight[i]), kind))
+                else:
+                    for i in range(inputs):
+                        own[row, i] = wide(given[row, i])
+            x = own.ctypes.data
+        results = tensor(y, (rows, width), kind)
+        offsets = floats(offset, (2 * width,))
+        # Sums of two panels, beside each other for one row or two, else one behind the other.
+        sums = np.zeros(2 * ROWS * PANEL, np.float32)
+        few = rows <= 2
+        apart, second = (2 * PANEL, PANEL) if few else (PANEL, ROWS * PANEL)
+        item = take(a)
+        while item < a[END]:
+            count = min(2, panels - 2 * item)
+            numbers = weight + 2 * item * panel_size
+            for top in range(0, rows, ROWS):
+                height = min(ROWS, rows - top)
+                for begin in range(0, inputs, INPUTS):
+                    many = min(INPUTS, inputs - begin)
+                    block = numbers + begin * PANEL * size
+                    at = x + top * stride + begin * 4
+                    into = sums.ctypes.data
+                    if few and count == 2:
+                        if rows == 1:
+                            tile(1, 2, code, at, stride, block, panel_size, many, into)
+                        else:
+                            tile(2, 2, code, at, stride, block, panel_size, many, into)
+                        continue
+                    for panel in range(count):
+                        row, left, total = at, height, into + panel * ROWS * PANEL * 4
+                        while left > 0:
+                            some = _height(left)
+                            if some == 8:
+                                tile(8, 1, code, row, stride, block, 0, many, total)
+                            elif some == 6:
+                                tile(6, 1, code, row, stride, block, 0, many, total)
+                            elif some == 4:
+                                tile(4, 1, code, row, stride, block, 0, many, total)
+                            elif some == 3:
+                                tile(3, 1, code, row, stride, block, 0, many, total)
+                            elif some == 2:
+                                tile(2, 1, code, row, stride, block, 0, many, total)
+                            else:
+                                tile(1, 1, code, row, stride, block, 0, many, total)
+                            row += some * stride
+                            left -= some
+                            total += some * PANEL * 4
+                        block += panel_size
+                if ending == gated:
+                    start = min(item * PANEL, width - PANEL)
+                    for row in range(height):
+                        for o in range(PANEL):
+                            at = row * apart + o
+                            gate = sums[at] + offsets[start + o]
+                            up = sums[at + second] + offsets[width + start + o]
+                            sums[at], sums[at + second] = _F(0), _F(0)
+                            active = gate / (_F(1) + exp2(-gate * LOG2_E))
+                            results[top + row, start + o] = narrow(active * up, kind)
+                    continue
+                for panel in range(count):
+                    start = min((2 * item + panel) * PANEL, width - PANEL)
+                    total = sums.ctypes.data + panel * second * 4
+                    to, more = y + (top * width + start) * size, offset + start * 4
+                    between = apart * 4 if count == 2 else PANEL * 4
+                    again = (2 * item + panel) * PANEL - start
+                    if ending == added and again > 0:  # outputs that the panel before adds
+                        for row in range(height):
+                            for o in range(PANEL):
+                                at = panel * second + row * (between // 4) + o
+                                if o >= again:
+                                    value = sums[at] + offsets[start + o]
+                                    value += wide(results[top + row, start + o])
+                                    results[top + row, start + o] = narrow(value, kind)
+                                sums[at] = _F(0)
+                    elif ending == added:
+                        finish(1, code, height, total, between, more, to, width * size)
+                    else:
+                        finish(0, code, height, total, between, more, to, width * size)
+            item = take(a)
+        _keep(own)
+
+    return loop(body)

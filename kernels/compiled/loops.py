@@ -128,7 +128,7 @@ class Loop:
         except RuntimeError:  # no folder to keep it in: it is compiled again at every start
             compiled = compile_body()(body)
         self._address, self._run = compiled.address, compiled.ctypes
-        #: Memory for arguments that no call has at the moment: making some takes longer than a call.
+        #: Memory for arguments that no call has just now: making some takes longer than a call.
         self._free: list[tuple[Any, int]] = []
 
     def __call__(self, items: int, *own: int) -> None:

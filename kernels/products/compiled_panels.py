@@ -98,7 +98,7 @@ class Panels:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X [T, in] -> [T, out], or [T, out / 2] of gates."""
-        y = torch.empty((len(x), self._width), dtype=x.dtype)
+        y = torch.empty((x.shape[0], self._width), dtype=x.dtype)
         self.into(x, y)
         return y
 
@@ -174,9 +174,9 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
         results = tensor(y, (rows, width), kind)
         offsets = floats(offset, (2 * width,))
         # Sums of two panels, beside each other for one row or two, else one behind the other.
-        sums = np.zeros(2 * ROWS * PANEL, np.float32)
-        few = rows <= 2
-        apart, second = (2 * PANEL, PANEL) if few else (PANEL, ROWS * PANEL)
+        few, most = rows <= 2, min(rows, ROWS)
+        sums = np.zeros(2 * most * PANEL, np.float32)
+        apart, second = (2 * PANEL, PANEL) if few else (PANEL, most * PANEL)
         item = take(a)
         while item < a[END]:
             count = min(2, panels - 2 * item)
@@ -195,7 +195,7 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                             tile(2, 2, code, at, stride, block, panel_size, many, into)
                         continue
                     for panel in range(count):
-                        row, left, total = at, height, into + panel * ROWS * PANEL * 4
+                        row, left, total = at, height, into + panel * most * PANEL * 4
                         while left > 0:
                             some = _height(left)
                             if some == 8:

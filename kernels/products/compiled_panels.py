@@ -216,14 +216,20 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                         block += panel_size
                 if ending == gated:
                     start = min(item * PANEL, width - PANEL)
+                    gate_bias = floats(offset + start * 4, (PANEL,))
+                    up_bias = floats(offset + (width + start) * 4, (PANEL,))
                     for row in range(height):
+                        gates = floats(sums.ctypes.data + row * apart * 4, (PANEL,))
+                        ups = floats(sums.ctypes.data + (row * apart + second) * 4, (PANEL,))
+                        to = y + ((top + row) * width + start) * size
+                        result = tensor(to, (PANEL,), kind)
                         for o in range(PANEL):
-                            at = row * apart + o
-                            gate = sums[at] + offsets[start + o]
-                            up = sums[at + second] + offsets[width + start + o]
-                            sums[at], sums[at + second] = _F(0), _F(0)
+                            gate = gates[o] + gate_bias[o]
                             active = gate / (_F(1) + exp2(-gate * LOG2_E))
-                            results[top + row, start + o] = narrow(active * up, kind)
+                            result[o] = narrow(active * (ups[o] + up_bias[o]), kind)
+                        for o in range(PANEL):
+                            gates[o] = _F(0)
+                            ups[o] = _F(0)
                     continue
                 for panel in range(count):
                     start = min((2 * item + panel) * PANEL, width - PANEL)

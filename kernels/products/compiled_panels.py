@@ -79,21 +79,25 @@ class Panels:
         ending: Ending = Ending.WRITTEN,
         norm: RowNorm | None = None,
     ) -> None:
-        outputs, inputs = weight.shape
-        parts = [weight.detach()]
-        if ending is Ending.GATED:
-            parts = [*parts[0].chunk(2)]
-        #: [⌈out / 48⌉, in, 48]; gated: of gates and of what they open by turns. The last panel ends
-        #: with the last output, and may have some of the panel before.
-        self._numbers = torch.stack([_laid_out(part) for part in parts], 1).flatten(0, 1)
+        outputs, self._inputs = weight.shape
+        parts = [*weight.detach().chunk(2 if ending is Ending.GATED else 1)]
+        self._width = len(parts[0])
+        #: [⌈out / 48⌉, parts, in, 48]; gated: gates, and what they open. The last panel ends with
+        #: the last output, and may have some of the panel before.
+        self._numbers = weight.new_empty(-(-self._width // PANEL), len(parts), self._inputs, PANEL)
+        for at, part in enumerate(parts):
+            _lay_out(part, self._numbers[:, at])
         self._offset = torch.zeros(outputs) if bias is None else bias.float().contiguous()
         self._norm = None if norm is None else norm.weight.contiguous()
-        self._width, panels = len(parts[0]), len(self._numbers)
+        panels = len(self._numbers) * len(parts)
         self._items = -(-panels // 2)
         # As the loop reads them.
-        norms = (0, 0) if norm is None else (_data(self._norm), bits(norm.epsilon))
+        norms = (0, 0)
+        if self._norm is not None and norm is not None:
+            norms = self._norm.data_ptr(), bits(norm.epsilon)
         self._fixed = *norms, self._numbers.data_ptr(), self._offset.data_ptr()
-        self._sizes = inputs, self._width, panels, int(ending)
+        self._sizes = self._inputs, self._width, panels, int(ending)
+        self._dtype = weight.dtype
         self._loop = _loop(weight.dtype, weight.dtype if norm is None else norm.weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,25 +106,23 @@ class Panels:
         self.into(x, y)
         return y
 
-    def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """The same, written or added to y."""
-        x = x.contiguous()
-        rows = x.shape[0]
-        self._loop(self._items, x.data_ptr(), y.data_ptr(), rows, *self._fixed, *self._sizes)
+    def into(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """The same, added to the residual stream; otherwise written in its place."""
+        rows, inputs = x.shape
+        # The loop reads memory: whatever else these were, it would compute something.
+        assert x.dtype is residual.dtype is self._dtype, (x.dtype, residual.dtype)
+        assert inputs == self._inputs, x.shape
+        assert residual.is_contiguous(), residual.stride()
+        x, to = x.contiguous(), residual.data_ptr()
+        self._loop(self._items, x.data_ptr(), to, rows, *self._fixed, *self._sizes)
 
 
-def _data(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _laid_out(weight: torch.Tensor) -> torch.Tensor:
-    """[n, in] -> [⌈n / 48⌉, in, 48]."""
+def _lay_out(weight: torch.Tensor, panels: torch.Tensor) -> None:
+    """[n, in] into [⌈n / 48⌉, in, 48]."""
     n, inputs = weight.shape
     whole = n // PANEL
-    numbers = weight.new_empty((-(-n // PANEL), inputs, PANEL))
-    numbers[:whole] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
-    numbers[-1] = weight[-PANEL:].t()
-    return numbers
+    panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
+    panels[-1] = weight[-PANEL:].t()
 
 
 @inlined()

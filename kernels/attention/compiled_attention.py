@@ -100,10 +100,11 @@ def attention(
     pools = Pools(keys, values, scales, q.dtype)
     if not are_fast(options):
         return attend_rows(q, pools, plan.batch, plan.window, options, causal=plan.causal)
-    _, heads, head_dim = q.shape
+    tokens, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
     out = torch.empty_like(q)
-    out[plan.batch.tokens :] = 0
+    if tokens > plan.batch.tokens:
+        out[plan.batch.tokens :] = 0
     rows = plan.single_rows
     if rows:
         # Sums are float32; where queries are too, they are made in place.
@@ -116,13 +117,14 @@ def attention(
             rows * parts,
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
-            *(rows, slots, kv_heads, parts, len(plan.runs)),
+            *(rows, slots, kv_heads, parts, plan.runs.shape[0]),
             *(scale.data_ptr() for scale in scales or ()),
         )
         if sums is not out:
             out[:rows] = sums
-    attend_extends(plan.extends, q, pools, out, options.scale)
-    return out.flatten(1)
+    if plan.extends:
+        attend_extends(plan.extends, q, pools, out, options.scale)
+    return out.view(tokens, heads * head_dim)
 
 
 @functools.cache

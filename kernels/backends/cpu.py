@@ -1,6 +1,6 @@
 """The operations for a CPU: compiled loops where torch would need many calls.
 
-Products, prompts' attention and embedding stay torch's: there a call has enough to do.
+Prompts' attention and embedding stay torch's: there a call has enough to do.
 """
 
 from tokenpod.kernels.adapters.reference_adapters import (
@@ -19,16 +19,17 @@ from tokenpod.kernels.mixers.chunked_delta import gated_delta
 from tokenpod.kernels.mixers.chunked_space import state_space
 from tokenpod.kernels.mixers.convolution import plan_recurrent
 from tokenpod.kernels.mixers.short_convolution import short_convolution
-from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.operations.ops import FormatProducts, Operations
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, rms_norm
 from tokenpod.kernels.pointwise.reference_pointwise import activate, embed, layer_norm
 from tokenpod.kernels.products.cpu_product import (
     prepare_activated_linear,
+    prepare_add_linear,
     prepare_int4_linear,
     prepare_int8_linear,
     prepare_linear,
+    prepare_norm_linear,
 )
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
@@ -61,8 +62,8 @@ OPERATIONS = Operations(
     activate=activate,
     prepare_linear=prepare_linear,
     prepare_activated_linear=prepare_activated_linear,
-    prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
-    prepare_add_linear=add_linear_of(prepare_linear),
+    prepare_norm_linear=prepare_norm_linear,
+    prepare_add_linear=prepare_add_linear,
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul, activate, QUANTISED),
     plan_adapters=plan_adapters,
     adapt=adapt,

@@ -44,8 +44,8 @@ def store_key_value(
     assert isinstance(rotation, CosSin)
     refuse_other_scales(keys, scales)
     slots, kv_heads, head_dim = keys.shape
-    tokens = len(qkv)
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    tokens, width = qkv.shape
+    heads = width // head_dim - 2 * kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype)
     weight_dtype, weights = qkv.dtype, (0, 0, 0)
     if norm is not None:

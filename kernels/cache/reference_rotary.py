@@ -37,8 +37,11 @@ def rotate(
     else:
         positions = t_position.float().index_select(0, axes).T.contiguous()
     angles = (positions * inverse_frequencies)[:, None, :]
-    scales = torch.where(inverse_frequencies == 0, 1.0, scale)
-    return CosSin((angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype))
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        scales = torch.where(inverse_frequencies == 0, 1.0, scale)
+        cos, sin = cos * scales, sin * scales
+    return CosSin(cos.to(dtype), sin.to(dtype))
 
 
 def apply_rotation(x: torch.Tensor, rotation: CosSin) -> torch.Tensor:

@@ -124,21 +124,32 @@ class Loop:
             cfunc, types.void(types.voidptr), fastmath=ARITHMETIC, error_model="numpy"
         )
         try:
-            self._compiled = compile_body(cache=True)(body)
+            compiled = compile_body(cache=True)(body)
         except RuntimeError:  # no folder to keep it in: it is compiled again at every start
-            self._compiled = compile_body()(body)
+            compiled = compile_body()(body)
+        self._address, self._run = compiled.address, compiled.ctypes
+        #: Memory for arguments that no call has just now: making some takes longer than a call.
+        self._free: list[tuple[Any, int]] = []
 
     def __call__(self, items: int, *own: int) -> None:
         """Run items 0 to `items` - 1 with a body's own arguments."""
-        memory = (ctypes.c_int64 * _MOST_ARGUMENTS)(0, 0, items, *own)
-        address = ctypes.addressof(memory)
-        memory[_ADDRESS] = address
+        try:
+            memory, address = self._free.pop()
+        except IndexError:
+            memory = (ctypes.c_int64 * _MOST_ARGUMENTS)()
+            address = ctypes.addressof(memory)
+        _PACKS[len(own)](memory, 0, 0, address, items, *own)
         threads = min(torch.get_num_threads(), items)
         team = _team() if threads > 1 else None
         if team is None:
-            self._compiled.ctypes(address)
+            self._run(address)
         else:
-            team(self._compiled.address, address, threads, 0)
+            team(self._address, address, threads, 0)
+        self._free.append((memory, address))
+
+
+#: By how many arguments a body has of its own: writes all arguments into memory.
+_PACKS = [struct.Struct(f"{FIRST + own}q").pack_into for own in range(_MOST_ARGUMENTS - FIRST + 1)]
 
 
 def loop(body: Callable[[Any], None]) -> Loop:

@@ -32,7 +32,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
     """Rows of the table [V, n] by tokens [T]: [T, n]."""
-    x = table[t_token]
+    x = table.index_select(0, t_token)
     if add is not None:
         add(x, t_token)
     return x

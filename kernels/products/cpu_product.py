@@ -1,6 +1,11 @@
-"""Products with a weight that oneDNN has laid out in advance for this processor.
+"""Products on a CPU: with panels of the weight by our own loop, or laid out by oneDNN.
 
-One layout serves every number of rows. Laid out for 32 rows it is as fast as
+Which form a weight has depends on the processor and on the weight alone, so that all ranks of a
+model choose alike, and a start like the one before. A processor with registers of 512 bits makes
+panels (`compiled_panels`), unless it multiplies numbers of the weight's type by itself: the loop
+would widen them. Measured at the start, forms would change with whatever else ran just then.
+
+oneDNN's layout serves every number of rows. Laid out for 32 rows it is as fast as
 any other for one row and for hundreds, and it replaces the weight, so it costs no memory; a layout
 for each number of rows would cost the weights' size again, for little.
 
@@ -16,9 +21,13 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.operations.ops import Linear
-from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.operations.compose import add_linear_of, norm_linear_of
+from tokenpod.kernels.operations.ops import AddLinear, Linear
+from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, rms_norm
 from tokenpod.kernels.products import reference_product as reference
+from tokenpod.kernels.products.compiled_panels import Ending, Panels, fits
+from tokenpod.kernels.products.compiled_tiles import multiplies
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
 
@@ -40,9 +49,33 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
     Keeps a copy of `weight` in another layout, not `weight`.
     """
+    if in_panels(weight):
+        return Panels(weight, bias)
     if not can_lay_out(weight.dtype):
         return reference.prepare_linear(weight, bias)
-    return _laid_out(weight, bias, ("none", ""))
+    return laid_out(weight, bias)
+
+
+def prepare_norm_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm, activation: Activation | None
+) -> Linear:
+    """The same of the normed rows; with an activation, of the first half's gates."""
+    ending = Ending.WRITTEN if activation is None else Ending.GATED
+    if activation in (None, Activation.SILU) and in_panels(weight, ending):
+        return Panels(weight, bias, ending, norm)
+    return norm_linear_of(prepare_linear, rms_norm, act_mul)(weight, bias, norm, activation)
+
+
+def prepare_add_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
+    """The product, added to the stream."""
+    if not in_panels(weight):
+        return add_linear_of(prepare_linear)(weight, bias)
+    return Panels(weight, bias, Ending.ADDED).into
+
+
+def in_panels(weight: torch.Tensor, ending: Ending = Ending.WRITTEN) -> bool:
+    """Whether products with a weight are made with panels of it."""
+    return fits(weight, ending) and not multiplies(weight.dtype)
 
 
 def prepare_activated_linear(
@@ -51,14 +84,17 @@ def prepare_activated_linear(
     """The same, activated where the product ends; None where that is not one operation."""
     if activation not in _FOLLOWING or not can_lay_out(weight.dtype):
         return None
-    return _laid_out(weight, bias, _FOLLOWING[activation])
+    if weight.dtype != torch.float32 and in_panels(weight):
+        return None
+    return laid_out(weight, bias, _FOLLOWING[activation])
 
 
-def _laid_out(
-    weight: torch.Tensor, bias: torch.Tensor | None, following: tuple[str, str]
+def laid_out(
+    weight: torch.Tensor, bias: torch.Tensor | None, following: tuple[str, str] = ("none", "")
 ) -> Linear:
+    """The product with a weight that oneDNN lays out, and what follows by oneDNN's names."""
     name, kind = following
-    laid_out = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), LAYOUT_ROWS)
+    numbers = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), LAYOUT_ROWS)
     product: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
     no_scalars: list[Any] = []
 
@@ -66,9 +102,9 @@ def _laid_out(
         rows = x.shape[0]
         filled = filled_rows(rows)
         if filled == rows:
-            return product(x, laid_out, bias, name, no_scalars, kind)
+            return product(x, numbers, bias, name, no_scalars, kind)
         x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
-        return product(x, laid_out, bias, name, no_scalars, kind)[:rows]
+        return product(x, numbers, bias, name, no_scalars, kind)[:rows]
 
     return linear
 

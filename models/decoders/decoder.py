@@ -106,7 +106,6 @@ class Decoder:
         """Of activations, of keys and values, and of weights in no format of fewer bits."""
         return self._dtype
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
         """Run a step's tokens; write their keys and values to the pool.
 

@@ -9,7 +9,14 @@ from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.kernels.cache.kv_pool import KVPool, alike
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
-from tokenpod.kernels.products.cpu_product import filled_rows, prepare_activated_linear
+from tokenpod.kernels.products import compiled_tiles
+from tokenpod.kernels.products.compiled_panels import Ending, Panels
+from tokenpod.kernels.products.cpu_product import (
+    can_lay_out,
+    filled_rows,
+    laid_out,
+    prepare_activated_linear,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 33]
@@ -114,13 +121,28 @@ def test_gates_that_are_no_numbers_stay_that(activation):
     assert ops.act_mul(torch.tensor([[nan, 1.0, 1.0, nan]]), activation).isnan().all()
 
 
+def form(name, dtype):
+    """A form of products with a weight, by name; skips where this processor has none of it."""
+    if name == "panels":
+        has_it, prepare = compiled_tiles.available(), Panels
+    elif name == "oneDNN":
+        has_it, prepare = can_lay_out(dtype), laid_out
+    else:
+        has_it, prepare = True, cpu.prepare_linear
+    if not has_it:
+        pytest.skip(f"no products of {dtype} with {name} here")
+    return prepare
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 33, 130])
-def test_products(tokens, bias, dtype, draw):
+@pytest.mark.parametrize("name", ["chosen", "panels", "oneDNN"])
+def test_products(name, tokens, bias, dtype, draw):
+    """Of each form, two panels that share outputs among them."""
     x, weight = draw(tokens, 48, dtype=dtype), draw(56, 48, dtype=dtype)
     offset = draw(56, dtype=dtype) if bias else None
-    got = cpu.prepare_linear(weight, offset)(x)
+    got = form(name, dtype)(weight, offset)(x)
     assert got.dtype == dtype
     torch.testing.assert_close(
         got, reference.prepare_linear(weight, offset)(x), rtol=2e-2, atol=2e-2
@@ -130,6 +152,73 @@ def test_products(tokens, bias, dtype, draw):
         exact = torch.nn.functional.linear(x.double(), weight.double())
         exact += 0 if offset is None else offset
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 7, 70])
+@pytest.mark.parametrize("shape", [(96, 40), (200, 700)], ids=str)
+def test_products_with_norm_gate_and_sum(shape, tokens, dtype, draw):
+    """As the reference makes them one after the other; the gate's halves share outputs, too."""
+    x, weight, bias = draw(tokens, shape[1], dtype=dtype), draw(*shape, dtype=dtype), draw(shape[0])
+    weight, bias = weight / 8, bias.to(dtype)
+    norm = RowNorm(draw(shape[1], dtype=dtype), 1e-6)
+    near = {"rtol": 3e-2, "atol": 6e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-4}
+    for activation in (None, Activation.SILU, Activation.RELU):
+        made = [
+            ops.prepare_norm_linear(weight, bias, norm, activation)(x.clone())
+            for ops in (reference.OPERATIONS, cpu.OPERATIONS)
+        ]
+        torch.testing.assert_close(made[1], made[0], **near)
+    streams = [draw(tokens, shape[0], dtype=dtype)] * 2
+    streams[1] = streams[0].clone()
+    for ops, stream in zip((reference.OPERATIONS, cpu.OPERATIONS), streams, strict=True):
+        ops.prepare_add_linear(weight, bias)(x, stream)
+    torch.testing.assert_close(streams[1], streams[0], **near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_a_product_with_panels_does_not_depend_on_those_beside_it(dtype, draw):
+    if not compiled_tiles.available():
+        pytest.skip("no panels here")
+    x, weight = draw(70, 600, dtype=dtype), draw(200, 600, dtype=dtype)
+    norm = RowNorm(draw(600, dtype=dtype), 1e-6)
+    for ending in Ending:
+        product = Panels(weight, None, ending, norm)
+        together = torch.zeros(70, 100 if ending is Ending.GATED else 200, dtype=dtype)
+        product.into(x, together)
+        for rows in (1, 2, 3, 5, 6, 7, 8, 13, 69):
+            few = torch.zeros_like(together[:rows])
+            product.into(x[-rows:], few)
+            assert torch.equal(few, together[-rows:])
+
+
+def test_panels_add_each_output_once_with_two_threads(draw):
+    if not compiled_tiles.available():
+        pytest.skip("no panels here")
+    x, weight = draw(40, 64), draw(250, 64)
+    expected = x @ weight.t() + 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        product = Panels(weight, None, Ending.ADDED)
+        for _ in range(20):
+            stream = torch.ones(40, 250)
+            product.into(x, stream)
+            torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_panels_keep_numbers_that_are_none(draw):
+    if not compiled_tiles.available():
+        pytest.skip("no panels here")
+    for dtype in DTYPES:
+        x, weight = torch.ones(3, 2, dtype=dtype), torch.ones(48, 2, dtype=dtype)
+        x[1, 0], x[2, 0] = float("nan"), float("inf")
+        got = Panels(weight, None)(x)
+        assert (got[0] == 2).all()
+        assert got[1].isnan().all()
+        assert got[2].isinf().all()
 
 
 def test_products_of_any_number_of_rows_are_of_few_kinds():

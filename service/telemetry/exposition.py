@@ -95,14 +95,14 @@ def metric_of(family: Family) -> Metric:
 
 def prometheus_name(family: Family) -> str:
     """The name without `_total`, `_bucket` and the like."""
-    name = re.sub(r"[^a-zA-Z0-9_]", "_", family.name)
+    name = _plain(family.name)
     unit = "_ratio" if (family.unit, family.kind) == ("1", "gauge") else _UNITS.get(family.unit, "")
     return name if name.endswith(unit) else name + unit
 
 
 def label_names(labels: Labels) -> dict[str, str]:
     """Attributes as labels."""
-    return {re.sub(r"[^a-zA-Z0-9_]", "_", name): value for name, value in labels}
+    return {_plain(name): value for name, value in labels}
 
 
 def by_label(family: Family | None, label: str) -> Iterator[tuple[str, float]]:
@@ -114,6 +114,12 @@ def by_label(family: Family | None, label: str) -> Iterator[tuple[str, float]]:
 def _label_text(labels: Mapping[str, str]) -> str:
     """What stands in braces."""
     return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in labels.items())
+
+
+@functools.cache
+def _plain(name: str) -> str:
+    """A name of ours, as Prometheus has names."""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 @functools.cache

@@ -1,19 +1,22 @@
 """Metrics by the names that OpenTelemetry's RPC and GenAI conventions give them.
 
 The SDK's helpers for the GenAI metrics are deprecated and set no buckets, so the instruments are
-named here, with the conventions' buckets as advice.
+named here, with the conventions' buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from tokenpod.core.outputs import Load, MaskCounts, StepCounts
 from tokenpod.service.calls.generation import Generation
+from tokenpod.service.telemetry.histograms import Attributes, Histograms, Series
 from tokenpod.service.telemetry.recorder import PodReadings
-from tokenpod.service.telemetry.server_calls import generation_phases
+from tokenpod.service.telemetry.server_calls import PHASES, generation_phases
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]
 _FIRST_TOKEN_BUCKETS = [
@@ -31,21 +34,33 @@ _CALL_BUCKETS = [
 #: Of the front ends' event loops, which turn in less than a millisecond.
 _LAG_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0]
 
-Attributes = Mapping[str, str]
 Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 
+@dataclass(frozen=True, slots=True)
+class _RequestSeries:
+    """Where requests with the same attributes are recorded."""
+
+    request: Series
+    first_token: Series
+    per_token: Series
+    input: Series
+    output: Series
+    phases: dict[str, Series]
+
+
 class Instruments:
-    """Everything that is counted and timed."""
+    """Everything that is counted and timed.
 
-    def __init__(self, meter: Meter) -> None:
+    Args:
+        meter: makes the SDK's instruments.
+        histograms: get those that are recorded with each call; readers know them, too.
+    """
+
+    def __init__(self, meter: Meter, histograms: Histograms) -> None:
         self._meter = meter
-
-        def histogram(name: str, unit: str, meaning: str, buckets: Sequence[float]) -> Histogram:
-            return meter.create_histogram(
-                name, unit, meaning, explicit_bucket_boundaries_advisory=buckets
-            )
-
+        histogram = functools.partial(histograms.add, meter)
+        self._series = functools.lru_cache(maxsize=256)(self._series_of)
         self._calls = histogram("rpc.server.call.duration", "s", "Duration of rpcs", _CALL_BUCKETS)
         self._requests = histogram(
             "gen_ai.server.request.duration",
@@ -105,7 +120,7 @@ class Instruments:
 
     def record_lag(self, seconds: float) -> None:
         """The event loop has run a timer so late."""
-        self._lag.record(seconds)
+        self._lag.record(seconds, {})
 
     def add_adapter_requests(self, adapter: str, number: int) -> None:
         """Requests that name this adapter have come, or gone if the number is negative."""
@@ -120,25 +135,39 @@ class Instruments:
             attributes: the GenAI convention's for metrics.
             error: the status code it ended with, unless OK.
         """
-        ended = {**attributes, "error.type": error} if error else attributes
-        self._requests.record(seconds, ended)
+        series = self._series(tuple(attributes.items()))
+        if error:
+            self._requests.record(seconds, {**attributes, "error.type": error})
+        else:
+            series.request.record(seconds)
         begun = [sample for sample in generation.samples if sample.first_token_at]
         if begun:
-            first = min(sample.first_token_at for sample in begun)
-            waited = max(first - generation.request.arrived_at, 0)
-            self._first_token.record(waited / 1e9, attributes)
+            first = min([sample.first_token_at for sample in begun])
+            series.first_token.record(max(first - generation.request.arrived_at, 0) / 1e9)
         for name, began, ended_at in generation_phases(generation):
             if ended_at is not None:
-                took = max(ended_at - began, 0) / 1e9
-                self._phases.record(took, {**attributes, "tokenpod.phase": name})
+                series.phases[name].record(max(ended_at - began, 0) / 1e9)
         for sample in begun:
             if sample.generated > 1 and not error:
                 took = (sample.last_token_at - sample.first_token_at) / 1e9
-                self._per_token.record(took / (sample.generated - 1), attributes)
-        output = sum(sample.generated for sample in generation.samples)
-        counts = {"input": len(generation.request.prompt), "output": output}
-        for kind, count in counts.items():
-            self._tokens.record(count, {**attributes, "gen_ai.token.type": kind})
+                series.per_token.record(took / (sample.generated - 1))
+        series.input.record(len(generation.request.prompt))
+        series.output.record(sum([sample.generated for sample in generation.samples]))
+
+    def _series_of(self, attributes: tuple[tuple[str, str], ...]) -> _RequestSeries:
+        of = dict(attributes)
+
+        def tokens(kind: str) -> Series:
+            return self._tokens.at({**of, "gen_ai.token.type": kind})
+
+        return _RequestSeries(
+            request=self._requests.at(of),
+            first_token=self._first_token.at(of),
+            per_token=self._per_token.at(of),
+            input=tokens("input"),
+            output=tokens("output"),
+            phases={name: self._phases.at({**of, "tokenpod.phase": name}) for name in PHASES},
+        )
 
     def watch(self, load: Callable[[], Load]) -> None:
         """Observe the engine's load."""

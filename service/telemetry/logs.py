@@ -12,10 +12,12 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 
 #: Records that may wait for the thread that writes: some megabytes.
@@ -29,7 +31,26 @@ ACCESS = "tokenpod.access"
 #: Characters of lines that are written at once: what a pipe takes whole.
 _MOST_AT_ONCE = select.PIPE_BUF - 512
 
-_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+#: Of a record that says nothing of who logs: neither file and line nor thread and process.
+_BLANK = {
+    **vars(logging.makeLogRecord({})),
+    **dict.fromkeys(("thread", "threadName", "process", "processName", "taskName")),
+}
+_OWN = frozenset(_BLANK) | {"message", "asctime"}
+
+
+def plain_record(
+    name: str, level: int, message: str, extras: Mapping[str, object]
+) -> logging.LogRecord:
+    """A record for `Logger.handle` at a seventh of what `Logger.log` takes.
+
+    `log` looks for its caller's file and line, and asks for thread and process.
+    """
+    record, now = logging.LogRecord.__new__(logging.LogRecord), time.time()
+    own = {"name": name, "levelno": level, "levelname": logging.getLevelName(level)}
+    own |= {"msg": message, "created": now, "msecs": now % 1 * 1e3}
+    record.__dict__ = {**_BLANK, **own, **extras}
+    return record
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
@@ -43,25 +64,39 @@ def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     return record.exc_text or ""
 
 
+#: Without what stands between fields, between a name and a value, and around several words.
+_WORD = re.compile('[^ ="]+')
+_NUMBERS = frozenset({int, float, bool})
+
+
 def _quoted(value: object) -> str:
     """`value` as one word: a client's own text must not look like a field, or a line, of ours."""
     text = str(value)
-    plain = text.isprintable() and not any(mark in text for mark in ' "=')
-    return text if plain and text else json.dumps(text)
+    if type(value) in _NUMBERS or (_WORD.fullmatch(text) and text.isprintable()):
+        return text
+    return json.dumps(text)
 
 
 class TextFormatter(logging.Formatter):
     """`2026-11-21T10:20:00.123Z INFO tokenpod: serving model_id=demo ...`"""
 
     converter = staticmethod(time.gmtime)
+    #: The second that was last written, and its text: lines come many in a second.
+    _second, _moment = -1, ""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, then the traceback if there is one."""
-        moment = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z"
         extras = "".join(f" {key}={_quoted(value)}" for key, value in _extras(record).items())
-        line = f"{moment} {record.levelname} {record.name}: {record.getMessage()}{extras}"
+        head = f"{self._time(record)} {record.levelname} {record.name}: "
+        line = f"{head}{record.getMessage()}{extras}"
         traceback = _traceback(self, record)
         return f"{line}\n{traceback}" if traceback else line
+
+    def _time(self, record: logging.LogRecord) -> str:
+        if int(record.created) != self._second:
+            self._second = int(record.created)
+            self._moment = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        return f"{self._moment}.{int(record.msecs):03d}Z"
 
 
 class JsonFormatter(TextFormatter):
@@ -70,7 +105,7 @@ class JsonFormatter(TextFormatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line, the traceback inside."""
         entry: dict[str, object] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "time": self._time(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),

@@ -17,6 +17,8 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
+from tokenpod.service.telemetry.histograms import Histograms
+
 log = logging.getLogger("tokenpod")
 
 _METRICS_EVERY_SECONDS = 15
@@ -61,11 +63,15 @@ class _SpanExporter(OTLPSpanExporter):
 
 
 class _MetricExporter(OTLPMetricExporter):
+    def __init__(self, histograms: Histograms, endpoint: str) -> None:
+        super().__init__(endpoint=endpoint, timeout=_EXPORT_SECONDS)
+        self._histograms = histograms
+
     def export(
         self, metrics_data: MetricsData, timeout_millis: float = 10_000, **more: Any
     ) -> MetricExportResult:
         """Send these."""
-        result = super().export(metrics_data, timeout_millis, **more)
+        result = super().export(self._histograms.filled(metrics_data), timeout_millis, **more)
         if result is MetricExportResult.SUCCESS:
             _COMPLAINTS.sent("metrics")
         return result
@@ -76,10 +82,10 @@ def span_sender(endpoint: str) -> SpanProcessor:
     return BatchSpanProcessor(_SpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS))
 
 
-def metric_sender(endpoint: str) -> MetricReader:
+def metric_sender(endpoint: str, histograms: Histograms) -> MetricReader:
     """Sends all metrics every 15 seconds, from a thread of its own."""
     return PeriodicExportingMetricReader(
-        _MetricExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS),
+        _MetricExporter(histograms, endpoint),
         export_interval_millis=_METRICS_EVERY_SECONDS * 1000,
         export_timeout_millis=_EXPORT_SECONDS * 1000,
     )

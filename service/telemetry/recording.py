@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader
+from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from tokenpod.core.outputs import Load
 from tokenpod.service.config.sources import ServerSettings
+from tokenpod.service.telemetry.histograms import Histograms, PageReader
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.recorder import PodReadings, Telemetry
 from tokenpod.service.telemetry.server_calls import CallObserver
@@ -49,6 +50,7 @@ class RecordingTelemetry(Telemetry):
         resource = Resource.create({"service.name": settings.otlp_service_name, **instance})
         self._settings = settings
         readers = list[MetricReader]()
+        histograms = Histograms(traced=settings.otlp_endpoint is not None)
         # The providers are ours, not the process's: nothing is registered globally or at exit.
         self._spans: TracerProvider | None = None
         if (endpoint := settings.otlp_endpoint) is not None:
@@ -58,13 +60,13 @@ class RecordingTelemetry(Telemetry):
             sampler = ParentBased(TraceIdRatioBased(settings.otlp_sample_ratio))
             self._spans = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
             self._spans.add_span_processor(span_sender(endpoint))
-            readers.append(metric_sender(endpoint))
+            readers.append(metric_sender(endpoint, histograms))
         self._front_ends: FrontEndSnapshots | None = None
-        self._reader = InMemoryMetricReader() if settings.metrics_port else None
+        self._reader = PageReader(histograms) if settings.metrics_port else None
         if self._reader is not None:
             readers.append(self._reader)
         self._metrics = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
-        self._instruments = Instruments(self._metrics.get_meter(_SCOPE))
+        self._instruments = Instruments(self._metrics.get_meter(_SCOPE), histograms)
         tracer = None if self._spans is None else self._spans.get_tracer(_SCOPE)
         super().__init__([CallTracing(tracer, self._instruments), *observers])
 

@@ -30,7 +30,7 @@ from tokenpod.service.rpc.interceptors import (
     with_behaviour,
 )
 from tokenpod.service.rpc.methods import MethodTable
-from tokenpod.service.telemetry.logs import ACCESS
+from tokenpod.service.telemetry.logs import ACCESS, plain_record
 
 #: On a server only these are errors: the others are the client's doing (RPC conventions).
 SERVER_ERRORS = frozenset(
@@ -241,6 +241,10 @@ def finish_reasons(generation: Generation) -> list[str]:
     return [_FINISH[sample.ending.reason] for sample in generation.samples if sample.ending]
 
 
+#: In their order.
+PHASES = ("queue", "prefill", "decode")
+
+
 def generation_phases(generation: Generation) -> Iterator[tuple[str, int, int | None]]:
     """(name, begin, end) in nanoseconds of CLOCK_MONOTONIC; None: the phase has not ended."""
     started = generation.started
@@ -287,57 +291,55 @@ class AccessLog(CallObserver):
             return
         if call.code not in SERVER_ERRORS and random.random() >= self._ratio:  # noqa: S311
             return
-        log.log(level, "call", extra=dict(_fields(call)))
+        log.handle(plain_record(ACCESS, level, "call", _fields(call)))
 
 
-def _fields(call: ServerCall) -> Iterator[tuple[str, Any]]:
+def _fields(call: ServerCall) -> dict[str, Any]:
     metadata = call.metadata
-    yield "rpc", call.method
-    yield "status", call.code.name
+    fields: dict[str, Any] = {"rpc": call.method, "status": call.code.name}
     if reason := call.reason:
-        yield "reason", reason
-        yield "phase", call.phase
-    yield "seconds", round(call.seconds, 4)
+        fields |= {"reason": reason, "phase": call.phase}
+    fields["seconds"] = round(call.seconds, 4)
     if call.generations:
-        yield from _generated(call.generations)
+        _add_generated(fields, call.generations)
     if call.texts:
-        yield from _read(call)
+        _add_read(fields, call)
     if request_id := call.request_id or _shown(metadata.get("x-request-id")):
-        yield "request_id", request_id
+        fields["request_id"] = request_id
     if trace_id := call.trace_id or _trace_id(metadata.get("traceparent")):
-        yield "trace_id", trace_id
+        fields["trace_id"] = trace_id
     if call.adapter:
-        yield "adapter", call.adapter
+        fields["adapter"] = call.adapter
     if call.labels:
-        yield "labels", dict(call.labels)
+        fields["labels"] = dict(call.labels)
     if "authorization" in metadata or call.context.peer_identities():
-        yield "caller", caller_of(call.context)[:_CALLER_DIGITS]
-    yield "peer", call.context.peer()
+        fields["caller"] = caller_of(call.context)[:_CALLER_DIGITS]
+    fields["peer"] = call.context.peer()
+    return fields
 
 
-def _generated(generations: Sequence[Generation]) -> Iterator[tuple[str, Any]]:
+def _add_generated(fields: dict[str, Any], generations: Sequence[Generation]) -> None:
     """Times of the first request, since they are about the same, and tokens of all."""
     first = generations[0]
     arrived, started = first.request.arrived_at, first.started
     if started is not None:
-        yield "queue_seconds", _seconds(started.began_at - arrived)
+        fields["queue_seconds"] = _seconds(started.began_at - arrived)
     begun = [sample.first_token_at for sample in first.samples if sample.first_token_at]
     if begun:
-        yield "first_token_seconds", _seconds(min(begun) - arrived)
-    yield "prompt_tokens", sum(len(each.request.prompt) for each in generations)
-    yield "cached_tokens", sum(each.cached_tokens for each in generations)
-    yield "output_tokens", sum(each.generated_tokens for each in generations)
+        fields["first_token_seconds"] = _seconds(min(begun) - arrived)
+    fields["prompt_tokens"] = sum([len(each.request.prompt) for each in generations])
+    fields["cached_tokens"] = sum([each.cached_tokens for each in generations])
+    fields["output_tokens"] = sum([each.generated_tokens for each in generations])
     reasons = [reason for each in generations for reason in finish_reasons(each)]
     if reasons:
-        yield "finish", ",".join(dict.fromkeys(reasons))
+        fields["finish"] = ",".join(dict.fromkeys(reasons))
 
 
-def _read(call: ServerCall) -> Iterator[tuple[str, Any]]:
+def _add_read(fields: dict[str, Any], call: ServerCall) -> None:
     """When the first of the texts was begun, and tokens of all."""
     if call.began_at is not None:
-        yield "queue_seconds", _seconds(call.began_at - call.arrived_at)
-    yield "texts", call.texts
-    yield "prompt_tokens", call.read_tokens
+        fields["queue_seconds"] = _seconds(call.began_at - call.arrived_at)
+    fields |= {"texts": call.texts, "prompt_tokens": call.read_tokens}
 
 
 def _seconds(nanoseconds: int) -> float:
@@ -350,5 +352,7 @@ def _shown(value: Any) -> str:
 
 def _trace_id(traceparent: Any) -> str:
     """Of `00-TRACE-PARENT-FLAGS`; "" of anything else."""
+    if traceparent is None:
+        return ""
     parts = _shown(traceparent).split("-")
     return parts[1] if len(parts) == 4 else ""

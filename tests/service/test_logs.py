@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tokenpod.service.telemetry.logs import JsonFormatter, LineWriter, TextFormatter
+from tokenpod.service.telemetry.logs import (
+    JsonFormatter,
+    LineWriter,
+    TextFormatter,
+    plain_record,
+)
 
 
 def line(formatter: logging.Formatter, **extra: object) -> str:
@@ -42,6 +47,14 @@ def test_json_has_the_value_itself() -> None:
     entry = json.loads(line(JsonFormatter(), request_id="a finished=True", finished=False))
     assert entry["request_id"] == "a finished=True"
     assert entry["finished"] is False
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_a_plain_record_is_written_as_loggings_own(formatter: logging.Formatter) -> None:
+    plain = plain_record("tokenpod", logging.INFO, "generate", {"seconds": 0.5, "rpc": "a b"})
+    own = logging.LogRecord("tokenpod", logging.INFO, "", 0, "generate", (), None)
+    vars(own).update(seconds=0.5, rpc="a b", created=plain.created, msecs=plain.msecs)
+    assert formatter.format(plain) == formatter.format(own)
 
 
 def logger_to(descriptor: int, most: int = 8192) -> tuple[logging.Logger, LineWriter]:

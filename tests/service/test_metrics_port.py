@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
@@ -27,6 +26,7 @@ from support.pods.harness import free_port
 from tokenpod.core.outputs import Ended, Load, StepCounts
 from tokenpod.service.config.sources import ServerSettings
 from tokenpod.service.rpc.certificates import expiry
+from tokenpod.service.telemetry.histograms import Histograms, PageReader
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.metrics_port import MetricsPort, Page
 from tokenpod.service.telemetry.recorder import PodReadings
@@ -52,9 +52,10 @@ class Process:
     """The instruments of one front end."""
 
     def __init__(self) -> None:
-        self.reader = InMemoryMetricReader()
+        histograms = Histograms()
+        self.reader = PageReader(histograms)
         provider = MeterProvider([self.reader], shutdown_on_exit=False)
-        self.instruments = Instruments(provider.get_meter("test"))
+        self.instruments = Instruments(provider.get_meter("test"), histograms)
 
 
 def samples(text: str, parse: Any = text_string_to_metric_families) -> dict[Any, float]:

@@ -514,6 +514,8 @@ async def test_a_generation_is_measured(telemetry: Telemetry, collector: Collect
     ((found, point),) = collector.points("gen_ai.server.request.duration")
     assert found == common
     assert point.explicit_bounds[-1] == pytest.approx(81.92)
+    (example,) = point.exemplars
+    assert example.trace_id == collector.span(GENERATE).trace_id
     usage = {
         found["gen_ai.token.type"]: point.sum
         for found, point in collector.points("gen_ai.client.token.usage")

@@ -57,7 +57,8 @@ async def embed_sparse(
     """The numbers of a vector that are not 0."""
     if read_limits(backend.generate.serving).facts.pooling != SPARSE:
         raise FailedPrecondition(
-            "this server's model makes vectors without zeros: call tei.v1.Embed/Embed"
+            "this server's model makes vectors without zeros (a head for others that is a pickle,"
+            " as BGE-M3's sparse_linear.pt, is not read): call tei.v1.Embed/Embed"
         )
     call = codec.embed_sparse_call(request)
     return await codec.embedded_sparse(call, *await _read(backend, call, "inputs", context))

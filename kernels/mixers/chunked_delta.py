@@ -31,6 +31,8 @@ from tokenpod.kernels.operations.recurrent_ops import (
 
 #: Tokens of a chunk.
 CHUNK = 64
+#: Tokens with decays of each number of a key that are not cut further.
+LEAST_CUT = 8
 #: Numbers of memories that rows of one token copy at a time.
 AT_ONCE = 1 << 24
 
@@ -67,7 +69,7 @@ def gated_delta(
             beside[rows[own], :, positions % states.ring] = said[own]
         fresh = positions >= states.seen[rows[own], 0]
         # Where the memory has been through the position, nothing decays and nothing is written.
-        kept, written = falls[own] * fresh[:, None], share[own] * fresh[:, None]
+        kept, written = falls[own] * fresh[:, None, None], share[own] * fresh[:, None]
         out[own] = _singles(made, kept.exp(), written, rows[own], shape, states)
         states.seen[rows[own]] = positions.int()[:, None] + 1
     for row in range(plan.single_rows, plan.rows):
@@ -104,7 +106,7 @@ def _catch_up(
     window = ring[:, torch.arange(seen - width + 1, first, device=ring.device) % states.ring]
     made = convolve_seen(window[: shape.channels], weights.conv, None)
     made = functional.silu(made).to(ring.dtype)
-    write, decay = window[shape.channels :, width - 1 :].T.chunk(2, dim=1)
+    write, decay = window[shape.channels :, width - 1 :].T.tensor_split([shape.value_heads], dim=1)
     falls, share = log_decay(decay, weights), write.float().sigmoid()
     _chunks(made, falls, share, shape, states.memory[state])
     states.seen[state] = first
@@ -136,7 +138,7 @@ def _singles(
 ) -> torch.Tensor:
     """One token of each row: [n, H, value_dim]."""
     q, k, v = heads_of(made, shape)
-    memory = states.memory.index_select(0, rows).mul_(kept[:, :, None, None])
+    memory = states.memory.index_select(0, rows).mul_(kept[:, :, :, None])
     missing = (v - torch.einsum("nhk,nhkv->nhv", k, memory)) * share[:, :, None]
     memory.addcmul_(k[:, :, :, None], missing[:, :, None])
     states.memory.index_copy_(0, rows, memory)
@@ -152,20 +154,42 @@ def _chunk(
     memory: torch.Tensor,
 ) -> torch.Tensor:
     """[n, H, ...] of one row -> [n, H, value_dim]; the memory [H, key_dim, value_dim] goes on."""
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    q, k, v, falls = (x.transpose(0, 1) for x in (q, k, v, falls))
     share = share.T[:, :, None]
     # Logarithms of what is left of the memory before the chunk, and of each token's writing.
-    left = falls.T.cumsum(1)
-    between = left[:, :, None] - left[:, None, :]
-    later = torch.ones(between.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-    between = between.masked_fill(later, float("-inf")).exp()
-    system = (k * share) @ k.transpose(1, 2) * between
-    before = k * left.exp()[:, :, None]
-    wanted = (v - before @ memory) * share
-    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out: torch.Tensor = (q * left.exp()[:, :, None]) @ memory + (
-        q @ k.transpose(1, 2) * between
-    ) @ written
-    to_end = (left[:, -1:] - left).exp()[:, :, None]
-    memory.mul_(left[:, -1].exp()[:, None, None]).add_((k * to_end).transpose(1, 2) @ written)
+    left = falls.cumsum(1)
+    alike_k, alike_q = _left_alike(torch.stack([k * share, q]), k, left)
+    wanted = (v - (k * left.exp()) @ memory) * share
+    written = torch.linalg.solve_triangular(alike_k, wanted, upper=False, unitriangular=True)
+    out: torch.Tensor = (q * left.exp()) @ memory + alike_q @ written
+    to_end = (left[:, -1:] - left).exp()
+    memory.mul_(left[:, -1].exp()[:, :, None]).add_((k * to_end).transpose(1, 2) @ written)
     return out.transpose(0, 1)
+
+
+def _left_alike(x: torch.Tensor, k: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Products of tokens [2, H, n, key_dim] and keys [H, n, key_dim], as far as these are left.
+
+    Of `left` [H, n, decays] the logarithms fall from token to token. Returns [2, H, n, n], zero
+    where the key is the later one.
+    """
+    n = k.shape[1]
+    if left.shape[2] == 1 or n <= LEAST_CUT:
+        between = left[:, :, None] - left[:, None]
+        later = torch.ones((n, n), dtype=torch.bool, device=k.device).triu(1)
+        between = between.masked_fill(later[:, :, None], float("-inf")).exp()
+        if left.shape[2] == 1:
+            return x @ k.transpose(1, 2) * between[..., 0]
+        return torch.einsum("xhik,hjk,hijk->xhij", x, k, between)
+    # A power of what is left of a number alone may be too large for float32, so the tokens of one
+    # half and the keys of the other meet between the halves: no exponent is above 0.
+    cut = n // 2
+    middle = left[:, cut - 1 : cut]
+    found = x.new_zeros((*x.shape[:-1], n))
+    halves = slice(cut), slice(cut, n)
+    for own in halves:
+        found[..., own, own] = _left_alike(x[..., own, :], k[:, own], left[:, own])
+    heard = x[..., cut:, :] * (left[:, cut:] - middle).exp()
+    kept = k[:, :cut] * (middle - left[:, :cut]).exp()
+    found[..., cut:, :cut] = heard @ kept.transpose(1, 2)
+    return found

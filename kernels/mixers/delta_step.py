@@ -34,12 +34,14 @@ def convolve_rows(
     b_row,
     b_context,
     stride,
+    decay_stride,
     states,
     pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
     WIDTH: tl.constexpr,
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -47,8 +49,9 @@ def convolve_rows(
 ):
     """Queries, keys and values of rows, of a head each: made [B, channels] float32.
 
-    And of each value head what is kept of its memory and what share of a value is written there,
-    gates [B, 2, H] float32. Row b's token is token b; a row of context 0 is padding.
+    And of each value head what share of a value is written into its memory, then what is kept
+    there, gates [B, H, 1 + DECAYS] float32. Row b's token is token b; a row of context 0 is
+    padding.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -73,11 +76,14 @@ def convolve_rows(
         total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
     last = tl.load(conv + channel * WIDTH + WIDTH - 1, mask=some, other=0.0).to(tl.float32)
     fresh = position >= tl.load(seen + state * VALUE_HEADS + head)
-    rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+    decays = head * DECAYS + i
+    some_d = i < DECAYS
+    rate, shifted = tl.load(log_rate + head), tl.load(shift + decays, mask=some_d, other=0.0)
     await_inputs(OVERLAP)
     token = row.to(tl.int64) * stride
     own = tl.load(mixed + token + channel, mask=some, other=0.0)
-    own_decay, own_write = tl.load(decay + token + head), tl.load(write + token + head)
+    own_write = tl.load(write + token + head)
+    own_decay = tl.load(decay + row.to(tl.int64) * decay_stride + decays, mask=some_d, other=0.0)
     fall = log_decay(own_decay.to(tl.float32), rate, shifted)
     share = tl.sigmoid(own_write.to(tl.float32))
     total += own.to(tl.float32) * last
@@ -89,15 +95,16 @@ def convolve_rows(
     # The other places of the ring are read, this one is not.
     tl.store(ring + position % RING, own, mask=some & live)
     # A memory that has been through the position neither decays nor is written.
-    gate = gates + row * 2 * VALUE_HEADS + head
-    tl.store(gate, tl.where(fresh, tl.exp(fall), 1.0), mask=part >= 2 * KEY_HEADS)
-    tl.store(gate + VALUE_HEADS, tl.where(fresh, share, 0.0), mask=part >= 2 * KEY_HEADS)
-    kept = (part >= 2 * KEY_HEADS) & live
+    gate = gates + (row * VALUE_HEADS + head) * (1 + DECAYS)
+    is_value = part >= 2 * KEY_HEADS
+    tl.store(gate, tl.where(fresh, share, 0.0), mask=is_value)
+    tl.store(gate + 1 + i, tl.where(fresh, tl.exp(fall), 1.0), mask=some_d & is_value)
+    kept = is_value & live
     tl.store(seen + state * VALUE_HEADS + head, position + 1, mask=kept)
     if RING > WIDTH:
-        keep_gates(
-            own_ring, own_write, own_decay, head, position % RING, kept, CHANNELS, VALUE_HEADS, RING
-        )
+        gates_at = own_ring + CHANNELS * RING + position % RING
+        tl.store(gates_at + head * RING, own_write, mask=kept)
+        tl.store(gates_at + (VALUE_HEADS + decays) * RING, own_decay, mask=some_d & kept)
 
 
 @triton.jit
@@ -118,6 +125,7 @@ def catch_up(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
     WIDTH: tl.constexpr,
     RING: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -157,14 +165,16 @@ def catch_up(
         ring = inputs + state * pitch
         key = KEY_HEADS * KEY_DIM + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
         value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-        rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+        # One decay is that of all of a key's numbers.
+        decays = head * DECAYS + tl.minimum(i, DECAYS - 1)
+        rate, shifted = tl.load(log_rate + head), tl.load(shift + decays)
         for position in range(begin, first):
             k = unit(convolved(ring, conv, key, some_k, position, WIDTH, RING))
             v = convolved(ring, conv, value, some_v, position, WIDTH, RING)
-            gate = ring + (CHANNELS + head) * RING + position % RING
-            share = tl.sigmoid(tl.load(gate).to(tl.float32))
-            fall = log_decay(tl.load(gate + VALUE_HEADS * RING).to(tl.float32), rate, shifted)
-            kept *= tl.exp(fall)
+            gates = ring + CHANNELS * RING + position % RING
+            share = tl.sigmoid(tl.load(gates + head * RING).to(tl.float32))
+            fall = tl.load(gates + (VALUE_HEADS + decays) * RING).to(tl.float32)
+            kept *= tl.exp(log_decay(fall, rate, shifted))[:, None]
             missing = (v - tl.sum(kept * k[:, None], 0)) * share
             kept += k[:, None] * missing[None, :]
         tl.store(held, kept, mask=some)
@@ -180,14 +190,6 @@ def convolved(ring, conv, channel, some, position, WIDTH: tl.constexpr, RING: tl
         total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
     # Rounded as inputs are.
     return (total * tl.sigmoid(total)).to(ring.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def keep_gates(ring, write, decay, head, place, some, CHANNELS, VALUE_HEADS, RING: tl.constexpr):
-    """What a head says of a token into a place of a ring."""
-    gate = ring + (CHANNELS + head) * RING + place
-    tl.store(gate, write, mask=some)
-    tl.store(gate + VALUE_HEADS * RING, decay, mask=some)
 
 
 @triton.jit
@@ -207,8 +209,10 @@ def step_memories(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SIGMOID: tl.constexpr,
     NORMED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -233,9 +237,10 @@ def step_memories(
     k = tl.load(own + KEY_HEADS * KEY_DIM + query + i, mask=some_k, other=0.0)
     value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
     v = tl.load(own + value + j, mask=some_v, other=0.0)
-    left = tl.load(gates + row * 2 * VALUE_HEADS + head)
-    share = tl.load(gates + row * 2 * VALUE_HEADS + VALUE_HEADS + head)
-    kept *= left
+    own_gates = gates + (row * VALUE_HEADS + head) * (1 + DECAYS)
+    share = tl.load(own_gates)
+    # One decay is that of all of a key's numbers.
+    kept *= tl.load(own_gates + 1 + tl.minimum(i, DECAYS - 1))[:, None]
     missing = (v - tl.sum(kept * k[:, None], 0)) * share
     kept += k[:, None] * missing[None, :]
     tl.store(held, kept, mask=some)
@@ -245,7 +250,7 @@ def step_memories(
             gate + row.to(tl.int64) * stride + head * VALUE_DIM + j, mask=some_v, other=0.0
         )
         scale = tl.load(norm + j, mask=some_v, other=0.0)
-        found = gated_norm(found[None, :], opened[None, :], scale, epsilon, VALUE_DIM)
+        found = gated_norm(found[None, :], opened[None, :], scale, epsilon, VALUE_DIM, SIGMOID)
         found = tl.reshape(found, (BLOCK_V,))
     found = tl.where(live, found, tl.zeros_like(found))
     tl.store(out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + j, found, mask=some_v)
@@ -262,6 +267,7 @@ def norm_rows(
     VALUE_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SIGMOID: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """What heads have found, in `out` [B, H · value_dim], normed and gated."""
@@ -276,7 +282,7 @@ def norm_rows(
     own = tl.load(place, mask=some, other=0.0)
     opened = gate + row.to(tl.int64) * stride + head * VALUE_DIM + j
     opened = tl.load(opened, mask=some & live, other=0.0)
-    found = gated_norm(own[None, :], opened[None, :], scale, epsilon, VALUE_DIM)
+    found = gated_norm(own[None, :], opened[None, :], scale, epsilon, VALUE_DIM, SIGMOID)
     tl.store(place[None, :], found, mask=some[None, :])
 
 
@@ -296,7 +302,7 @@ def log_decay(x, rate, shift):
 
 
 @triton.jit
-def gated_norm(found, gate, scale, epsilon, N: tl.constexpr):
+def gated_norm(found, gate, scale, epsilon, N: tl.constexpr, SIGMOID: tl.constexpr):
     """[m, n] of what heads find, as it is rounded, and its gates -> normed and gated, as rounded.
 
     Zero beyond the N numbers of a head.
@@ -307,4 +313,5 @@ def gated_norm(found, gate, scale, epsilon, N: tl.constexpr):
         normed = normed.to(found.dtype).to(tl.float32)
     normed = (normed * scale.to(tl.float32)[None, :]).to(found.dtype).to(tl.float32)
     opened = gate.to(tl.float32)
-    return (normed * (opened * tl.sigmoid(opened))).to(found.dtype)
+    open_by = tl.sigmoid(opened) if SIGMOID else opened * tl.sigmoid(opened)
+    return (normed * open_by).to(found.dtype)

@@ -41,7 +41,7 @@ def gated_delta(
             at = position % states.ring
             made = convolve_token(own[:, at].clone(), own, position, weights.conv, None)
             _, k, v = heads_of(functional.silu(made).to(mixed.dtype)[None], shape)
-            wrote, fell = beside[:, at].view(2, 1, -1)
+            wrote, fell = beside[None, :, at].tensor_split([shape.value_heads], dim=1)
             then = log_decay(fell, weights).exp()[0], wrote.float().sigmoid()[0]
             _correct(memory, k[0], v[0], *then)
         seen = max(seen, first)
@@ -75,15 +75,16 @@ def _correct(
     kept: torch.Tensor,
     share: torch.Tensor,
 ) -> None:
-    """Let a memory [H, key_dim, value_dim] go through a token."""
-    memory *= kept[:, None, None]
+    """Let a memory [H, key_dim, value_dim] go through a token that keeps [H, 1 or key_dim]."""
+    memory *= kept[:, :, None]
     missing = (v - (k[:, :, None] * memory).sum(1)) * share[:, None]
     memory += k[:, :, None] * missing[:, None]
 
 
 def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
-    """[T, H] -> the logarithm of what is kept of a memory, float32."""
-    return -weights.log_rate.exp() * functional.softplus(decay.float() + weights.shift)
+    """[T, H · decays] -> the logarithm of what is kept of a memory [T, H, decays] float32."""
+    soft = functional.softplus(decay.float() + weights.shift)
+    return -weights.log_rate.exp()[:, None] * soft.view(len(decay), -1, weights.decays)
 
 
 def heads_of(
@@ -101,7 +102,8 @@ def heads_of(
 def gated_norm(found: torch.Tensor, gate: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
     """What heads find [T, H, value_dim], and gates [T, H · value_dim] -> [T, H · value_dim]."""
     normed = rms_norm(found, weights.norm.weight, weights.norm.epsilon).flatten(1)
-    return (normed * functional.silu(gate.float())).to(found.dtype)
+    opened = gate.float().sigmoid() if weights.sigmoid_gate else functional.silu(gate.float())
+    return (normed * opened).to(found.dtype)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

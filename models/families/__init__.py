@@ -32,6 +32,7 @@ from tokenpod.models.families.granite_moe import GRANITE_MOE
 from tokenpod.models.families.helium import HELIUM
 from tokenpod.models.families.hy_v3 import HY_V3
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
+from tokenpod.models.families.kimi_linear import KIMI_LINEAR
 from tokenpod.models.families.lfm2 import LFM2, LFM2_MOE
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.families.mamba2 import MAMBA2
@@ -96,6 +97,7 @@ FAMILIES: tuple[Family, ...] = (
     HY_V3,
     INTERNLM2,
     INTERNLM3,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     LLAMA,

@@ -364,12 +364,13 @@ def latents() -> None:
 
 
 def delta_nets() -> None:
-    """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests.
+    """Rows of one token and of several, of the heads that Qwen3.5 and Kimi Linear have.
 
-    And what is launched where there may be drafts.
+    In float32 for tests, and what is launched where there may be drafts.
     """
-    shape = MemoryShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, width=4)
-    for dtype, specs in itertools.product(
+    shapes = (MemoryShape(heads, 8, key_dim=128, value_dim=128, width=4) for heads in (4, 8))
+    for shape, dtype, specs in itertools.product(
+        shapes,
         (BF16, torch.float32),
         ([Spec(1, 40), Spec(9, 50), Spec(100, 100)], [Spec(1, 40)] * 40),
     ):

@@ -38,6 +38,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     fields.only("mla_use_nope", True)
     fields.only("moe_router_activation_func", "sigmoid")
     fields.only("hidden_act", "silu")
+    fields.only("tie_word_embeddings", False)
     known = {
         name: fields.values[field] if field in fields else default
         for name, (field, default) in _FIELDS.items()

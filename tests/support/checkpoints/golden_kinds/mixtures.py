@@ -247,7 +247,6 @@ KINDS: dict[str, Kind] = {
             "rms_norm_eps": 5e-2,
             "num_experts_per_tok": 3,
             "routed_scaling_factor": 1.5,
-            "tie_word_embeddings": True,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "mlp_layer_types": ["dense", "dense", "sparse"],
         },

@@ -306,8 +306,8 @@ def _attend(
                     keys, values, row_table, source, kv_head, column,
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
                     table_stride, scale, softcap, window, furthest,
-                    HEAD_DIM, VALUE_DIM, DIM, COLUMNS, PARTS, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
-                    ALIBI, SCALED, CAUSAL, ALIGNED, stage != 1,
+                    HEAD_DIM, VALUE_DIM, DIM, COLUMNS, PARTS, BLOCK_N, CONTIGUOUS, DESCRIBED,
+                    WINDOWED, SOFTCAP, ALIBI, SCALED, CAUSAL, ALIGNED, stage != 1,
                 )  # fmt: skip
 
     # A row of padding may have seen nothing.

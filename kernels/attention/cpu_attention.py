@@ -266,5 +266,5 @@ def _attend_extend(
 
 
 def _spread(run: torch.Tensor, group: int) -> torch.Tensor:
-    """[n, K, D or V] -> a view [K, group, n, D or V]: every query head of a group reads the same."""
+    """[n, K, D] -> a view [K, group, n, D]: every query head of a group reads the same."""
     return run.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)

@@ -61,7 +61,7 @@ def store_key_value(
     assert isinstance(rotation, CosSin)
     kv_heads, head_dim = keys.shape[1:]
     stored = kv_heads * head_dim, kv_heads * values.shape[2]
-    q, k, v = qkv.split([qkv.shape[1] - sum(stored), *stored], dim=1)
+    q, k, v = qkv.split_with_sizes([qkv.shape[1] - sum(stored), *stored], dim=1)
     q, k = (x.unflatten(1, (-1, head_dim)) for x in (q, k))
     v = v.unflatten(1, (-1, values.shape[2]))
     if norm is not None:

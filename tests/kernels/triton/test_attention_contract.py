@@ -45,7 +45,8 @@ class Case:
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.") + ("-8-bits" if self.scaled else "")
         ranks = f"-{self.ranks}-ranks" if self.ranks > 1 else ""
-        return f"{self.form}-{self.rows}-window-{self.window}-{kind}-{self.head_dim}-{self.value_dim}{ranks}"
+        dims = f"{self.head_dim}-{self.value_dim}"
+        return f"{self.form}-{self.rows}-window-{self.window}-{kind}-{dims}{ranks}"
 
     def specs(self, most: int) -> list[Spec]:
         """Its rows, over contexts of up to `most` tokens, whole and in pieces."""

@@ -75,6 +75,17 @@ MODELS = {
             "mlp_layer_types": ["dense"] + ["sparse"] * 3,
         },
     ),
+    "mimo-v2": (
+        "mimo-v2",
+        {
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "sliding_window": 100,
+            "moe_intermediate_size": 512,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        },
+    ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
     "granite4": (
         "granite4-moe",

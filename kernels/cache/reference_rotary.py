@@ -62,8 +62,8 @@ def store_key_value(
     kv_heads, head_dim = keys.shape[1:]
     stored = kv_heads * head_dim, kv_heads * values.shape[2]
     q, k, v = qkv.split_with_sizes([qkv.shape[1] - sum(stored), *stored], dim=1)
-    q, k = (x.unflatten(1, (-1, head_dim)) for x in (q, k))
-    v = v.unflatten(1, (-1, values.shape[2]))
+    q, k = (x.view(len(x), -1, head_dim) for x in (q, k))
+    v = v.view(len(v), -1, values.shape[2])
     if norm is not None:
         q = rms_norm(q, norm.query_weight, norm.epsilon)
         k = rms_norm(k, norm.key_weight, norm.epsilon)

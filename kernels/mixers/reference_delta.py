@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.mixers.convolution import convolve_token
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.mixers.convolution import batch_of, convolve_token, has_drafts
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaWeights,
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
 )
 from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
@@ -24,17 +24,18 @@ def gated_delta(
     weights: DeltaWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: ForwardBatch,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """One token after the other; `GatedDelta` says what."""
     mixed, gate, write, decay = inputs
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     kept = log_decay(decay, weights).exp()
     share = write.float().sigmoid()
-    for row, state in enumerate(plan.b_row):
-        start, end = plan.b_start[row], plan.b_start[row + 1]
+    batch = batch_of(plan)
+    for row, state in enumerate(batch.b_row):
+        start, end = batch.b_start[row], batch.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
-        first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
+        first, drafts = batch.b_context[row] - (end - start), has_drafts(batch, row)
         seen, keeps = states.known(state, first, shape.width), states.takes_back(shape.width)
         own, beside = ring[: shape.channels], ring[shape.channels :]
         for position in range(seen, first) if keeps else ():
@@ -61,11 +62,6 @@ def gated_delta(
         if not drafts:
             states.seen[state] = max(seen, first + end - start)
     return gated_norm(out, gate, weights)
-
-
-def has_drafts(batch: ForwardBatch, row: int) -> bool:
-    """Whether some of a row's tokens may be wrong."""
-    return batch.b_drafts is not None and batch.b_drafts[row] > 0
 
 
 def _correct(

@@ -15,6 +15,7 @@ from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaWeights,
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
 )
 
@@ -46,9 +47,10 @@ def gated_delta(
     weights: DeltaWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: RecurrentRows,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """`GatedDelta` says what."""
+    assert isinstance(plan, RecurrentRows)
     mixed = inputs.mixed
     out = mixed.new_empty((len(mixed), shape.value_heads * shape.value_dim))
     if states.takes_back(shape.width):

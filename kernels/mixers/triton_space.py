@@ -13,6 +13,7 @@ from tokenpod.kernels.mixers.recurrent_plan import RecurrentRows, StepTile, step
 from tokenpod.kernels.mixers.triton_convolution import convolve_chunks, convolve_rows, keep_inputs
 from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
     SpaceInputs,
     SpaceWeights,
@@ -42,9 +43,10 @@ def state_space(
     weights: SpaceWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: RecurrentRows,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """`StateSpace` says what."""
+    assert isinstance(plan, RecurrentRows)
     mixed, single = inputs.mixed, plan.single_rows
     out = mixed.new_empty((len(mixed), shape.values))
     made = mixed.new_empty((len(mixed), shape.channels))

@@ -6,15 +6,18 @@ memory of each head.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.batch import ForwardBatch, MixerPlan
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
-#: What `PlanRecurrent` makes; each implementation has its own.
-RecurrentPlan = Any
+
+class RecurrentPlan(MixerPlan):
+    """What `Operations.plan_recurrent` found out about a step's rows."""
+
+    __slots__ = ()
 
 
 class MemoryShape(NamedTuple):

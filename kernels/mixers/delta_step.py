@@ -3,8 +3,6 @@
 The memory takes nearly all of the time: as many of its bytes as can be must be under way. So what
 is small is made before, by a kernel of its own, and the memory's asks for its part of it before it
 waits for that.
-
-Where there may be drafts, memories may be behind: they go through the inputs that rings keep first.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
-from tokenpod.kernels.mixers.convolution_kernels import FIELDS
 
 #: Added to the squares of a key's or query's numbers before their root is taken.
 EPSILON: tl.constexpr = tl.constexpr(1e-6)
@@ -105,91 +102,6 @@ def convolve_rows(
         gates_at = own_ring + CHANNELS * RING + position % RING
         tl.store(gates_at + head * RING, own_write, mask=kept)
         tl.store(gates_at + (VALUE_HEADS + decays) * RING, own_decay, mask=some_d & kept)
-
-
-@triton.jit
-def catch_up(
-    conv,
-    log_rate,
-    shift,
-    inputs,
-    memory,
-    seen,
-    b_row,
-    b_context,
-    chunks,
-    t_row,
-    states,
-    pitch,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    DECAYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RING: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SINGLE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Memories through the positions before rows' first tokens, of some values of a head each.
-
-    Rows are those of one token, or those that chunks begin. `seen` stays what it was: other
-    programs of the head read it, too.
-    """
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    await_inputs(OVERLAP)
-    if SINGLE:
-        state = tl.minimum(tl.load(b_row + row), states - 1).to(tl.int64)
-        context = tl.load(b_context + row)
-        first = context - 1
-        live = context > 0
-    else:
-        chunk = chunks + row * FIELDS
-        live = tl.load(chunk + 3) != 0
-        first = tl.load(chunk + 2)
-        state = tl.load(t_row + tl.load(chunk), mask=live, other=0).to(tl.int64)
-    # No further behind than a step with drafts has tokens; but trials of steps begin anywhere.
-    begin = tl.load(seen + state * VALUE_HEADS + head)
-    begin = tl.maximum(begin, first - (RING - WIDTH + 1))
-    if live & (begin < first):
-        i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-        some_k, some_v = i < KEY_DIM, j < VALUE_DIM
-        held = memory + ((state * VALUE_HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM
-        held += j[None, :]
-        some = some_k[:, None] & some_v[None, :]
-        kept = tl.load(held, mask=some, other=0.0)
-        ring = inputs + state * pitch
-        key = KEY_HEADS * KEY_DIM + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
-        value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-        # One decay is that of all of a key's numbers.
-        decays = head * DECAYS + tl.minimum(i, DECAYS - 1)
-        rate, shifted = tl.load(log_rate + head), tl.load(shift + decays)
-        for position in range(begin, first):
-            k = unit(convolved(ring, conv, key, some_k, position, WIDTH, RING))
-            v = convolved(ring, conv, value, some_v, position, WIDTH, RING)
-            gates = ring + CHANNELS * RING + position % RING
-            share = tl.sigmoid(tl.load(gates + head * RING).to(tl.float32))
-            fall = tl.load(gates + (VALUE_HEADS + decays) * RING).to(tl.float32)
-            kept *= tl.exp(log_decay(fall, rate, shifted))[:, None]
-            missing = (v - tl.sum(kept * k[:, None], 0)) * share
-            kept += k[:, None] * missing[None, :]
-        tl.store(held, kept, mask=some)
-
-
-@triton.jit
-def convolved(ring, conv, channel, some, position, WIDTH: tl.constexpr, RING: tl.constexpr):
-    """[n] float32 of channels [n] behind their convolution, by what a ring keeps."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(WIDTH):
-        place = (position + RING - (WIDTH - 1) + tap) % RING
-        x = tl.load(ring + channel * RING + place, mask=some, other=0.0).to(tl.float32)
-        total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
-    # Rounded as inputs are.
-    return (total * tl.sigmoid(total)).to(ring.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

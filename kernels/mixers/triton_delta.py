@@ -9,6 +9,7 @@ import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import delta_chunks, delta_step
+from tokenpod.kernels.mixers.catch_up import catch_up
 from tokenpod.kernels.mixers.recurrent_plan import CHUNK, RecurrentRows, StepTile, step_tile
 from tokenpod.kernels.mixers.triton_convolution import convolve_chunks
 from tokenpod.kernels.operations.recurrent_ops import (
@@ -54,54 +55,15 @@ def gated_delta(
     mixed = inputs.mixed
     out = mixed.new_empty((len(mixed), shape.value_heads * shape.value_dim))
     if states.takes_back(shape.width):
-        if plan.single_rows:
-            _catch_up(weights, shape, states, plan, plan.single_rows, single=True)
-        if plan.chunks is not None:
-            _catch_up(weights, shape, states, plan, plan.rows, single=False)
+        for rows, single in ((plan.single_rows, True), (plan.rows, False)):
+            if rows:
+                tile = step_tile(STEP_TILES, rows * shape.value_heads)
+                catch_up(weights, shape, states, plan, tile, single=single)
     if plan.single_rows:
         _steps(inputs, weights, shape, states, plan, out)
     if plan.chunks is not None:
         _chunks(inputs, weights, shape, states, plan, plan.chunks, out)
     return out
-
-
-def _catch_up(
-    weights: DeltaWeights,
-    shape: MemoryShape,
-    states: RecurrentStates,
-    plan: RecurrentRows,
-    rows: int,
-    *,
-    single: bool,
-) -> None:
-    """Let memories of rows, of one token or of several, go through what is before their first."""
-    block_k, block_v = _blocks(shape)
-    tile = step_tile(STEP_TILES, rows * shape.value_heads)
-    values = min(tile.values, block_v)
-    delta_step.catch_up[(rows, shape.value_heads, triton.cdiv(shape.value_dim, values))](
-        weights.conv,
-        weights.log_rate,
-        weights.shift,
-        *states,
-        plan.paged.b_row,
-        plan.paged.b_context,
-        plan.paged.b_row if plan.chunks is None else plan.chunks,
-        plan.t_row,
-        len(states.memory),
-        states.inputs.stride(0),
-        KEY_HEADS=shape.key_heads,
-        VALUE_HEADS=shape.value_heads,
-        KEY_DIM=shape.key_dim,
-        VALUE_DIM=shape.value_dim,
-        DECAYS=weights.decays,
-        WIDTH=shape.width,
-        RING=states.ring,
-        BLOCK_K=block_k,
-        BLOCK_V=values,
-        SINGLE=single,
-        num_warps=tile.warps,
-        **launch_options(states.memory.device),
-    )
 
 
 def _steps(

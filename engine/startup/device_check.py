@@ -51,7 +51,7 @@ def check_attention(facts: ModelFacts) -> None:
         if kv.shared:
             check_latent(kv.value_dim, kv.key_dim - kv.value_dim)
         else:
-            check_heads(heads, kv.heads, kv.key_dim)
+            check_heads(heads, kv.heads, max(kv.key_dim, kv.value_dim))
 
 
 def check_latent(rank: int, rope: int) -> None:

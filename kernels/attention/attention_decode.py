@@ -68,18 +68,18 @@ def decode(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> None:
-    """Write attention of the first `rows` rows, of one token each, to out [T, H, D].
+    """Write attention of the first `rows` rows, of one token each, to out [T, H · V].
 
-    Q [T, H, D], keys and values [slots + 1, K, D], with `scales` of 8 bits. A row with context 0
-    gets zeros.
+    Q [T, H, D], keys [slots + 1, K, D], values [slots + 1, K, V], with `scales` of 8 bits. A row
+    with context 0 gets zeros.
     """
-    heads, head_dim = q.shape[1:]
+    (heads, head_dim), value_dim = q.shape[1:], values.shape[2]
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     split = splits > 1
     parts, log_sums = out, out
     if split:
-        parts = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        parts = torch.empty((rows, heads, splits, value_dim), dtype=torch.float32, device=q.device)
         log_sums = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
     if scales is not None:
         values = values.view(torch.int16)  # see `unpacked`
@@ -112,8 +112,10 @@ def decode(
         splits,
         GROUP=group,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         M=max(LEAST_M, triton.next_power_of_2(group)),
         DIM=head_block(head_dim),
+        VALUE_BLOCK=head_block(value_dim),
         BLOCK=tile.block,
         SPLIT=split,
         WINDOWED=window is not None,
@@ -124,7 +126,7 @@ def decode(
         **launched,
     )
     if split:
-        block = min(MERGED_SPLITS, MERGED_NUMBERS // head_block(head_dim))
+        block = min(MERGED_SPLITS, MERGED_NUMBERS // head_block(value_dim))
         merge_splits(parts, log_sums, out, block)
 
 
@@ -180,8 +182,10 @@ def _attend(
     splits,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     M: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -196,8 +200,8 @@ def _attend(
     ALIBI: tl.constexpr = h_slope is not None
     SCALED: tl.constexpr = key_scales is not None
     # With scales, values come in pairs: of even dimensions and odd ones.
-    WIDTH: tl.constexpr = DIM // 2 if SCALED else DIM
-    HEAD_WIDTH: tl.constexpr = HEAD_DIM // 2 if SCALED else HEAD_DIM
+    WIDTH: tl.constexpr = VALUE_BLOCK // 2 if SCALED else VALUE_BLOCK
+    VALUE_WIDTH: tl.constexpr = VALUE_DIM // 2 if SCALED else VALUE_DIM
 
     context = tl.load(b_context + row)
     table = row_table + tl.load(b_row + row).to(tl.int64) * table_stride
@@ -219,7 +223,7 @@ def _attend(
         asked = start + block * BLOCK + offsets
         slots = tl.load(table + asked, mask=asked < end, other=0).to(tl.int64)
         _ask_heads(keys + slots * key_slot_stride, HEAD_DIM)
-        _ask_heads(values + slots * value_slot_stride, HEAD_WIDTH)
+        _ask_heads(values + slots * value_slot_stride, VALUE_WIDTH)
     # Slots are read a block ahead: addresses are known when keys and values are to be fetched.
     slots = tl.load(table + start + offsets, mask=start + offsets < end, other=0).to(tl.int64)
     await_inputs(OVERLAP)
@@ -260,7 +264,8 @@ def _attend(
         is_value = seen[:, None]
         if DIM != HEAD_DIM:
             is_key = is_key & (dims < HEAD_DIM)[None, :]
-            is_value = is_value & (value_dims < HEAD_WIDTH)[None, :]
+        if VALUE_BLOCK != VALUE_DIM:
+            is_value = is_value & (value_dims < VALUE_WIDTH)[None, :]
         key = tl.load(
             keys + slots[:, None] * key_slot_stride + dims[None, :], mask=is_key, other=0.0
         )
@@ -296,16 +301,20 @@ def _attend(
     # Not a number stays one: only a sum of nothing is replaced.
     empty = total == 0.0
     result = result / tl.where(empty, 1.0, total)[:, None]
+    made = tl.arange(0, VALUE_BLOCK)
+    is_made = is_head[:, None]
+    if VALUE_BLOCK != VALUE_DIM:
+        is_made = is_made & (made < VALUE_DIM)[None, :]
     if SPLIT:
         part = (row.to(tl.int64) * tl.num_programs(0) * GROUP + heads) * splits + split
-        tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], result, mask=is_query)
+        tl.store(parts + part[:, None] * VALUE_DIM + made[None, :], result, mask=is_made)
         log_sum = tl.where(empty, float("-inf"), most + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(log_sums + part, log_sum, mask=is_head)
     else:
         tl.store(
-            out + row.to(tl.int64) * out_token_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+            out + row.to(tl.int64) * out_token_stride + heads[:, None] * VALUE_DIM + made[None, :],
             result.to(out.dtype.element_ty),
-            mask=is_query,
+            mask=is_made,
         )
 
 

@@ -49,14 +49,13 @@ def extend(
     causal: bool = True,
     aligned: bool = False,
 ) -> None:
-    """Write attention of the tiles' queries to out [T, H · D].
+    """Write attention of the tiles' queries to out [T, H · V].
 
-    Q [T, H, D], keys and values [slots + 1, K, D]. Unless `causal`, tiles have WHOLE_FIELDS. If
-    `aligned`, blocks of keys begin at multiples of their size in every row: what a query yields
-    does not depend on which others are in its tile.
+    Q [T, H, D], keys [slots + 1, K, D], values [slots + 1, K, V]. Unless `causal`, tiles have
+    WHOLE_FIELDS. If `aligned`, blocks of keys begin at multiples of their size in every row: what a
+    query yields does not depend on which others are in its tile.
     """
-    head_dim = q.shape[2]
-    columns = head_block(head_dim) // tile.parts
+    head_dim, columns = q.shape[2], head_block(values.shape[2]) // tile.parts
     for listed, is_contiguous in ((tiles.contiguous, True), (tiles.scattered, False)):
         if not len(listed):
             continue
@@ -150,8 +149,10 @@ def _launch(
         0 if options.distance_bias is None else options.distance_bias.shape[1] // 2,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
+        VALUE_DIM=own_values.shape[2],
         DIM=head_block(head_dim),
-        COLUMNS=head_block(head_dim) // tile.parts,
+        COLUMNS=head_block(own_values.shape[2]) // tile.parts,
+        PARTS=tile.parts,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         WINDOWED=window is not None,
@@ -204,8 +205,10 @@ def _attend(
     furthest,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
@@ -216,9 +219,9 @@ def _attend(
     ALIGNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A tile's result, COLUMNS of its DIM: programs that make the others are beside each other."""
-    kv_head = tl.program_id(0) // (DIM // COLUMNS)
-    column = tl.program_id(0) % (DIM // COLUMNS) * COLUMNS
+    """COLUMNS of a tile's result: programs that make the PARTS of it are beside each other."""
+    kv_head = tl.program_id(0) // PARTS
+    column = tl.program_id(0) % PARTS * COLUMNS
     if b_row is not None:
         token = tl.program_id(1)
         count = 1
@@ -305,8 +308,8 @@ def _attend(
                     keys, values, row_table, source, kv_head, column,
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
                     table_stride, scale, softcap, window, furthest,
-                    HEAD_DIM, DIM, COLUMNS, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
-                    ALIBI, SCALED, CAUSAL, ALIGNED, stage != 1,
+                    HEAD_DIM, VALUE_DIM, DIM, COLUMNS, PARTS, BLOCK_N, CONTIGUOUS, DESCRIBED,
+                    WINDOWED, SOFTCAP, ALIBI, SCALED, CAUSAL, ALIGNED, stage != 1,
                 )  # fmt: skip
 
     # A row of padding may have seen nothing.
@@ -314,10 +317,10 @@ def _attend(
     if SCALED:
         result *= tl.load(value_scales + kv_head)
     made = column + tl.arange(0, COLUMNS)
-    if DIM != HEAD_DIM:
-        is_query = is_query & (made < HEAD_DIM)[None, :]
+    if COLUMNS * PARTS != VALUE_DIM:
+        is_query = is_query & (made < VALUE_DIM)[None, :]
     tl.store(
-        out + tokens[:, None] * out_token_stride + heads[:, None] * HEAD_DIM + made[None, :],
+        out + tokens[:, None] * out_token_stride + heads[:, None] * VALUE_DIM + made[None, :],
         result.to(out.dtype.element_ty),
         mask=is_query,
     )
@@ -365,8 +368,10 @@ def _add_keys(
     window,
     furthest,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -389,7 +394,7 @@ def _add_keys(
         held = held & (seen >= lowest)
     if DESCRIBED:
         key = keys.load([source + at, kv_head * HEAD_DIM])
-        value = values.load([source + at, kv_head * HEAD_DIM + column])
+        value = values.load([source + at, kv_head * VALUE_DIM + column])
         if SCALED:
             value = value.to(query.dtype)
         if MASKED:
@@ -409,11 +414,13 @@ def _add_keys(
             + made[None, :]
         )
         if MASKED or DIM != HEAD_DIM:
-            is_value = is_key & (made < HEAD_DIM)[None, :]
             key = tl.load(from_keys, mask=is_key & (dims < HEAD_DIM)[None, :], other=0.0)
-            value = tl.load(from_values, mask=is_value, other=0.0)
         else:
             key = tl.load(from_keys)
+        if MASKED or COLUMNS * PARTS != VALUE_DIM:
+            is_value = is_key & (made < VALUE_DIM)[None, :]
+            value = tl.load(from_values, mask=is_value, other=0.0)
+        else:
             value = tl.load(from_values)
     if not DESCRIBED:
         slots = _slots(row_table, table_stride, source, at + BLOCK_N, end, BLOCK_N, CONTIGUOUS)

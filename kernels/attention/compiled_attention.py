@@ -90,7 +90,7 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+    """Attention of q [T, H, D] over the pool: [T, H · V].
 
     Raises:
         NotImplementedError: keys and values with scales that are not int8.
@@ -101,8 +101,8 @@ def attention(
     if not are_fast(options):
         return attend_rows(q, pools, plan.batch, plan.window, options, causal=plan.causal)
     tokens, heads, head_dim = q.shape
-    slots, kv_heads, _ = keys.shape
-    out = torch.empty_like(q)
+    slots, kv_heads, value_dim = values.shape
+    out = q.new_empty((tokens, heads, value_dim))
     if tokens > plan.batch.tokens:
         out[plan.batch.tokens :] = 0
     rows = plan.single_rows
@@ -110,10 +110,11 @@ def attention(
         # Sums are float32; where queries are too, they are made in place.
         queries, sums = q, out
         if q.dtype != torch.float32:
-            queries, sums = q[:rows].float(), torch.empty(rows, heads, head_dim)
+            queries, sums = q[:rows].float(), torch.empty(rows, heads, value_dim)
         # Few rows are shared out by their heads, so that every thread has something to do.
         parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
-        _decode(heads // kv_heads, head_dim, options.scale_of(head_dim), keys.dtype)(
+        scale = options.scale_of(head_dim)
+        _decode(heads // kv_heads, head_dim, value_dim, scale, keys.dtype)(
             rows * parts,
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
@@ -124,11 +125,11 @@ def attention(
             out[:rows] = sums
     if plan.extends:
         attend_extends(plan.extends, q, pools, out, options.scale)
-    return out.view(tokens, heads * head_dim)
+    return out.view(tokens, heads * value_dim)
 
 
 @functools.cache
-def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loop:
+def _decode(group: int, head_dim: int, value_dim: int, factor: float, dtype: torch.dtype) -> Loop:
     """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
     scale, kind, scaled = _F(factor) * LOG2_E, KINDS[dtype], dtype == torch.int8
 
@@ -137,8 +138,8 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
         rows, slots, kv_heads, parts = a[FIRST + 6], a[FIRST + 7], a[FIRST + 8], a[FIRST + 9]
         queries = floats(a[FIRST], (rows, kv_heads, group, head_dim))
         keys = tensor(a[FIRST + 1], (slots, kv_heads, head_dim), kind)
-        values = tensor(a[FIRST + 2], (slots, kv_heads, head_dim), kind)
-        out = floats(a[FIRST + 3], (rows, kv_heads, group, head_dim))
+        values = tensor(a[FIRST + 2], (slots, kv_heads, value_dim), kind)
+        out = floats(a[FIRST + 3], (rows, kv_heads, group, value_dim))
         runs = integers(a[FIRST + 4], (a[FIRST + 10], 2))
         b_first = integers(a[FIRST + 5], (rows + 1,))
         key_scales = floats(a[FIRST + 11], (slots, kv_heads))
@@ -156,7 +157,7 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
                 for g in range(group):
                     highest[k * group + g] = _LEAST
                     total[k * group + g] = _F(0)
-                    for d in range(head_dim):
+                    for d in range(value_dim):
                         out[row, k, g, d] = _F(0)
             for run in range(b_first[row], b_first[row + 1]):
                 for start in range(runs[run, 0], runs[run, 1], BLOCK):
@@ -207,7 +208,7 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
                             if scaled:
                                 for j in range(count):
                                     scores[h, j] *= value_scales[start + j, k]
-                            for d in range(head_dim):
+                            for d in range(value_dim):
                                 out[row, k, g, d] *= fade
                     for j in range(0, fours, 4):
                         at = start + j
@@ -216,7 +217,7 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
                                 h = k * group + g
                                 w0, w1 = scores[h, j], scores[h, j + 1]
                                 w2, w3 = scores[h, j + 2], scores[h, j + 3]
-                                for d in range(head_dim):
+                                for d in range(value_dim):
                                     out[row, k, g, d] += (
                                         w0 * wide(values[at, k, d])
                                         + w1 * wide(values[at + 1, k, d])
@@ -227,12 +228,12 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
                         for k in range(first_head, end_head):
                             for g in range(group):
                                 weight = scores[k * group + g, j]
-                                for d in range(head_dim):
+                                for d in range(value_dim):
                                     out[row, k, g, d] += weight * wide(values[start + j, k, d])
             for k in range(first_head, end_head):
                 for g in range(group):
                     whole = _F(1) / total[k * group + g]
-                    for d in range(head_dim):
+                    for d in range(value_dim):
                         out[row, k, g, d] *= whole
             item = take(a)
 

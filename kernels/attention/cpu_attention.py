@@ -31,14 +31,14 @@ SCORES_AT_ONCE = 1 << 24
 class Pools:
     """A layer's keys and values, read as numbers of `dtype`: views where they are held so."""
 
-    #: [slots + 1, K, D]
+    #: [slots + 1, K, D] and [slots + 1, K, V]
     keys: torch.Tensor
     values: torch.Tensor
     scales: KVScales | None
     dtype: torch.dtype
 
     def run(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [end - start, K, D] of slots `start` to `end`."""
+        """Keys and values [end - start, K, D or V] of slots `start` to `end`."""
         keys, values, scales = self.keys[start:end], self.values[start:end], self.scales
         if scales is None:
             return keys, values
@@ -46,7 +46,7 @@ class Pools:
         return self._widened(keys, own.keys), self._widened(values, own.values)
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [n, K, D] of the slots in `index` [n]."""
+        """Keys and values [n, K, D or V] of the slots in `index` [n]."""
         keys, values = (pool.index_select(0, index) for pool in (self.keys, self.values))
         if self.scales is None:
             return keys, values
@@ -99,13 +99,13 @@ def attend_rows(
     *,
     causal: bool = True,
 ) -> torch.Tensor:
-    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+    """Attention of q [T, H, D] over the pool: [T, H · V].
 
     Row by row by the definition, what a window hides left out. A row that is not causal is in the
     step as a whole.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], pools.values.shape[2]))
     out[batch.tokens :] = 0
     for row in range(batch.rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
@@ -133,7 +133,7 @@ def attend_extends(
     out: torch.Tensor,
     scale: float | None = None,
 ) -> None:
-    """Write the rows of several tokens to `out`, like q [T, H, D]."""
+    """Write the rows of several tokens, of q [T, H, D], to `out` [T, H, V]."""
     grouped, grouped_out = _grouped(q, pools.keys), _grouped(out, pools.keys)
     for extend in extends:
         rows = slice(extend.start, extend.end)
@@ -248,7 +248,7 @@ def _attend_extend(
     pools: Pools,
     scale: float | None,
 ) -> torch.Tensor:
-    """Q [K, H/K, n, D] -> the same shape."""
+    """Q [K, H/K, n, D] -> [K, H/K, n, V]."""
     group = q.shape[1]
 
     if extend.index is not None:

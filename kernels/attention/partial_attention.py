@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 _aten = torch.ops.aten
 
@@ -16,7 +17,7 @@ _aten = torch.ops.aten
 class Part(NamedTuple):
     """What queries found in some keys."""
 
-    #: [N, H, n, D]
+    #: [N, H, n, V]
     out: torch.Tensor
     #: [N, H, n] float32: logarithms of the sums of exponentials.
     log_sums: torch.Tensor
@@ -35,14 +36,20 @@ def attend_part(
 
     Args:
         q: [N, H, n, D], on a CPU or a GPU.
-        keys, values: [N, H, m, D].
+        keys: [N, H, m, D].
+        values: [N, H, m, V]; on a GPU V is D.
         causal: query i sees keys 0 to i.
         mask: [n, m] in q's dtype, added to the products; on a CPU alone.
         scale: of the products; None: D ** -0.5.
     """
     if q.device.type == "cpu":
+        width, most = values.shape[-1], max(q.shape[-1], values.shape[-1])
+        if q.shape[-1] != width:  # torch has heads of one size alone
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            q, keys, values = (pad(x, (0, most - x.shape[-1])) for x in (q, keys, values))
         flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
-        return Part(*flash(q, keys, values, is_causal=causal, attn_mask=mask, scale=scale))
+        found = flash(q, keys, values, is_causal=causal, attn_mask=mask, scale=scale)
+        return Part(found[0][..., :width], found[1])
     if q.dtype == torch.float32:  # for which there is no other on a GPU; sums are padded
         efficient = _aten._scaled_dot_product_efficient_attention.default
         found = efficient(q, keys, values, None, True, 0.0, causal, scale=scale)

@@ -42,11 +42,11 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D]."""
+    """Attention of q [T, H, D] over the pool: [T, H · V]."""
     assert isinstance(plan, ReferencePlan)
     batch = plan.batch
     exact = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], values.shape[2]))
     for row, context in enumerate(batch.b_context):
         tokens = slice(batch.b_start[row], batch.b_start[row + 1])
         slots = batch.row_table[batch.b_row[row], :context].long()
@@ -73,7 +73,7 @@ def bias_of(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
 def _read(
     pool: torch.Tensor, slots: torch.Tensor, exact: torch.dtype, scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """[slots, K, D]: what the pool's numbers stand for."""
+    """[slots, K, D or V]: what the pool's numbers stand for."""
     read = pool[slots].to(exact)
     if scale is None:
         return read
@@ -89,7 +89,7 @@ def attend(
     *,
     causal: bool = True,
 ) -> torch.Tensor:
-    """The last len(q) positions of one row, q [n, H, D], against k and v [context, K, D]."""
+    """The last len(q) positions of one row, q [n, H, D], against k and v [context, K, D or V]."""
     heads, context = q.shape[1], len(k)
     k = k.repeat_interleave(heads // k.shape[1], dim=1)
     v = v.repeat_interleave(heads // v.shape[1], dim=1)

@@ -168,7 +168,7 @@ def attention(
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Attention of q [T, H, D] over the pool [slots + 1, K, D]: [T, H · D].
+    """Attention of q [T, H, D] over the pool: [T, H · V].
 
     If `deterministic`, what a token yields depends on nothing but its query and what it sees, bit
     by bit: rows of one query are walked along as those of several are, and by one program each.
@@ -178,11 +178,12 @@ def attention(
     """
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
-    _check_heads(heads, kv_heads, head_dim)
+    value_dim = values.shape[2]
+    _check_heads(heads, kv_heads, max(head_dim, value_dim))
     device, group = describe_device(q.device), heads // kv_heads
     assert isinstance(plan, PagedPlan)
     batch = plan.batch
-    out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads * value_dim), dtype=q.dtype, device=q.device)
     # By the queries' type, as `prepare_capture` has it: a pool may be of fewer bits.
     extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
     if batch.single_rows and deterministic:

@@ -44,8 +44,8 @@ def store_key_value(
     assert isinstance(rotation, CosSin)
     refuse_other_scales(keys, scales)
     slots, kv_heads, head_dim = keys.shape
-    tokens, width = qkv.shape
-    heads = width // head_dim - 2 * kv_heads
+    tokens, value_dim = len(qkv), values.shape[2]
+    heads = (qkv.shape[1] - kv_heads * value_dim) // head_dim - kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype)
     weight_dtype, weights = qkv.dtype, (0, 0, 0)
     if norm is not None:
@@ -56,7 +56,7 @@ def store_key_value(
         tokens,
         *(qkv.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr(), t_slot.data_ptr()),
         *(rotation.cos.data_ptr(), rotation.sin.data_ptr(), *weights),
-        *(tokens, heads, kv_heads, head_dim, slots),
+        *(tokens, heads, kv_heads, head_dim, value_dim, slots),
         *(scale.data_ptr() for scale in scales or ()),
     )
     return q
@@ -95,14 +95,14 @@ def _store(
         a = arguments(address)
         normed, epsilon = a[FIRST + 7] != 0, real(a, FIRST + 9)
         tokens, heads, kv_heads = a[FIRST + 10], a[FIRST + 11], a[FIRST + 12]
-        head_dim, slots = a[FIRST + 13], a[FIRST + 14]
-        half = head_dim // 2
-        qkv = tensor(a[FIRST], (tokens, heads + 2 * kv_heads, head_dim), kind)
+        head_dim, value_dim, slots = a[FIRST + 13], a[FIRST + 14], a[FIRST + 15]
+        half, before = head_dim // 2, (heads + kv_heads) * head_dim
+        qkv = tensor(a[FIRST], (tokens, before + kv_heads * value_dim), kind)
         q = tensor(a[FIRST + 1], (tokens, heads, head_dim), kind)
         keys = tensor(a[FIRST + 2], (slots, kv_heads, head_dim), pool_kind)
-        values = tensor(a[FIRST + 3], (slots, kv_heads, head_dim), pool_kind)
-        key_scales = floats(a[FIRST + 15], (slots, kv_heads))
-        value_scales = floats(a[FIRST + 16], (slots, kv_heads))
+        values = tensor(a[FIRST + 3], (slots, kv_heads, value_dim), pool_kind)
+        key_scales = floats(a[FIRST + 16], (slots, kv_heads))
+        value_scales = floats(a[FIRST + 17], (slots, kv_heads))
         t_slot = integers(a[FIRST + 4], (tokens,))
         cos = tensor(a[FIRST + 5], (tokens, half), angle_kind)
         sin = tensor(a[FIRST + 6], (tokens, half), angle_kind)
@@ -111,7 +111,7 @@ def _store(
         while token < a[END]:
             slot = t_slot[token]
             for h in range(heads + kv_heads):
-                source = qkv[token, h]
+                source = qkv[token, h * head_dim : (h + 1) * head_dim]
                 target = q[token, h] if h < heads else turned[h - heads]
                 if normed:
                     at = a[FIRST + 7] if h < heads else a[FIRST + 8]
@@ -131,13 +131,14 @@ def _store(
                     target[d] = narrow(first * c - second * s, kind)
                     target[d + half] = narrow(second * c + first * s, kind)
             for h in range(kv_heads):
-                key, value = turned[h], qkv[token, heads + kv_heads + h]
+                at_value = before + h * value_dim
+                key, value = turned[h], qkv[token, at_value : at_value + value_dim]
                 if norms_values:
                     square_sum = _F(0)
-                    for d in range(head_dim):
+                    for d in range(value_dim):
                         square_sum += wide(value[d]) * wide(value[d])
-                    factor = norm_factor(square_sum, head_dim, epsilon)
-                    for d in range(head_dim):
+                    factor = norm_factor(square_sum, value_dim, epsilon)
+                    for d in range(value_dim):
                         value[d] = narrow(wide(value[d]) * factor, kind)
                 if scaled:
                     quantise(key, keys, key_scales, slot, h)
@@ -145,6 +146,7 @@ def _store(
                 else:
                     for d in range(head_dim):
                         keys[slot, h, d] = key[d]
+                    for d in range(value_dim):
                         values[slot, h, d] = value[d]
             token = take(a)
 

@@ -63,14 +63,15 @@ def store_key_value(
     """Queries [T, H, D], normed and turned; keys and values go to the pool at t_slot."""
     assert isinstance(rotation, CosSin)
     kv_heads, head_dim = keys.shape[1:]
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    split = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = split.tensor_split((heads, heads + kv_heads), dim=1)
+    stored = kv_heads * head_dim, kv_heads * values.shape[2]
+    q, k, v = qkv.split_with_sizes([qkv.shape[1] - sum(stored), *stored], dim=1)
+    q, k = (x.view(len(x), -1, head_dim) for x in (q, k))
+    v = v.view(len(v), -1, values.shape[2])
     if norm is not None:
         q = rms_norm(q, norm.query_weight, norm.epsilon)
         k = rms_norm(k, norm.key_weight, norm.epsilon)
         if norm.values:
-            v = rms_norm(v, torch.ones(head_dim, device=v.device), norm.epsilon)
+            v = rms_norm(v, torch.ones(v.shape[2], device=v.device), norm.epsilon)
     k = apply_rotation(k, rotation)
     store(k, keys, t_slot, scales and scales.keys)
     store(v, values, t_slot, scales and scales.values)

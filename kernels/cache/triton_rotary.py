@@ -97,11 +97,11 @@ def store_key_value(
     """
     assert isinstance(rotation, Angles)
     kv_heads, head_dim = keys.shape[1:]
-    tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
-    heads = all_heads - 2 * kv_heads
+    tokens, value_dim = len(qkv), values.shape[2]
+    heads = (qkv.shape[1] - kv_heads * value_dim) // head_dim - kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads = MANY_HEADS if one_form or tokens >= MANY_TOKENS else FEW_HEADS
-    _store_key_value[(tokens, triton.cdiv(all_heads, block_heads))](
+    _store_key_value[(tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
         qkv,
         rotation.t_position,
         rotation.inverse_frequencies,
@@ -125,7 +125,8 @@ def store_key_value(
         NORM=norm is not None,
         NORM_VALUES=norm is not None and norm.values,
         HALF=head_dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        VALUE_HALF=value_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(max(head_dim, value_dim) // 2),
         BLOCK_HEADS=block_heads,
         num_warps=1 if block_heads == FEW_HEADS else 4,
         **launch_options(qkv.device),
@@ -193,6 +194,7 @@ def _store_key_value(
     NORM: tl.constexpr,
     NORM_VALUES: tl.constexpr,
     HALF: tl.constexpr,
+    VALUE_HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -205,7 +207,8 @@ def _store_key_value(
     is_key = (head >= heads) & (head < heads + kv_heads)
     is_value = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
     i = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = (head < heads + 2 * kv_heads) & (i < HALF)
+    half = tl.where(is_value, VALUE_HALF, HALF)
+    inside = (head < heads + 2 * kv_heads) & (i < half)
     if cos is None:
         # The product before is under way: this costs no time.
         c, s = angles_of(t_position + token, inverse_frequencies, scale, i, HALF)
@@ -215,21 +218,24 @@ def _store_key_value(
         c = tl.load(cos + token * HALF + i, mask=i < HALF, other=0.0)
         s = tl.load(sin + token * HALF + i, mask=i < HALF, other=0.0)
 
-    source = qkv + token * qkv_stride + head * (2 * HALF) + i
+    own = head - heads - kv_heads
+    begin = tl.minimum(head, heads + kv_heads) * (2 * HALF) + tl.maximum(own, 0) * (2 * VALUE_HALF)
+    source = qkv + token * qkv_stride + begin + i
     first = tl.load(source, mask=inside, other=0.0)
-    second = tl.load(source + HALF, mask=inside, other=0.0)
-    value_at = values + slot * values_stride + (head - heads - kv_heads) * (2 * HALF) + i
+    second = tl.load(source + half, mask=inside, other=0.0)
+    value_at = values + slot * values_stride + own * (2 * VALUE_HALF) + i
     is_value = is_value & inside
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-        factor = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
-    own = head - heads - kv_heads
+        factor = tl.rsqrt(squares[:, None] / (2 * half) + epsilon)
     low, high = first, second
     if NORM_VALUES:
         low, high = (a * factor).to(first.dtype), (b * factor).to(first.dtype)
     tl.store(value_at, _stored(low, value_scales, own, is_value, SCALED), mask=is_value)
-    tl.store(value_at + HALF, _stored(high, value_scales, own, is_value, SCALED), mask=is_value)
+    tl.store(
+        value_at + VALUE_HALF, _stored(high, value_scales, own, is_value, SCALED), mask=is_value
+    )
 
     if NORM:
         # Query and key heads have a weight each.

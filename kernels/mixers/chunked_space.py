@@ -1,4 +1,4 @@
-"""The state space by products: rows of one token together, others in chunks of their own.
+"""The state space by products, as `chunked` has rows go through memories.
 
 Within a chunk what tokens find of each other is masked attention without a softmax, whose weights
 are decays (Dao and Gu, "Transformers are SSMs", 2024, section 6).
@@ -7,20 +7,12 @@ are decays (Dao and Gu, "Transformers are SSMs", 2024, section 6).
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
-from tokenpod.kernels.mixers.chunked_delta import AT_ONCE, CHUNK
-from tokenpod.kernels.mixers.convolution import (
-    convolve_rows,
-    convolve_run,
-    convolve_seen,
-    keep_run,
-)
-from tokenpod.kernels.mixers.reference_delta import has_drafts
+from tokenpod.kernels.mixers.chunked import Net, go_through
 from tokenpod.kernels.mixers.reference_space import falls_of, gated_norm, parts_of, steps_of
-from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
     SpaceInputs,
     SpaceWeights,
@@ -32,117 +24,36 @@ def state_space(
     weights: SpaceWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: ForwardBatch,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """Rows of one token together, others in chunks; `StateSpace` says what."""
-    mixed, gate, step = inputs
-    out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
-    length = steps_of(step, weights)
-    falls = falls_of(length, weights)
-    own_inputs, beside = states.inputs.split_with_sizes(
-        [shape.channels, states.inputs.shape[1] - shape.channels], dim=1
-    )
-    keeps = states.takes_back(shape.width)
-    for row, state in enumerate(plan.b_row) if keeps else ():
-        tokens = plan.b_start[row + 1] - plan.b_start[row]
-        _catch_up(plan.b_context[row] - tokens, state, weights, shape, states)
-    many = max(AT_ONCE // states.memory[0].numel(), 1)
-    rows, contexts = (
-        torch.tensor(each[: plan.single_rows], device=mixed.device)
-        for each in (plan.b_row, plan.b_context)
-    )
-    conv = weights.conv, weights.conv_bias
-    for first in range(0, plan.single_rows, many):
-        own = slice(first, min(first + many, plan.single_rows))
-        positions = contexts[own] - 1
-        made = convolve_rows(mixed[own], rows[own], positions, *conv, own_inputs)
-        made = functional.silu(made).to(mixed.dtype)
-        if keeps:
-            beside[rows[own], :, positions % states.ring] = step[own]
-        fresh = (positions >= states.seen[rows[own], 0])[:, None]
-        # Where the memory has been through the position, nothing decays and nothing is written.
-        kept, written = (falls[own] * fresh).exp(), length[own] * fresh
-        out[own] = _singles(made, kept, written, rows[own], weights, shape, states)
-        states.seen[rows[own]] = positions.int()[:, None] + 1
-    for row in range(plan.single_rows, plan.rows):
-        own = slice(plan.b_start[row], plan.b_start[row + 1])
-        state, end = plan.b_row[row], plan.b_context[row]
-        made = convolve_run(mixed[own], own_inputs[state], end, *conv)
-        made = functional.silu(made).to(mixed.dtype)
-        if keeps:
-            keep_run(step[own], beside[state], end)
-        memory, drafts = states.memory[state], has_drafts(plan, row)
-        if drafts:
-            memory = memory.clone()
-        # Where the memory has been through the position, nothing decays and nothing is written.
-        known = int(states.seen[state, 0]) - (end - len(made))
-        falls[own][: max(known, 0)], length[own][: max(known, 0)] = 0, 0
-        found = _chunks(made, falls[own], length[own], weights, shape, memory)
-        out[own] = found.to(out.dtype)
-        if not drafts:
-            states.seen[state] = end
-    return gated_norm(out, gate, weights)
 
+    def gates(said: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        length = steps_of(said, weights)
+        return falls_of(length, weights)[:, :, None], length
 
-def _catch_up(
-    first: int,
-    state: int,
-    weights: SpaceWeights,
-    shape: MemoryShape,
-    states: RecurrentStates,
-) -> None:
-    """Let a memory go through the positions before `first` that it has not been through."""
-    seen, width = states.known(state, first, shape.width), shape.width
-    if seen >= first:
-        return
-    ring = states.inputs[state]
-    window = ring[:, torch.arange(seen - width + 1, first, device=ring.device) % states.ring]
-    made = convolve_seen(window[: shape.channels], weights.conv, weights.conv_bias)
-    made = functional.silu(made).to(ring.dtype)
-    length = steps_of(window[shape.channels :, width - 1 :].T, weights)
-    falls = falls_of(length, weights)
-    _chunks(made, falls, length, weights, shape, states.memory[state])
-    states.seen[state] = first
+    def singles(
+        made: torch.Tensor, kept: torch.Tensor, step: torch.Tensor, memory: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = parts_of(made, shape)
+        memory *= kept[:, :, :, None]
+        # By groups of heads that share queries and keys.
+        groups = memory.view(len(memory), shape.key_heads, -1, shape.key_dim, shape.value_dim)
+        written = (v * step[:, :, None]).view(*groups.shape[:3], shape.value_dim)
+        groups.addcmul_(k[:, :, None, :, None], written[:, :, :, None])
+        found = torch.einsum("ngk,ngmkv->ngmv", q, groups).reshape(v.shape)
+        return found + weights.skip[:, None] * v
 
+    def chunk(
+        made: torch.Tensor, falls: torch.Tensor, step: torch.Tensor, memory: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = parts_of(made, shape)
+        heard = _chunk(q, k, v * step[:, :, None], falls[:, :, 0], memory)
+        return heard + weights.skip[:, None] * v
 
-def _chunks(
-    made: torch.Tensor,
-    falls: torch.Tensor,
-    length: torch.Tensor,
-    weights: SpaceWeights,
-    shape: MemoryShape,
-    memory: torch.Tensor,
-) -> torch.Tensor:
-    """What heads find of one row's tokens [n, H, value_dim], float32; its memory goes on."""
-    q, k, v = parts_of(made, shape)
-    found = []
-    for at in range(0, len(v), CHUNK):
-        some = slice(at, at + CHUNK)
-        written = v[some] * length[some][:, :, None]
-        heard = _chunk(q[some], k[some], written, falls[some], memory)
-        found.append(heard + weights.skip[:, None] * v[some])
-    return torch.cat(found)
-
-
-def _singles(
-    made: torch.Tensor,
-    kept: torch.Tensor,
-    step: torch.Tensor,
-    rows: torch.Tensor,
-    weights: SpaceWeights,
-    shape: MemoryShape,
-    states: RecurrentStates,
-) -> torch.Tensor:
-    """One token of each row: [n, H, value_dim]."""
-    q, k, v = parts_of(made, shape)
-    memory = states.memory.index_select(0, rows).mul_(kept[:, :, None, None])
-    # By groups of heads that share queries and keys.
-    groups = memory.view(len(memory), shape.key_heads, -1, shape.key_dim, shape.value_dim)
-    written = (v * step[:, :, None]).view(*groups.shape[:3], shape.value_dim)
-    groups.addcmul_(k[:, :, None, :, None], written[:, :, :, None])
-    states.memory.index_copy_(0, rows, memory)
-    found = torch.einsum("ngk,ngmkv->ngmv", q, groups).reshape(v.shape)
-    return (found + weights.skip[:, None] * v).to(made.dtype)
+    net = Net(shape, weights.conv, weights.conv_bias, gates, singles, chunk)
+    found = go_through(net, inputs.mixed, inputs.step, states, plan)
+    return gated_norm(found, inputs.gate, weights)
 
 
 def _chunk(

@@ -6,14 +6,35 @@ position again overwrites nothing that is still to be seen.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.recurrent_ops import RecurrentPlan
 
 
-def plan_recurrent(batch: ForwardBatch) -> ForwardBatch:
+@dataclass(frozen=True, slots=True)
+class BatchRows(RecurrentPlan):
     """The rows are in the batch."""
-    return batch
+
+    batch: ForwardBatch
+
+
+def plan_recurrent(batch: ForwardBatch) -> BatchRows:
+    """What all layers share: the step as it came."""
+    return BatchRows(batch)
+
+
+def batch_of(plan: RecurrentPlan) -> ForwardBatch:
+    """The step that `plan_recurrent` was given."""
+    assert isinstance(plan, BatchRows)
+    return plan.batch
+
+
+def has_drafts(batch: ForwardBatch, row: int) -> bool:
+    """Whether some of a row's tokens may be wrong."""
+    return batch.b_drafts is not None and batch.b_drafts[row] > 0
 
 
 def convolve_token(

@@ -11,6 +11,9 @@ chunk are products. Within a chunk, G is the sum of logarithms of decays up to a
     found   = exp(G) · q · S + (q · kᵀ · exp(G[i] - G[j]), j ≤ i) · written
     S       = exp(G_last) · S + (k · exp(G_last - G))ᵀ · written
 
+Where each number of a key decays by itself, so has G numbers, and decays are factors within the
+products of keys: `alike_left`.
+
 What a chunk is, `convolution_kernels` says. Where a row has drafts its memory stays as it was, and
 the ring keeps what it may have to go through.
 """
@@ -23,7 +26,40 @@ import triton.language as tl
 from tokenpod.kernels.gpu.launch import await_inputs
 from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.mixers.convolution_kernels import FIELDS
-from tokenpod.kernels.mixers.delta_step import gated_norm, keep_gates, log_decay, unit
+from tokenpod.kernels.mixers.delta_step import gated_norm, log_decay, unit
+
+
+@triton.jit
+def alike_left(
+    x,
+    k,
+    fall,
+    TYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x[i] · (k[j] · exp(G[i] - G[j])) for j < i [CHUNK, CHUNK]; all [CHUNK, BLOCK_K] float32.
+
+    exp(-G) alone may be too large, so an x and a k meet in between: of blocks of 2, 4, 8 ... tokens
+    (CHUNK is 2 to the power of LEVELS) those of the second half meet keys of the first at its last
+    token. No exponent is above 0. Products are made of numbers of a TYPE.
+    """
+    t = tl.arange(0, CHUNK)
+    found = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for level in tl.static_range(LEVELS):
+        half = 1 << level
+        block = t // (2 * half)
+        second = (t % (2 * half) >= half)[:, None]
+        at = (block * (2 * half) + half - 1)[:, None] + tl.zeros((CHUNK, BLOCK_K), tl.int32)
+        middle = tl.gather(fall, at, 0)
+        apart = tl.exp(tl.where(second, fall - middle, middle - fall))
+        later = tl.where(second, x * apart, 0.0).to(TYPE)
+        kept = tl.where(second, 0.0, k * apart).to(TYPE)
+        met = tl.dot(later, tl.trans(kept), input_precision=PRECISION)
+        found += tl.where(block[:, None] == block[None, :], met, 0.0)
+    return found
 
 
 @launched
@@ -40,22 +76,30 @@ def solve_chunks(
     u,
     w,
     fallen,
+    alike,
     stride,
+    decay_stride,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """u [T, H, value_dim] and w [T, H, key_dim] of all chunks, and G [T, H] float32."""
+    """u [T, H, value_dim] and w [T, H, key_dim] of all chunks, and G [T, H, DECAYS] float32.
+
+    Of several decays also what queries have in common with keys [T, H, CHUNK], which takes as much
+    as it does for keys.
+    """
     chunk = chunks + tl.program_id(0) * FIELDS
     head = tl.program_id(1)
     first, count, position = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
-    rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+    rate = tl.load(log_rate + head)
     await_inputs(OVERLAP)
     if count > 0:
         t = tl.arange(0, CHUNK)
@@ -70,21 +114,44 @@ def solve_chunks(
         some_v = some[:, None] & (j < VALUE_DIM)[None, :]
         k = tl.load(made + token[:, None] * channels + key + i[None, :], mask=some_k, other=0.0)
         v = tl.load(made + token[:, None] * channels + value + j[None, :], mask=some_v, other=0.0)
-        own = token * stride + head
-        fall = log_decay(tl.load(decay + own, mask=some, other=0.0).to(tl.float32), rate, shifted)
         # A memory that has been through a position neither decays nor is written.
         through = tl.load(seen + tl.load(t_row + first) * VALUE_HEADS + head)
         fresh = some & (position + t >= through)
-        fall = tl.cumsum(tl.where(fresh, fall, 0.0), 0)
-        share = tl.sigmoid(tl.load(write + own, mask=some, other=0.0).to(tl.float32))
-        share = tl.where(fresh, share, 0.0)
+        share = tl.load(write + token * stride + head, mask=some, other=0.0)
+        share = tl.where(fresh, tl.sigmoid(share.to(tl.float32)), 0.0)
         wide = unit(k.to(tl.float32))
         k = wide.to(k.dtype)
-        alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         # [j, i], so that a row of N lies along the axis that sums run over.
         later = t[:, None] < t[None, :]
-        between = tl.exp(tl.where(later, fall[None, :] - fall[:, None], 0.0))
-        turned = tl.where(later, alike * between * share[None, :], 0.0)
+        if DECAYS == 1:
+            fall = tl.load(decay + token * decay_stride + head, mask=some, other=0.0)
+            fall = log_decay(fall.to(tl.float32), rate, tl.load(shift + head))
+            fall = tl.cumsum(tl.where(fresh, fall, 0.0), 0)
+            tl.store(fallen + at, fall, mask=some)
+            met = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+            met *= tl.exp(tl.where(later, fall[None, :] - fall[:, None], 0.0))
+            fall = fall[:, None]
+        else:
+            decays = head * DECAYS + i
+            shifted = tl.load(shift + decays, mask=i < DECAYS, other=0.0)
+            fall_at = decay + token[:, None] * decay_stride + decays[None, :]
+            fall = tl.load(fall_at, mask=some_k, other=0.0).to(tl.float32)
+            fall = log_decay(fall, rate, shifted[None, :])
+            fall = tl.cumsum(tl.where(fresh[:, None] & some_k, fall, 0.0), 0)
+            tl.store(fallen + at[:, None] * DECAYS + i[None, :], fall, mask=some_k)
+            met = alike_left(wide, wide, fall, k.dtype, CHUNK, BLOCK_K, LEVELS, PRECISION)
+            met = tl.trans(met)
+            query = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+            q_at = made + token[:, None] * channels + query + i[None, :]
+            q = unit(tl.load(q_at, mask=some_k, other=0.0).to(tl.float32)) * (KEY_DIM**-0.5)
+            asked = alike_left(q, wide, fall, k.dtype, CHUNK, BLOCK_K, LEVELS, PRECISION)
+            asked += tl.where(t[:, None] == t[None, :], tl.sum(q * wide, 1)[:, None], 0.0)
+            tl.store(
+                alike + at[:, None] * CHUNK + t[None, :],
+                asked.to(alike.dtype.element_ty),
+                mask=some[:, None],
+            )
+        turned = tl.where(later, met * share[None, :], 0.0)
         solved = (t[:, None] == t[None, :]).to(tl.float32)
         for at_row in range(1, count):
             factors = tl.sum(tl.where(t[None, :] == at_row, turned, 0.0), 1)
@@ -92,7 +159,7 @@ def solve_chunks(
             solved -= tl.where(t[:, None] == at_row, known[None, :], 0.0)
         solved = solved.to(k.dtype)
         shared_v = (v.to(tl.float32) * share[:, None]).to(v.dtype)
-        shared_k = (wide * (share * tl.exp(fall))[:, None]).to(k.dtype)
+        shared_k = (wide * share[:, None] * tl.exp(fall)).to(k.dtype)
         tl.store(
             u + at[:, None] * VALUE_DIM + j[None, :],
             tl.dot(solved, shared_v, input_precision=PRECISION).to(u.dtype.element_ty),
@@ -103,7 +170,6 @@ def solve_chunks(
             tl.dot(solved, shared_k, input_precision=PRECISION).to(w.dtype.element_ty),
             mask=some_k,
         )
-        tl.store(fallen + at, fall, mask=some)
 
 
 @launched
@@ -116,6 +182,7 @@ def scan_chunks(
     u,
     w,
     fallen,
+    alike,
     inputs,
     memory,
     seen,
@@ -123,11 +190,13 @@ def scan_chunks(
     chunks,
     t_row,
     stride,
+    decay_stride,
     pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
     WIDTH: tl.constexpr,
     RING: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -171,31 +240,42 @@ def scan_chunks(
             k = tl.load(made_at + key, mask=some_k, other=0.0)
             own_w = tl.load(w + at[:, None] * KEY_DIM + i[None, :], mask=some_k, other=0.0)
             own_u = tl.load(u + at[:, None] * VALUE_DIM + j[None, :], mask=some_v, other=0.0)
-            fall = tl.load(fallen + at, mask=some, other=0.0)
             last = tl.minimum(count - start, CHUNK) - 1
-            whole = tl.sum(tl.where(t == last, fall, 0.0))
             wide_q = unit(q.to(tl.float32)) * (KEY_DIM**-0.5)
             wide_k = unit(k.to(tl.float32))
             narrow = kept.to(q.dtype)
             written = own_u.to(tl.float32) - tl.dot(own_w, narrow, input_precision=PRECISION)
             written = tl.where(some[:, None], written, 0.0).to(q.dtype)
-            earlier = (t[:, None] >= t[None, :]) & some[:, None]
-            between = tl.exp(tl.where(earlier, fall[:, None] - fall[None, :], 0.0))
-            alike = tl.dot(
-                wide_q.to(q.dtype), tl.trans(wide_k.to(q.dtype)), input_precision=PRECISION
-            )
-            alike = tl.where(earlier, alike * between, 0.0).to(q.dtype)
-            since = (wide_q * tl.exp(fall)[:, None]).to(q.dtype)
+            if DECAYS == 1:
+                fall = tl.load(fallen + at, mask=some, other=0.0)
+                whole = tl.sum(tl.where(t == last, fall, 0.0))
+                earlier = (t[:, None] >= t[None, :]) & some[:, None]
+                between = tl.exp(tl.where(earlier, fall[:, None] - fall[None, :], 0.0))
+                asked = tl.dot(
+                    wide_q.to(q.dtype), tl.trans(wide_k.to(q.dtype)), input_precision=PRECISION
+                )
+                asked = tl.where(earlier, asked * between, 0.0).to(q.dtype)
+                fall, to_end, ending = fall[:, None], (whole - fall)[:, None], tl.exp(whole)
+            else:
+                fall_at = fallen + at[:, None] * DECAYS + i[None, :]
+                fall = tl.load(fall_at, mask=some_k, other=0.0)
+                last_at = (
+                    fallen + ((first + start + last).to(tl.int64) * VALUE_HEADS + head) * DECAYS
+                )
+                whole = tl.load(last_at + i, mask=i < DECAYS, other=0.0)
+                asked_at = alike + at[:, None] * CHUNK + t[None, :]
+                asked = tl.load(asked_at, mask=some[:, None], other=0.0)
+                to_end, ending = whole[None, :] - fall, tl.exp(whole)[:, None]
+            since = (wide_q * tl.exp(fall)).to(q.dtype)
             heard = tl.dot(since, narrow, input_precision=PRECISION)
-            heard += tl.dot(alike, written, input_precision=PRECISION)
+            heard += tl.dot(asked, written, input_precision=PRECISION)
             tl.store(
                 found + at[:, None] * VALUE_DIM + j[None, :],
                 heard.to(found.dtype.element_ty),
                 mask=some_v,
             )
-            left = tl.where(some, tl.exp(whole - fall), 0.0)
-            rest = (wide_k * left[:, None]).to(q.dtype)
-            kept = kept * tl.exp(whole) + tl.dot(tl.trans(rest), written, input_precision=PRECISION)
+            rest = (wide_k * tl.where(some[:, None], tl.exp(to_end), 0.0)).to(q.dtype)
+            kept = kept * ending + tl.dot(tl.trans(rest), written, input_precision=PRECISION)
         tl.store(held, kept, mask=some_held & (signed > 0))
         if block == 0:
             end = position + count
@@ -209,18 +289,15 @@ def scan_chunks(
                 place = (end - 1 - back + RING) % RING
                 there = at_end >= 0
                 if RING > WIDTH:
-                    gate = (first + at_end).to(tl.int64) * stride + head
-                    own_write = tl.load(write + gate, mask=there, other=0.0)
-                    own_decay = tl.load(decay + gate, mask=there, other=0.0)
-                    keep_gates(
-                        ring,
-                        own_write,
-                        own_decay,
-                        head,
+                    said = (first + at_end).to(tl.int64)
+                    own_write = tl.load(write + said * stride + head, mask=there, other=0.0)
+                    tl.store(ring + (channels + head) * RING + place, own_write, mask=there)
+                    keep_input(
+                        ring + (channels + VALUE_HEADS) * RING,
+                        decay + said * decay_stride,
+                        head * DECAYS + i,
                         place,
-                        there,
-                        channels,
-                        VALUE_HEADS,
+                        (i < DECAYS) & there,
                         RING,
                     )
                 if head % (VALUE_HEADS // KEY_HEADS) == 0:
@@ -251,6 +328,7 @@ def norm_chunks(
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SIGMOID: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """What heads have found, in `out` [T, H · value_dim], normed and gated."""
@@ -267,4 +345,5 @@ def norm_chunks(
         own = tl.load(out + place, mask=some, other=0.0)
         opened = gate + token[:, None] * stride + head * VALUE_DIM + j[None, :]
         opened = tl.load(opened, mask=some, other=0.0)
-        tl.store(out + place, gated_norm(own, opened, scale, epsilon, VALUE_DIM), mask=some)
+        normed = gated_norm(own, opened, scale, epsilon, VALUE_DIM, SIGMOID)
+        tl.store(out + place, normed, mask=some)

@@ -3,8 +3,6 @@
 The memory takes nearly all of the time: as many of its bytes as can be must be under way. So what
 is small is made before, by a kernel of its own, and the memory's asks for its part of it before it
 waits for that.
-
-Where there may be drafts, memories may be behind: they go through the inputs that rings keep first.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs
 from tokenpod.kernels.gpu.launcher import launched
-from tokenpod.kernels.mixers.convolution_kernels import FIELDS
 
 #: Added to the squares of a key's or query's numbers before their root is taken.
 EPSILON: tl.constexpr = tl.constexpr(1e-6)
@@ -36,12 +33,14 @@ def convolve_rows(
     b_row,
     b_context,
     stride,
+    decay_stride,
     states,
     pitch,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
     WIDTH: tl.constexpr,
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -49,8 +48,9 @@ def convolve_rows(
 ):
     """Queries, keys and values of rows, of a head each: made [B, channels] float32.
 
-    And of each value head what is kept of its memory and what share of a value is written there,
-    gates [B, 2, H] float32. Row b's token is token b; a row of context 0 is padding.
+    And of each value head what share of a value is written into its memory, then what is kept
+    there, gates [B, H, 1 + DECAYS] float32. Row b's token is token b; a row of context 0 is
+    padding.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -75,11 +75,14 @@ def convolve_rows(
         total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
     last = tl.load(conv + channel * WIDTH + WIDTH - 1, mask=some, other=0.0).to(tl.float32)
     fresh = position >= tl.load(seen + state * VALUE_HEADS + head)
-    rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
+    decays = head * DECAYS + i
+    some_d = i < DECAYS
+    rate, shifted = tl.load(log_rate + head), tl.load(shift + decays, mask=some_d, other=0.0)
     await_inputs(OVERLAP)
     token = row.to(tl.int64) * stride
     own = tl.load(mixed + token + channel, mask=some, other=0.0)
-    own_decay, own_write = tl.load(decay + token + head), tl.load(write + token + head)
+    own_write = tl.load(write + token + head)
+    own_decay = tl.load(decay + row.to(tl.int64) * decay_stride + decays, mask=some_d, other=0.0)
     fall = log_decay(own_decay.to(tl.float32), rate, shifted)
     share = tl.sigmoid(own_write.to(tl.float32))
     total += own.to(tl.float32) * last
@@ -91,106 +94,16 @@ def convolve_rows(
     # The other places of the ring are read, this one is not.
     tl.store(ring + position % RING, own, mask=some & live)
     # A memory that has been through the position neither decays nor is written.
-    gate = gates + row * 2 * VALUE_HEADS + head
-    tl.store(gate, tl.where(fresh, tl.exp(fall), 1.0), mask=part >= 2 * KEY_HEADS)
-    tl.store(gate + VALUE_HEADS, tl.where(fresh, share, 0.0), mask=part >= 2 * KEY_HEADS)
-    kept = (part >= 2 * KEY_HEADS) & live
+    gate = gates + (row * VALUE_HEADS + head) * (1 + DECAYS)
+    is_value = part >= 2 * KEY_HEADS
+    tl.store(gate, tl.where(fresh, share, 0.0), mask=is_value)
+    tl.store(gate + 1 + i, tl.where(fresh, tl.exp(fall), 1.0), mask=some_d & is_value)
+    kept = is_value & live
     tl.store(seen + state * VALUE_HEADS + head, position + 1, mask=kept)
     if RING > WIDTH:
-        keep_gates(
-            own_ring, own_write, own_decay, head, position % RING, kept, CHANNELS, VALUE_HEADS, RING
-        )
-
-
-@launched
-@triton.jit
-def catch_up(
-    conv,
-    log_rate,
-    shift,
-    inputs,
-    memory,
-    seen,
-    b_row,
-    b_context,
-    chunks,
-    t_row,
-    states,
-    pitch,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RING: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SINGLE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Memories through the positions before rows' first tokens, of some values of a head each.
-
-    Rows are those of one token, or those that chunks begin. `seen` stays what it was: other
-    programs of the head read it, too.
-    """
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    await_inputs(OVERLAP)
-    if SINGLE:
-        state = tl.minimum(tl.load(b_row + row), states - 1).to(tl.int64)
-        context = tl.load(b_context + row)
-        first = context - 1
-        live = context > 0
-    else:
-        chunk = chunks + row * FIELDS
-        live = tl.load(chunk + 3) != 0
-        first = tl.load(chunk + 2)
-        state = tl.load(t_row + tl.load(chunk), mask=live, other=0).to(tl.int64)
-    # No further behind than a step with drafts has tokens; but trials of steps begin anywhere.
-    begin = tl.load(seen + state * VALUE_HEADS + head)
-    begin = tl.maximum(begin, first - (RING - WIDTH + 1))
-    if live & (begin < first):
-        i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-        some_k, some_v = i < KEY_DIM, j < VALUE_DIM
-        held = memory + ((state * VALUE_HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM
-        held += j[None, :]
-        some = some_k[:, None] & some_v[None, :]
-        kept = tl.load(held, mask=some, other=0.0)
-        ring = inputs + state * pitch
-        key = KEY_HEADS * KEY_DIM + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
-        value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-        rate, shifted = tl.load(log_rate + head), tl.load(shift + head)
-        for position in range(begin, first):
-            k = unit(convolved(ring, conv, key, some_k, position, WIDTH, RING))
-            v = convolved(ring, conv, value, some_v, position, WIDTH, RING)
-            gate = ring + (CHANNELS + head) * RING + position % RING
-            share = tl.sigmoid(tl.load(gate).to(tl.float32))
-            fall = log_decay(tl.load(gate + VALUE_HEADS * RING).to(tl.float32), rate, shifted)
-            kept *= tl.exp(fall)
-            missing = (v - tl.sum(kept * k[:, None], 0)) * share
-            kept += k[:, None] * missing[None, :]
-        tl.store(held, kept, mask=some)
-
-
-@triton.jit
-def convolved(ring, conv, channel, some, position, WIDTH: tl.constexpr, RING: tl.constexpr):
-    """[n] float32 of channels [n] behind their convolution, by what a ring keeps."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(WIDTH):
-        place = (position + RING - (WIDTH - 1) + tap) % RING
-        x = tl.load(ring + channel * RING + place, mask=some, other=0.0).to(tl.float32)
-        total += x * tl.load(conv + channel * WIDTH + tap, mask=some, other=0.0).to(tl.float32)
-    # Rounded as inputs are.
-    return (total * tl.sigmoid(total)).to(ring.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def keep_gates(ring, write, decay, head, place, some, CHANNELS, VALUE_HEADS, RING: tl.constexpr):
-    """What a head says of a token into a place of a ring."""
-    gate = ring + (CHANNELS + head) * RING + place
-    tl.store(gate, write, mask=some)
-    tl.store(gate + VALUE_HEADS * RING, decay, mask=some)
+        gates_at = own_ring + CHANNELS * RING + position % RING
+        tl.store(gates_at + head * RING, own_write, mask=kept)
+        tl.store(gates_at + (VALUE_HEADS + decays) * RING, own_decay, mask=some_d & kept)
 
 
 @launched
@@ -211,8 +124,10 @@ def step_memories(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAYS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SIGMOID: tl.constexpr,
     NORMED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -237,9 +152,10 @@ def step_memories(
     k = tl.load(own + KEY_HEADS * KEY_DIM + query + i, mask=some_k, other=0.0)
     value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
     v = tl.load(own + value + j, mask=some_v, other=0.0)
-    left = tl.load(gates + row * 2 * VALUE_HEADS + head)
-    share = tl.load(gates + row * 2 * VALUE_HEADS + VALUE_HEADS + head)
-    kept *= left
+    own_gates = gates + (row * VALUE_HEADS + head) * (1 + DECAYS)
+    share = tl.load(own_gates)
+    # One decay is that of all of a key's numbers.
+    kept *= tl.load(own_gates + 1 + tl.minimum(i, DECAYS - 1))[:, None]
     missing = (v - tl.sum(kept * k[:, None], 0)) * share
     kept += k[:, None] * missing[None, :]
     tl.store(held, kept, mask=some)
@@ -249,7 +165,7 @@ def step_memories(
             gate + row.to(tl.int64) * stride + head * VALUE_DIM + j, mask=some_v, other=0.0
         )
         scale = tl.load(norm + j, mask=some_v, other=0.0)
-        found = gated_norm(found[None, :], opened[None, :], scale, epsilon, VALUE_DIM)
+        found = gated_norm(found[None, :], opened[None, :], scale, epsilon, VALUE_DIM, SIGMOID)
         found = tl.reshape(found, (BLOCK_V,))
     found = tl.where(live, found, tl.zeros_like(found))
     tl.store(out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + j, found, mask=some_v)
@@ -267,6 +183,7 @@ def norm_rows(
     VALUE_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SIGMOID: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """What heads have found, in `out` [B, H · value_dim], normed and gated."""
@@ -281,7 +198,7 @@ def norm_rows(
     own = tl.load(place, mask=some, other=0.0)
     opened = gate + row.to(tl.int64) * stride + head * VALUE_DIM + j
     opened = tl.load(opened, mask=some & live, other=0.0)
-    found = gated_norm(own[None, :], opened[None, :], scale, epsilon, VALUE_DIM)
+    found = gated_norm(own[None, :], opened[None, :], scale, epsilon, VALUE_DIM, SIGMOID)
     tl.store(place[None, :], found, mask=some[None, :])
 
 
@@ -301,7 +218,7 @@ def log_decay(x, rate, shift):
 
 
 @triton.jit
-def gated_norm(found, gate, scale, epsilon, N: tl.constexpr):
+def gated_norm(found, gate, scale, epsilon, N: tl.constexpr, SIGMOID: tl.constexpr):
     """[m, n] of what heads find, as it is rounded, and its gates -> normed and gated, as rounded.
 
     Zero beyond the N numbers of a head.
@@ -312,4 +229,5 @@ def gated_norm(found, gate, scale, epsilon, N: tl.constexpr):
         normed = normed.to(found.dtype).to(tl.float32)
     normed = (normed * scale.to(tl.float32)[None, :]).to(found.dtype).to(tl.float32)
     opened = gate.to(tl.float32)
-    return (normed * (opened * tl.sigmoid(opened))).to(found.dtype)
+    open_by = tl.sigmoid(opened) if SIGMOID else opened * tl.sigmoid(opened)
+    return (normed * open_by).to(found.dtype)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.kernels.operations.batch import CHUNKS, ForwardBatch, PagedRows, RaggedRows
+from tokenpod.kernels.operations.recurrent_ops import RecurrentPlan
 
 #: What a chunk says: its first token, its tokens, the position of the first, and of a row's first
 #: chunk the row's tokens, of others 0; less than 0 where the row has drafts.
@@ -26,7 +27,7 @@ MOST_CAPTURED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentRows:
+class RecurrentRows(RecurrentPlan):
     """A step's rows for all layers."""
 
     single_rows: int

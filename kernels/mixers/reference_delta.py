@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.mixers.convolution import convolve_token
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.mixers.convolution import batch_of, convolve_token, has_drafts
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaWeights,
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
 )
 from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
@@ -24,24 +24,25 @@ def gated_delta(
     weights: DeltaWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: ForwardBatch,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """One token after the other; `GatedDelta` says what."""
     mixed, gate, write, decay = inputs
     out = mixed.new_empty((len(mixed), shape.value_heads, shape.value_dim))
     kept = log_decay(decay, weights).exp()
     share = write.float().sigmoid()
-    for row, state in enumerate(plan.b_row):
-        start, end = plan.b_start[row], plan.b_start[row + 1]
+    batch = batch_of(plan)
+    for row, state in enumerate(batch.b_row):
+        start, end = batch.b_start[row], batch.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
-        first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
+        first, drafts = batch.b_context[row] - (end - start), has_drafts(batch, row)
         seen, keeps = states.known(state, first, shape.width), states.takes_back(shape.width)
         own, beside = ring[: shape.channels], ring[shape.channels :]
         for position in range(seen, first) if keeps else ():
             at = position % states.ring
             made = convolve_token(own[:, at].clone(), own, position, weights.conv, None)
             _, k, v = heads_of(functional.silu(made).to(mixed.dtype)[None], shape)
-            wrote, fell = beside[:, at].view(2, 1, -1)
+            wrote, fell = beside[None, :, at].tensor_split([shape.value_heads], dim=1)
             then = log_decay(fell, weights).exp()[0], wrote.float().sigmoid()[0]
             _correct(memory, k[0], v[0], *then)
         seen = max(seen, first)
@@ -63,11 +64,6 @@ def gated_delta(
     return gated_norm(out, gate, weights)
 
 
-def has_drafts(batch: ForwardBatch, row: int) -> bool:
-    """Whether some of a row's tokens may be wrong."""
-    return batch.b_drafts is not None and batch.b_drafts[row] > 0
-
-
 def _correct(
     memory: torch.Tensor,
     k: torch.Tensor,
@@ -75,15 +71,16 @@ def _correct(
     kept: torch.Tensor,
     share: torch.Tensor,
 ) -> None:
-    """Let a memory [H, key_dim, value_dim] go through a token."""
-    memory *= kept[:, None, None]
+    """Let a memory [H, key_dim, value_dim] go through a token that keeps [H, 1 or key_dim]."""
+    memory *= kept[:, :, None]
     missing = (v - (k[:, :, None] * memory).sum(1)) * share[:, None]
     memory += k[:, :, None] * missing[:, None]
 
 
 def log_decay(decay: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
-    """[T, H] -> the logarithm of what is kept of a memory, float32."""
-    return -weights.log_rate.exp() * functional.softplus(decay.float() + weights.shift)
+    """[T, H · decays] -> the logarithm of what is kept of a memory [T, H, decays] float32."""
+    soft = functional.softplus(decay.float() + weights.shift)
+    return -weights.log_rate.exp()[:, None] * soft.view(len(decay), -1, weights.decays)
 
 
 def heads_of(
@@ -101,7 +98,8 @@ def heads_of(
 def gated_norm(found: torch.Tensor, gate: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
     """What heads find [T, H, value_dim], and gates [T, H · value_dim] -> [T, H · value_dim]."""
     normed = rms_norm(found, weights.norm.weight, weights.norm.epsilon).flatten(1)
-    return (normed * functional.silu(gate.float())).to(found.dtype)
+    opened = gate.float().sigmoid() if weights.sigmoid_gate else functional.silu(gate.float())
+    return (normed * opened).to(found.dtype)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

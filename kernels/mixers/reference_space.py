@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.mixers.convolution import convolve_token
-from tokenpod.kernels.mixers.reference_delta import has_drafts
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.mixers.convolution import batch_of, convolve_token, has_drafts
 from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
     SpaceInputs,
     SpaceWeights,
@@ -21,7 +20,7 @@ def state_space(
     weights: SpaceWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: ForwardBatch,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """One token after the other; `StateSpace` says what."""
     mixed, gate, step = inputs
@@ -36,10 +35,11 @@ def state_space(
         q, k, v = parts_of(functional.silu(made).to(mixed.dtype)[None], shape)
         return [q[0].repeat_interleave(each, 0), k[0].repeat_interleave(each, 0), v[0]]
 
-    for row, state in enumerate(plan.b_row):
-        start, end = plan.b_start[row], plan.b_start[row + 1]
+    batch = batch_of(plan)
+    for row, state in enumerate(batch.b_row):
+        start, end = batch.b_start[row], batch.b_start[row + 1]
         ring, memory = states.inputs[state], states.memory[state]
-        first, drafts = plan.b_context[row] - (end - start), has_drafts(plan, row)
+        first, drafts = batch.b_context[row] - (end - start), has_drafts(batch, row)
         seen, keeps = states.known(state, first, shape.width), states.takes_back(shape.width)
         own, beside = ring[: shape.channels], ring[shape.channels :]
         for position in range(seen, first) if keeps else ():

@@ -8,7 +8,7 @@ import triton
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import convolution_kernels
 from tokenpod.kernels.mixers.recurrent_plan import CHUNK, RecurrentRows
-from tokenpod.kernels.operations.recurrent_ops import RecurrentStates
+from tokenpod.kernels.operations.recurrent_ops import RecurrentPlan, RecurrentStates
 
 #: Channels of a row of one token that one program has.
 STEPPED = 256
@@ -21,9 +21,10 @@ def short_convolution(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     states: RecurrentStates,
-    plan: RecurrentRows,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """`ShortConvolution` says what."""
+    assert isinstance(plan, RecurrentRows)
     out = mixed.new_empty((len(mixed), len(weight)))
     if plan.single_rows:
         convolve_rows(mixed, weight, bias, states, plan, out, gated=True)

@@ -9,12 +9,14 @@ import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import delta_chunks, delta_step
+from tokenpod.kernels.mixers.catch_up import catch_up
 from tokenpod.kernels.mixers.recurrent_plan import CHUNK, RecurrentRows, StepTile, step_tile
 from tokenpod.kernels.mixers.triton_convolution import convolve_chunks
 from tokenpod.kernels.operations.recurrent_ops import (
     DeltaInputs,
     DeltaWeights,
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
 )
 
@@ -46,59 +48,22 @@ def gated_delta(
     weights: DeltaWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: RecurrentRows,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """`GatedDelta` says what."""
+    assert isinstance(plan, RecurrentRows)
     mixed = inputs.mixed
     out = mixed.new_empty((len(mixed), shape.value_heads * shape.value_dim))
     if states.takes_back(shape.width):
-        if plan.single_rows:
-            _catch_up(weights, shape, states, plan, plan.single_rows, single=True)
-        if plan.chunks is not None:
-            _catch_up(weights, shape, states, plan, plan.rows, single=False)
+        for rows, single in ((plan.single_rows, True), (plan.rows, False)):
+            if rows:
+                tile = step_tile(STEP_TILES, rows * shape.value_heads)
+                catch_up(weights, shape, states, plan, tile, single=single)
     if plan.single_rows:
         _steps(inputs, weights, shape, states, plan, out)
     if plan.chunks is not None:
         _chunks(inputs, weights, shape, states, plan, plan.chunks, out)
     return out
-
-
-def _catch_up(
-    weights: DeltaWeights,
-    shape: MemoryShape,
-    states: RecurrentStates,
-    plan: RecurrentRows,
-    rows: int,
-    *,
-    single: bool,
-) -> None:
-    """Let memories of rows, of one token or of several, go through what is before their first."""
-    block_k, block_v = _blocks(shape)
-    tile = step_tile(STEP_TILES, rows * shape.value_heads)
-    values = min(tile.values, block_v)
-    delta_step.catch_up[(rows, shape.value_heads, triton.cdiv(shape.value_dim, values))](
-        weights.conv,
-        weights.log_rate,
-        weights.shift,
-        *states,
-        plan.paged.b_row,
-        plan.paged.b_context,
-        plan.paged.b_row if plan.chunks is None else plan.chunks,
-        plan.t_row,
-        len(states.memory),
-        states.inputs.stride(0),
-        KEY_HEADS=shape.key_heads,
-        VALUE_HEADS=shape.value_heads,
-        KEY_DIM=shape.key_dim,
-        VALUE_DIM=shape.value_dim,
-        WIDTH=shape.width,
-        RING=states.ring,
-        BLOCK_K=block_k,
-        BLOCK_V=values,
-        SINGLE=single,
-        num_warps=tile.warps,
-        **launch_options(states.memory.device),
-    )
 
 
 def _steps(
@@ -114,12 +79,13 @@ def _steps(
     tile = step_tile(STEP_TILES, rows * shape.value_heads)
     values = min(tile.values, block_v)
     made = torch.empty((rows, shape.channels), device=out.device)
-    gates = torch.empty((rows, 2, shape.value_heads), device=out.device)
+    gates = torch.empty((rows, shape.value_heads, 1 + weights.decays), device=out.device)
     sizes = {
         "KEY_HEADS": shape.key_heads,
         "VALUE_HEADS": shape.value_heads,
         "KEY_DIM": shape.key_dim,
         "VALUE_DIM": shape.value_dim,
+        "DECAYS": weights.decays,
     }
     delta_step.convolve_rows[(rows, 2 * shape.key_heads + shape.value_heads)](
         inputs.mixed,
@@ -135,6 +101,7 @@ def _steps(
         plan.paged.b_row,
         plan.paged.b_context,
         stride,
+        inputs.decay.stride(0),
         len(states.memory),
         states.inputs.stride(0),
         WIDTH=shape.width,
@@ -154,11 +121,12 @@ def _steps(
         out,
         plan.paged.b_row,
         plan.paged.b_context,
-        stride,
+        inputs.gate.stride(0),
         len(states.memory),
         weights.norm.epsilon,
         BLOCK_K=block_k,
         BLOCK_V=values,
+        SIGMOID=weights.sigmoid_gate,
         NORMED=normed,
         num_warps=tile.warps,
         **sizes,
@@ -170,11 +138,12 @@ def _steps(
             weights.norm.weight,
             out,
             plan.paged.b_context,
-            stride,
+            inputs.gate.stride(0),
             weights.norm.epsilon,
             VALUE_HEADS=shape.value_heads,
             VALUE_DIM=shape.value_dim,
             BLOCK_V=block_v,
+            SIGMOID=weights.sigmoid_gate,
             num_warps=1,
             **options,
         )
@@ -194,12 +163,16 @@ def _chunks(
     stride, options = mixed.stride(0), launch_options(mixed.device)
     made = mixed.new_empty((tokens, shape.channels))
     u, w = (mixed.new_empty((tokens, heads, d)) for d in (shape.value_dim, shape.key_dim))
-    fallen = torch.empty((tokens, heads), device=mixed.device)
+    fallen = torch.empty((tokens, heads, weights.decays), device=mixed.device)
+    # Of several decays it is made with the systems, by as many programs.
+    alike = mixed.new_empty((tokens, heads, tile.chunk)) if weights.decays > 1 else None
+    warps = tile.solve_warps * (1 if alike is None else 2)
     sizes = {
         "KEY_HEADS": shape.key_heads,
         "VALUE_HEADS": heads,
         "KEY_DIM": shape.key_dim,
         "VALUE_DIM": shape.value_dim,
+        "DECAYS": weights.decays,
         "CHUNK": tile.chunk,
         "BLOCK_K": block_k,
         "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
@@ -217,9 +190,12 @@ def _chunks(
         u,
         w,
         fallen,
+        alike,
         stride,
+        inputs.decay.stride(0),
+        LEVELS=tile.chunk.bit_length() - 1,
         BLOCK_V=block_v,
-        num_warps=tile.solve_warps,
+        num_warps=warps,
         **sizes,
         **options,
     )
@@ -233,11 +209,13 @@ def _chunks(
         u,
         w,
         fallen,
+        alike,
         *states,
         out,
         chunks,
         plan.t_row,
         stride,
+        inputs.decay.stride(0),
         states.inputs.stride(0),
         WIDTH=shape.width,
         RING=states.ring,
@@ -252,12 +230,13 @@ def _chunks(
         weights.norm.weight,
         out,
         chunks,
-        stride,
+        inputs.gate.stride(0),
         weights.norm.epsilon,
         VALUE_HEADS=heads,
         VALUE_DIM=shape.value_dim,
         CHUNK=tile.chunk,
         BLOCK_V=block_v,
+        SIGMOID=weights.sigmoid_gate,
         num_warps=4,
         **options,
     )

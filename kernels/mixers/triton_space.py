@@ -9,10 +9,12 @@ import triton
 
 from tokenpod.kernels.gpu.launch import launch_options
 from tokenpod.kernels.mixers import space_kernels
+from tokenpod.kernels.mixers.catch_up import catch_up
 from tokenpod.kernels.mixers.recurrent_plan import RecurrentRows, StepTile, step_tile
 from tokenpod.kernels.mixers.triton_convolution import convolve_chunks, convolve_rows, keep_inputs
 from tokenpod.kernels.operations.recurrent_ops import (
     MemoryShape,
+    RecurrentPlan,
     RecurrentStates,
     SpaceInputs,
     SpaceWeights,
@@ -42,17 +44,18 @@ def state_space(
     weights: SpaceWeights,
     shape: MemoryShape,
     states: RecurrentStates,
-    plan: RecurrentRows,
+    plan: RecurrentPlan,
 ) -> torch.Tensor:
     """`StateSpace` says what."""
+    assert isinstance(plan, RecurrentRows)
     mixed, single = inputs.mixed, plan.single_rows
     out = mixed.new_empty((len(mixed), shape.values))
     made = mixed.new_empty((len(mixed), shape.channels))
     conv, keeps = (weights.conv, weights.conv_bias), states.takes_back(shape.width)
-    if keeps and single:
-        _catch_up(weights, shape, states, plan, single, single=True)
-    if keeps and plan.chunks is not None:
-        _catch_up(weights, shape, states, plan, plan.rows, single=False)
+    for rows, alone in ((single, True), (plan.rows, False)):
+        if keeps and rows:
+            tile = step_tile(STEP_TILES, rows * shape.value_heads)
+            catch_up(weights, shape, states, plan, tile, single=alone)
     if single:
         convolve_rows(mixed, *conv, states, plan, made, gated=False)
         _step(made, inputs, weights, shape, states, plan, out)
@@ -80,42 +83,6 @@ def state_space(
     # whose a token is decides, not where it lies.
     _gate(inputs.gate, weights, shape, states, plan, out)
     return out
-
-
-def _catch_up(
-    weights: SpaceWeights,
-    shape: MemoryShape,
-    states: RecurrentStates,
-    plan: RecurrentRows,
-    rows: int,
-    *,
-    single: bool,
-) -> None:
-    """Let memories of rows, of one token or of several, go through what is before their first."""
-    block_k, block_v = _blocks(shape)
-    tile = step_tile(STEP_TILES, rows * shape.value_heads)
-    values = min(tile.values, block_v)
-    space_kernels.catch_up[(rows, shape.value_heads, triton.cdiv(shape.value_dim, values))](
-        weights.conv,
-        weights.conv_bias,
-        weights.log_rate,
-        weights.shift,
-        *states,
-        plan.paged.b_row,
-        plan.paged.b_context,
-        plan.paged.b_row if plan.chunks is None else plan.chunks,
-        plan.t_row,
-        len(states.memory),
-        states.inputs.stride(0),
-        **_sizes(shape),
-        WIDTH=shape.width,
-        RING=states.ring,
-        BLOCK_K=block_k,
-        BLOCK_V=values,
-        SINGLE=single,
-        num_warps=tile.warps * max(1, block_k // 128),
-        **launch_options(states.memory.device),
-    )
 
 
 def _step(

@@ -81,11 +81,12 @@ class StoreKeyValue(Protocol):
         t_slot: torch.Tensor,
         scales: KVScales | None = None,
     ) -> torch.Tensor:
-        """Qkv [T, (H + 2K) · D], heads of q, then k, then v -> queries [T, H, D].
+        """Qkv [T, (H + K) · D + K · V], heads of q, then k, then v -> queries [T, H, D].
 
         Queries and keys are normed (if `norm`) and rotated: dimension i of a head pairs with
-        i + D/2. Keys and values are written to `keys` and `values` [slots + 1, K, D] at t_slot:
-        in qkv's dtype, or with `scales` as numbers of 8 bits. May change `qkv` and scales of slots.
+        i + D/2. Keys and values are written to `keys` [slots + 1, K, D] and `values`
+        [slots + 1, K, V] at t_slot: in qkv's dtype, or with `scales` as numbers of 8 bits. May
+        change `qkv` and scales of slots.
         """
         ...
 
@@ -180,7 +181,7 @@ class Attend(Protocol):
         options: AttentionOptions = NO_OPTIONS,
         scales: KVScales | None = None,
     ) -> torch.Tensor:
-        """Q [T, H, D], keys and values [slots + 1, K, D] -> [T, H · D].
+        """Q [T, H, D], keys [slots + 1, K, D], values [slots + 1, K, V] -> [T, H · V].
 
         Query head h reads key/value head h // (H // K). The step's own keys and values are
         already in the pool: in q's dtype, or with `scales` as numbers of 8 bits.

@@ -6,15 +6,18 @@ memory of each head.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.batch import ForwardBatch, MixerPlan
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
-#: What `PlanRecurrent` makes; each implementation has its own.
-RecurrentPlan = Any
+
+class RecurrentPlan(MixerPlan):
+    """What `Operations.plan_recurrent` found out about a step's rows."""
+
+    __slots__ = ()
 
 
 class MemoryShape(NamedTuple):
@@ -81,7 +84,7 @@ class PlanRecurrent(Protocol):
 
 
 class DeltaInputs(NamedTuple):
-    """What the layer's first product says of T tokens; parts of one tensor, whose rows they share.
+    """What the layer's first products say of T tokens; numbers of one token lie together.
 
     Queries, keys and values before their convolution, the gate of what heads find, and of each head
     the logits of how much is written and of the decay.
@@ -91,8 +94,9 @@ class DeltaInputs(NamedTuple):
     mixed: torch.Tensor
     #: [T, H · value_dim]
     gate: torch.Tensor
-    #: [T, H] each
+    #: [T, H], a part of the tensor that `mixed` is a part of.
     write: torch.Tensor
+    #: [T, H], or [T, H · key_dim] where each number of a key decays by itself.
     decay: torch.Tensor
 
 
@@ -103,9 +107,17 @@ class DeltaWeights(NamedTuple):
     conv: torch.Tensor
     #: [H] float32: a token's decay is exp(-exp(log_rate) · softplus(a + shift)).
     log_rate: torch.Tensor
+    #: As many as a token has decays, float32.
     shift: torch.Tensor
     #: Of what each head finds: weight [value_dim].
     norm: RowNorm
+    #: Gates open by sigmoid(gate) instead of silu(gate).
+    sigmoid_gate: bool = False
+
+    @property
+    def decays(self) -> int:
+        """Of each head: one, or as many as a key has numbers."""
+        return len(self.shift) // len(self.log_rate)
 
 
 class GatedDelta(Protocol):
@@ -123,11 +135,12 @@ class GatedDelta(Protocol):
 
         Rows b of the batch go on from the states of row `b_row[b]`, which are changed in place. Of
         silu(convolution) come queries, keys and values; queries and keys are divided by their
-        lengths, queries by the root of theirs. S = S · decay; S += key ⊗ (value - key · S) ·
-        sigmoid(write); a head finds query · S, which is normed as `RmsNorm` does, times silu(gate).
-        A token at a position that its memory has been through finds the same again and changes
-        nothing: a row's first may be one. A row's results depend on no other row. Yang, Kautz and
-        Hatamizadeh 2024.
+        lengths, queries by the root of theirs. S = S · decay, of all a head's keys or of each of
+        their numbers; S += key ⊗ (value - key · S) · sigmoid(write); a head finds query · S, which
+        is normed as `RmsNorm` does, times silu(gate) or sigmoid(gate). A token at a position that
+        its memory has been through finds the same again and changes nothing: a row's first may be
+        one. A row's results depend on no other row. Yang, Kautz and Hatamizadeh 2024; with decays
+        of a key's numbers: Kimi Team, "Kimi Linear", 2025.
 
         The memory of a row with drafts goes through none of the step's tokens: their inputs are
         kept, `write` and `decay` behind the convolution's. What a memory has not been through of

@@ -158,7 +158,8 @@ def _prefix_width(spec: ModelSpec, source: str) -> int:
             f"{source}: {spec.architecture} caches latent rows: prefix tuning has keys and values"
             " of heads, which are not served with it"
         )
-    if len(layouts) > 1 or len(spec.storing) < len(spec.layers):
+    uneven = any(layout.key_dim != layout.value_dim for layout in layouts)
+    if uneven or len(layouts) > 1 or len(spec.storing) < len(spec.layers):
         raise ModelError(
             f"{source}: layers of {spec.architecture} have key/value heads of several shapes, or"
             " share them: prefix tuning has one shape, and all layers"

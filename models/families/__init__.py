@@ -32,9 +32,11 @@ from tokenpod.models.families.granite_moe import GRANITE_MOE
 from tokenpod.models.families.helium import HELIUM
 from tokenpod.models.families.hy_v3 import HY_V3
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
+from tokenpod.models.families.kimi_linear import KIMI_LINEAR
 from tokenpod.models.families.lfm2 import LFM2, LFM2_MOE
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.families.mamba2 import MAMBA2
+from tokenpod.models.families.mimo_v2 import MIMO_V2
 from tokenpod.models.families.minimax_m2 import MINIMAX_M2
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from tokenpod.models.families.mixtral import MIXTRAL
@@ -96,10 +98,12 @@ FAMILIES: tuple[Family, ...] = (
     HY_V3,
     INTERNLM2,
     INTERNLM3,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     LLAMA,
     MIMO,
+    MIMO_V2,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,

@@ -46,7 +46,7 @@ def delta_spec(fields: Fields, served: int | None) -> ModelSpec:
         norm=Norm("rms", epsilon, offset=1),
         factor=0.25,
     )
-    kinds = _kinds(fields, len(spec.layers))
+    kinds = kinds_of(fields, len(spec.layers))
     net = GatedDeltaNet(_shape(fields), epsilon)
     numbers = iter(kinds)
 
@@ -66,7 +66,7 @@ def _shape(fields: Fields) -> MemoryShape:
     )
 
 
-def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+def kinds_of(fields: Fields, layers: int) -> tuple[str, ...]:
     """Of each layer; where a config does not say, every fourth has attention."""
     if "layer_types" not in fields:
         every = fields.integer("full_attention_interval", 4)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tokenpod.kernels.cache.kv_pool import alike
+from tokenpod.kernels.cache.kv_pool import KVLayout
 from tokenpod.kernels.operations.attention_ops import AttentionOptions, AttentionPlan, Heads
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
@@ -42,6 +42,7 @@ class Attention:
     heads: int
     #: Each serves heads // kv_heads query heads.
     kv_heads: int
+    #: Numbers of a query and of a key.
     head_dim: int
     positions: Rope | Alibi | None
     #: How many positions back a token sees, itself included; None: all.
@@ -77,6 +78,8 @@ class Attention:
     distance_bias: DistanceBias | None = None
     #: Multiplies what the last product says.
     output_scale: float = 1.0
+    #: Numbers of a value; None: as many as of a key.
+    own_value_dim: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ModelError for heads that can't be."""
@@ -84,8 +87,11 @@ class Attention:
             raise ModelError(
                 f"attention.heads is {self.heads}: they can't share {self.kv_heads} key/value heads"
             )
-        if self.head_dim % 2:
-            raise ModelError(f"attention.head_dim is {self.head_dim}: heads are held in pairs")
+        for name, dim in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
+            if dim % 2:
+                raise ModelError(f"attention.{name} is {dim}: heads are held in pairs")
+        if self.value_dim != self.head_dim and (self.values_are_keys or self.output_gate):
+            raise ModelError("attention.value_dim is head_dim where values are keys, or gated")
         if isinstance(self.positions, Alibi) and len(self.positions.slopes) != self.heads:
             slopes = len(self.positions.slopes)
             raise ModelError(f"attention.positions has {slopes} slopes for {self.heads} heads")
@@ -103,10 +109,16 @@ class Attention:
             )
 
     @property
+    def value_dim(self) -> int:
+        """Numbers of a value."""
+        return self.head_dim if self.own_value_dim is None else self.own_value_dim
+
+    @property
     def cache(self) -> Cache:
         """Keys and values of all key/value heads."""
         window = self.window if self.causal else None
-        return Cache(alike(self.kv_heads, self.head_dim), window, kept=self.causal)
+        layout = KVLayout(self.kv_heads, self.head_dim, self.value_dim)
+        return Cache(layout, window, kept=self.causal)
 
     @property
     def turned(self) -> Turned:
@@ -123,7 +135,11 @@ class Attention:
         queries = Axis(self.heads * head, Division.EVEN, unit=head)
         keys = Axis(self.kv_heads * head, Division.KEY, unit=head)
         order = head_order(self.positions, head)
-        parts = [(queries, order), (keys, order), (keys, None)]
+        values, found = (
+            Axis(count * self.value_dim, division, unit=self.value_dim)
+            for count, division in ((self.kv_heads, Division.KEY), (self.heads, Division.EVEN))
+        )
+        parts = [(queries, order), (keys, order), (values, None)]
         groups = self.kv_heads if isinstance(names.qkv, Fused) and names.qkv.by_heads else 1
         stored: tuple[str, ...] | Fused = names.qkv
         norms = [("q_norm", names.q_norm, queries)]
@@ -148,7 +164,7 @@ class Attention:
         if self.sinks:
             source = Source(tensors.at + names.sinks, (Axis(self.heads, Division.EVEN),))
             yield Weight("sinks", (source,), dtype=torch.float32)
-        output = tensors.hidden, queries
+        output = tensors.hidden, found
         yield from tensors.product(
             "output", names.output, *output, self.output_bias, self.output_scale
         )
@@ -229,7 +245,7 @@ class Attention:
 
 
 class AttentionLayer:
-    """One layer's attention: from the stream to what its heads found, [T, H · D]."""
+    """One layer's attention: from the stream to what its heads found, [T, H · value_dim]."""
 
     def __init__(self, spec: Attention, parts: MixerParts, norm: Norm | None) -> None:
         products = parts.products

@@ -1,7 +1,8 @@
 """Gated delta nets: as data, their weights, their division, and made of them.
 
 Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024, as Qwen3.5 has them: a convolution of
-queries, keys and values, a memory of each head that tokens read and correct, and a gated norm.
+queries, keys and values, a memory of each head that tokens read and correct, and a gated norm. In
+Kimi Linear (Kimi Team, 2025) each number of a key decays by itself.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from tokenpod.kernels.operations.recurrent_ops import (
 )
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layers.layer_tensors import LayerTensors
+from tokenpod.models.layers.linear import Product
 from tokenpod.models.layers.mixer import Cache, MixerParts
 from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.recurrent import RecurrentMixer, states_of
 from tokenpod.models.layers.step import Step
 from tokenpod.models.weights.shard import Shard
-from tokenpod.models.weights.weights import Axis, Division, Weight
+from tokenpod.models.weights.weights import Axis, Division, Source, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,9 @@ class GatedDeltaNet(RecurrentMixer):
     shape: MemoryShape
     #: Of the norm of what each head reads.
     epsilon: float
+    #: Gates, and decays of each number of a key, are made in two products, by way of so many
+    #: numbers, and gates open by sigmoid (Kimi Linear). None: a head has one decay.
+    gate_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ModelError for heads that can't be."""
@@ -56,25 +61,42 @@ class GatedDeltaNet(RecurrentMixer):
         """Nothing of a token: the convolution's last inputs, and a memory of each head."""
         shape = self.shape
         memory = (shape.value_heads, shape.key_dim, shape.value_dim)
-        # Besides its inputs a token says of each head what is written, and the decay.
-        layout = StateLayout((shape.channels, shape.width), memory, beside=2 * shape.value_heads)
+        # Besides its inputs a token says of each head what is written, and its decays.
+        beside = shape.value_heads * (1 + self._decays)
+        layout = StateLayout((shape.channels, shape.width), memory, beside)
         return Cache(None, None, layout)
 
     @property
-    def _axes(self) -> tuple[Axis, Axis, Axis]:
-        """Of keys, of values, and of numbers that each value head has one of."""
-        shape = self.shape
+    def _decays(self) -> int:
+        """Of each value head."""
+        return 1 if self.gate_rank is None else self.shape.key_dim
+
+    @property
+    def _axes(self) -> tuple[Axis, Axis, Axis, Axis]:
+        """Of keys, values, numbers that each value head has one of, and decays."""
+        shape, decays = self.shape, self._decays
         return (
             Axis(shape.key_heads * shape.key_dim, Division.EVEN, unit=shape.key_dim),
             Axis(shape.value_heads * shape.value_dim, Division.EVEN, unit=shape.value_dim),
             Axis(shape.value_heads, Division.EVEN),
+            Axis(shape.value_heads * decays, Division.EVEN, unit=decays),
         )
 
     def weights(self, tensors: LayerTensors) -> Iterator[Weight]:
-        """One product of all that a token says, the convolution, decays, the norm, and `output`."""
+        """Products of what a token says, the convolution, decays, the norm, and `output`."""
         names, hidden = tensors.names.delta, tensors.hidden
-        keys, values, each = self._axes
-        if names.by_heads is None:
+        keys, values, each, decays = self._axes
+        if self.gate_rank is not None:
+            rank, (gate, decay) = Axis(self.gate_rank), (names.gate_rank, names.decay_rank)
+            apart = zip(names.apart, (keys, keys, values), strict=True)
+            others = ((names.write, each), (gate, rank), (decay, rank))
+            said = ((f"{stored}_proj", axis) for stored, axis in apart)
+            sources = tuple(
+                tensors.source(stored, axis, hidden, None) for stored, axis in (*said, *others)
+            )
+            yield from tensors.product("delta_gate", names.gate, values, rank, False)
+            yield from tensors.product("delta_decay", names.decay, decays, rank, False)
+        elif names.by_heads is None:
             others = ((names.gate, values), (names.write, each), (names.decay, each))
             rest = (tensors.source(stored, axis, hidden, None) for stored, axis in others)
             sources = (*tensors.cut(f"{names.qkv}.weight", (keys, keys, values), hidden), *rest)
@@ -87,9 +109,20 @@ class GatedDeltaNet(RecurrentMixer):
             )
         yield Weight("delta_in", sources, multiplied=True)
         width = Axis(1), Axis(self.shape.width)
-        yield Weight("conv", tensors.cut(f"{names.conv}.weight", (keys, keys, values), *width))
-        yield replace(tensors.single("log_rate", names.log_rate, each), dtype=torch.float32)
-        yield replace(tensors.single("shift", names.shift, each), dtype=torch.float32)
+        channels = keys, keys, values
+        rates: tuple[Axis, ...] = (each,)
+        convolutions = tensors.cut(f"{names.conv}.weight", channels, *width)
+        if self.gate_rank is not None:
+            # Whole on every rank, which takes its own.
+            rates = (Axis(1), Axis(1), Axis(each.length), Axis(1))
+            apart = zip(names.apart, channels, strict=True)
+            convolutions = tuple(
+                Source(f"{tensors.at}{stored}_conv1d.weight", (axis, *width))
+                for stored, axis in apart
+            )
+        yield Weight("conv", convolutions)
+        yield replace(tensors.single("log_rate", names.log_rate, *rates), dtype=torch.float32)
+        yield replace(tensors.single("shift", names.shift, decays), dtype=torch.float32)
         norm = Norm("rms", self.epsilon)
         yield from tensors.norm("delta_norm", norm, names.norm, Axis(self.shape.value_dim))
         yield from tensors.product("output", names.output, tensors.hidden, values, False)
@@ -122,16 +155,35 @@ class GatedDeltaLayer:
         self._in = normed_product(
             products, parts.named("delta_in"), norm, parts.named("attention_in")
         )
-        values = shape.value_heads * shape.value_dim
-        self._parts = [shape.channels, values, shape.value_heads, shape.value_heads]
+        heads, rank = shape.value_heads, spec.gate_rank
+        self._parts = [shape.channels, shape.values, heads, heads]
+        #: Gates and decays of what the first product says of them; none: that is what they are.
+        self._second: list[Product] = []
+        if rank is not None:
+            self._parts = [shape.channels, heads, rank, rank]
+            self._second = [products.linear(parts.named(f"delta_{x}")) for x in ("gate", "decay")]
         conv = products.tensor(parts.named("conv"))[:, 0].contiguous()
         log_rate, shift, scale = (
             products.tensor(parts.named(name)) for name in ("log_rate", "shift", "delta_norm")
         )
-        self._weights = DeltaWeights(conv, log_rate, shift, RowNorm(scale, spec.epsilon))
+        log_rate, group = log_rate.flatten(), products.ops.group
+        if rank is not None and group is not None:
+            own = Shard(group.rank, group.world).part(Axis(len(log_rate), Division.EVEN))
+            log_rate = log_rate[own.start : own.stop].clone()
+        norm_rows = RowNorm(scale, spec.epsilon)
+        self._weights = DeltaWeights(
+            conv, log_rate, shift, norm_rows, sigmoid_gate=rank is not None
+        )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The states of the step's rows have gone on afterwards."""
         states, plan = states_of(step, self._cache)
-        inputs = DeltaInputs(*torch.split(self._in(x, step.batch), self._parts, dim=1))
-        return self._ops.gated_delta(inputs, self._weights, self._shape, states, plan)
+        said = torch.split(self._in(x, step.batch), self._parts, dim=1)
+        if self._second:
+            mixed, write, *inner = said
+            gate, decay = (
+                product(part.contiguous(), step.batch)
+                for product, part in zip(self._second, inner, strict=True)
+            )
+            said = mixed, gate, write, decay
+        return self._ops.gated_delta(DeltaInputs(*said), self._weights, self._shape, states, plan)

@@ -59,7 +59,7 @@ class HeadSteps:
     growth: QueryGrowth | None
 
     def before(self, qkv: torch.Tensor) -> torch.Tensor:
-        """The product [T, (H + 2K) · D] -> the same, changed; may change its argument."""
+        """The product [T, (H + K) · D + K · V] -> the same, changed; may change its argument."""
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         if self.plain_norm is None:

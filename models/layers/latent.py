@@ -43,7 +43,8 @@ class Latent:
     value_dim: int
     #: Of latents.
     kv_norm: Norm
-    positions: Rope
+    #: None: nothing is rotated, and the numbers that would be are as they are (Kimi Linear).
+    positions: Rope | None
     #: Of products of queries and keys.
     scale: float
     #: Queries are made of a normed vector of so many numbers; None: of the stream.
@@ -57,7 +58,7 @@ class Latent:
                 raise ModelError(f"attention: a latent's norm is {norm.kind!r}; supported: rms")
         if (self.query_rank is None) != (self.query_norm is None):
             raise ModelError("attention.query_rank and query_norm go together")
-        if self.positions.rotated != self.rope_dim:
+        if self.positions is not None and self.positions.rotated != self.rope_dim:
             raise ModelError(
                 f"attention.positions rotates {self.positions.rotated} of {self.rope_dim} numbers"
             )

@@ -118,6 +118,7 @@ def _divided(source: Source, shard: Shard) -> tuple[int | None, range]:
     axis = source.divided if shard.world > 1 else None
     if axis is None:
         return None, range(0)
+    assert axis < 2, "rows are divided, or columns"
     return 1 - axis if source.transposed else axis, shard.part(source.axes[axis])
 
 

@@ -55,4 +55,4 @@ def states_of(step: Step, cache: int) -> tuple[RecurrentStates, RecurrentPlan]:
     """The states of a layer, by its place in the pool, and what a step's rows do with them."""
     pool = step.pool
     assert isinstance(pool, StatePool)
-    return RecurrentStates(*pool.states[cache]), step.plans[CHUNKS]
+    return RecurrentStates(*pool.states[cache]), step.plan(CHUNKS, RecurrentPlan)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
 from tokenpod.kernels.operations.attention_ops import AttentionOptions, AttentionPlan
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
@@ -61,15 +61,10 @@ class Dispatch:
     stores: bool = True
 
     @property
-    def padded_dim(self) -> int:
-        """Numbers of a head in the pool: keys and values alike, and even."""
-        widest = max(self.key_dim, self.value_dim)
-        return widest + widest % 2
-
-    @property
     def kv(self) -> KVLayout:
-        """What the pool has for a token."""
-        return alike(self.kv_heads, self.padded_dim)
+        """What the pool has for a token: heads are held in pairs of numbers."""
+        key_dim, value_dim = (dim + dim % 2 for dim in (self.key_dim, self.value_dim))
+        return KVLayout(self.kv_heads, key_dim, value_dim)
 
 
 class Answer(Protocol):
@@ -212,13 +207,12 @@ class RunningStep:
         dispatch = self._dispatches[self._calls]
         self._calls += 1
         keys, values = self._pool.keys[dispatch.layer], self._pool.values[dispatch.layer]
-        padded = dispatch.padded_dim
         if dispatch.stores:
-            keys.index_copy_(0, self._batch.t_slot, _by_token(key, padded))
-            values.index_copy_(0, self._batch.t_slot, _by_token(value, padded))
+            for pool, own in ((keys, key), (values, value)):
+                pool.index_copy_(0, self._batch.t_slot, _by_token(own, pool.shape[2]))
         scale, sinks = options.get("scaling"), options.get("s_aux")
         out = self._attention(
-            _by_token(query, padded).contiguous(),
+            _by_token(query, keys.shape[2]).contiguous(),
             keys,
             values,
             self._plans[dispatch.reach],
@@ -228,8 +222,7 @@ class RunningStep:
                 sinks=None if sinks is None else sinks.flatten().float(),
             ),
         )
-        out = out.view(1, -1, dispatch.heads, padded)
-        return out if padded == dispatch.value_dim else out[..., : dispatch.value_dim]
+        return out.view(1, -1, dispatch.heads, values.shape[2])[..., : dispatch.value_dim]
 
     def check(self) -> None:
         """Every call has come."""

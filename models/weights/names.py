@@ -139,6 +139,11 @@ class DeltaNames:
     #: Two tensors in place of the first four, of each key head in turn all that it has: queries,
     #: keys, values and gates in one, `write` and `decay` in the other.
     by_heads: tuple[str, str] | None = None
+    #: Where gates and decays are made in two products, the first of each; what names of products
+    #: and convolutions of queries, keys and values begin with, which have a tensor each.
+    gate_rank: str = ""
+    decay_rank: str = ""
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,10 +49,11 @@ def agree(
     dtype=torch.float32,
     options=NO_OPTIONS,
     eight_bits=False,
+    value_dim=None,
 ):
     q = draw(batch.tokens, heads, head_dim, dtype=dtype)
     keys = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
-    values = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
+    values = draw(SLOTS, kv_heads, value_dim or head_dim, dtype=dtype)
     used = batch.row_table[batch.row_table >= 0].long()
     unused = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, used, False)
     scales = None
@@ -67,7 +68,7 @@ def agree(
     )
     plan = cpu.plan_attention(batch, window)
     got = cpu.attention(q, keys, values, plan, options, scales)
-    assert got.shape == (batch.tokens, heads * head_dim)
+    assert got.shape == (batch.tokens, heads * (value_dim or head_dim))
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -83,6 +84,17 @@ def test_every_kind_of_step_under_every_window(batch, window, draw):
 def test_every_grouping_of_heads(heads, head_dim, row, step_over, draw):
     batch = step_over([row(*spec) for spec in STEPS["mixed"]], SLOTS)
     agree(batch, None, *heads, head_dim, draw)
+
+
+@pytest.mark.sampled(5, "slow")
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("value_dim", [8, 32])
+@pytest.mark.parametrize("window", [None, 5])
+def test_values_of_another_size_than_keys(batch, window, value_dim, eight_bits, draw):
+    sinks = None if window is None else AttentionOptions(sinks=draw(4))
+    options = sinks or NO_OPTIONS
+    agree(batch, window, 4, 2, 20, draw, value_dim=value_dim, eight_bits=eight_bits)
+    agree(batch, window, 4, 2, 20, draw, value_dim=value_dim, options=options)
 
 
 @pytest.mark.sampled(5, "slow")

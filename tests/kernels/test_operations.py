@@ -231,17 +231,22 @@ def test_products_of_any_number_of_rows_are_of_few_kinds():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("slots", [[7], [3, 4, 5], [9, 2, 6]], ids=["one", "run", "apart"])
-def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
+@pytest.mark.parametrize(
+    ("slots", "value_dim"),
+    [([7], 16), ([3, 4, 5], 6), ([9, 2, 6], 40)],
+    ids=["one", "run", "apart"],
+)
+def test_rotation_and_the_write_to_the_pool(slots, value_dim, normed, dtype, draw):
     heads, kv_heads, head_dim = 6, 2, 16
-    qkv = draw(len(slots), (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    width = (heads + kv_heads) * head_dim + kv_heads * value_dim
+    qkv = draw(len(slots), width, dtype=dtype)
     norm = HeadNorm(draw(16, dtype=dtype), draw(16, dtype=dtype), 1e-6) if normed else None
     positions = torch.arange(len(slots)) * 1000 + 5
     frequencies = 1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
     outcomes = []
     for ops in (reference, cpu.OPERATIONS):
         keys = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
-        values = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
+        values = torch.zeros(12, kv_heads, value_dim, dtype=dtype)
         rotation = ops.rotate(positions, frequencies, 1.3, dtype)
         q = ops.store_key_value(qkv.clone(), rotation, norm, keys, values, torch.tensor(slots))
         assert q.shape == (len(slots), heads, head_dim)

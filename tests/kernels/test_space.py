@@ -28,6 +28,7 @@ from support.kernels.space_steps import (
     space_inputs,
 )
 from tokenpod.kernels.mixers import chunked_space, reference_space, short_convolution
+from tokenpod.kernels.mixers.convolution import plan_recurrent
 
 CHANNELS = 20
 
@@ -49,7 +50,7 @@ class Space:
 
     def run(self, given, states, batch):
         weights = drawn_space(SMALL, norm=self.norm, bias=self.norm != "first")
-        return self.form.state_space(given, weights, SMALL, states, batch)
+        return self.form.state_space(given, weights, SMALL, states, plan_recurrent(batch))
 
 
 class Short:
@@ -69,7 +70,7 @@ class Short:
 
     def run(self, given, states, batch):
         weights = drawn_convolution(CHANNELS, self.width, bias=self.width != 2)
-        return self.form(given, *weights, states, batch)
+        return self.form(given, *weights, states, plan_recurrent(batch))
 
 
 PAIRS = {
@@ -166,6 +167,6 @@ def test_a_memory_goes_through_no_draft_before_it_is_known(form):
     batch = replace(one_row(step_of([Spec(4, 9)]), 2), b_drafts=[3])
     states = with_ring(drawn_states(SMALL, batch), SMALL, 3, beside=1)
     before, net = copied(states), SpaceNet(form, SMALL)
-    net.run(net.inputs(4), states, batch)
+    net.run(net.inputs(4), states, plan_recurrent(batch))
     torch.testing.assert_close(states.memory, before.memory, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(states.seen, before.seen)

@@ -232,6 +232,7 @@ IGNORED = {
     r"model\.layers\.92.*": "model.layers.{layers}.eh_proj.weight",
     "mtp": "model.mtp_emb_norm.0.weight",
     "^model.visual.*": "model.visual.patch_embed.bias",
+    r"^model\.mtp\.": "model.mtp.layers.0.input_layernorm.weight",
     "^mtp.*": "mtp.layers.0.input_layernorm.weight",
     "mtp.*": "mtp.layers.0.input_layernorm.weight",
     "attn.bias": "transformer.h.0.attn.bias",

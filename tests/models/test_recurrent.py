@@ -21,13 +21,13 @@ TOLERANCE = 1e-4
 DRAFTS, VOCABULARY = 4, 96
 
 
-#: Gated delta nets, short convolutions, state spaces apart from attention, with experts of their
-#: own layers, beside attention, and without any.
+#: Gated delta nets, short convolutions; slow are decays of a key's numbers, and state spaces apart
+#: from attention, with experts of their own layers, beside attention, and without any.
 _SPACES = ("granite4", "nemotron-h-moe", "falcon-h1", "codestral-mamba")
 KINDS = (
     "qwen3-5",
     "lfm2",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in _SPACES),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kimi-linear", *_SPACES)),
 )
 
 

@@ -179,14 +179,19 @@ def attend_many_heads() -> None:
 
 
 def attend_large_heads() -> None:
-    """Heads of 512 numbers, of which 8 share keys and values, as in Gemma 4."""
-    for dtype in (BF16, torch.float8_e4m3fn):
+    """Heads of 512 numbers, of which 8 share keys and values, as in Gemma 4.
+
+    And those of MiMo V2, whose values are shorter than keys.
+    """
+    sizes = (512, 512, 8), (192, 128, 16)
+    for (keys, values, heads), dtype in itertools.product(sizes, (BF16, torch.float8_e4m3fn)):
         step = lay_out([Spec(1, 40), Spec(9, 40), Spec(9, 50, piece=4)], CPU)
-        pools, q = draw(2, step.slots, 1, 512), draw(step.batch.tokens, 8, 512)
+        q = draw(step.batch.tokens, heads, keys)
         scales = None if dtype is BF16 else KVScales(*torch.ones(2, 1))
-        plan = attention.plan_attention(step.batch, None)
-        own = pools.to(dtype)
-        attention.attention(q, own[0], own[1], plan, AttentionOptions(), scales)
+        options = AttentionOptions(sinks=None if keys == values else torch.ones(heads))
+        plan = attention.plan_attention(step.batch, None if keys == values else 128)
+        own = [draw(step.slots, 1, each).to(dtype) for each in (keys, values)]
+        attention.attention(q, own[0], own[1], plan, options, scales)
 
 
 def attend_8_bits() -> None:
@@ -364,12 +369,13 @@ def latents() -> None:
 
 
 def delta_nets() -> None:
-    """Rows of one token and of several, of the heads that Qwen3.5 has; float32 for tests.
+    """Rows of one token and of several, of the heads that Qwen3.5 and Kimi Linear have.
 
-    And what is launched where there may be drafts.
+    In float32 for tests, and what is launched where there may be drafts.
     """
-    shape = MemoryShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, width=4)
-    for dtype, specs in itertools.product(
+    shapes = (MemoryShape(heads, 8, key_dim=128, value_dim=128, width=4) for heads in (4, 8))
+    for shape, dtype, specs in itertools.product(
+        shapes,
         (BF16, torch.float32),
         ([Spec(1, 40), Spec(9, 50), Spec(100, 100)], [Spec(1, 40)] * 40),
     ):

@@ -17,7 +17,8 @@ FORMS = ("decode", "prompt", "mixed")
 WINDOWS = (None, 1, 16, 100)
 #: Ranks that divide heads: each has its part of queries, keys and values.
 RANKS = (1, 2)
-HEAD_DIMS = (64, 128, 256)
+#: Of keys, and of values.
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 #: What queries are, and whether the pool has 8 bits.
 KINDS = (
     (torch.bfloat16, False),
@@ -39,11 +40,13 @@ class Case:
     scaled: bool
     ranks: int
     head_dim: int
+    value_dim: int
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.") + ("-8-bits" if self.scaled else "")
         ranks = f"-{self.ranks}-ranks" if self.ranks > 1 else ""
-        return f"{self.form}-{self.rows}-window-{self.window}-{kind}-{self.head_dim}{ranks}"
+        dims = f"{self.head_dim}-{self.value_dim}"
+        return f"{self.form}-{self.rows}-window-{self.window}-{kind}-{dims}{ranks}"
 
     def specs(self, most: int) -> list[Spec]:
         """Its rows, over contexts of up to `most` tokens, whole and in pieces."""
@@ -68,19 +71,20 @@ def pairs() -> list[Case]:
                 turn = at + place + number
                 kind = KINDS[(turn + place // 2) % len(KINDS)]
                 ranks = RANKS[(number + place) % 2]
-                cases.append(
-                    Case(form, rows, window, *kind, ranks, HEAD_DIMS[(turn + at) % len(HEAD_DIMS)])
-                )
+                dims = HEAD_DIMS[(turn + at + number // 2) % len(HEAD_DIMS)]
+                cases.append(Case(form, rows, window, *kind, ranks, *dims))
     return cases
 
 
 def check(case: Case, ops, device, *, most: int, heads: int = HEADS, kv_heads: int = KV_HEADS):
     step = lay_out(case.specs(most), device)
     inputs = draw_inputs(
-        step, heads, kv_heads, case.head_dim, case.dtype, device, scaled=case.scaled
+        *(step, heads, kv_heads, case.head_dim, case.dtype, device),
+        scaled=case.scaled,
+        value_dim=case.value_dim,
     )
     exact = truth(inputs, step.batch, case.window)
-    assert exact.shape == (step.batch.tokens, heads * case.head_dim)
+    assert exact.shape == (step.batch.tokens, heads * case.value_dim)
     queries = inputs.q.chunk(case.ranks, 1)
     keys, values = inputs.keys.chunk(case.ranks, 1), inputs.values.chunk(case.ranks, 1)
     got = []
@@ -116,7 +120,7 @@ def test_kernels_on_real_shapes(case, device):
 
 
 #: Each size of heads and type is a loop that is compiled first.
-ON_A_CPU = [case for case in pairs() if not case.scaled and case.head_dim == 64]
+ON_A_CPU = [case for case in pairs() if not case.scaled and case.head_dim in (64, 192)]
 
 
 @pytest.mark.sampled(3, "slow")

@@ -9,6 +9,7 @@ import torch
 
 from support.kernels.attention_steps import Spec
 from support.kernels.delta_steps import (
+    KIMI,
     SMALL,
     WALKS,
     Delta,
@@ -34,13 +35,27 @@ pytestmark = pytest.mark.compute
 #: ‖error‖ / ‖result‖ of what heads find and of memories; weights and inputs are the same.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 REAL = MemoryShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
+#: Kimi Linear's.
+REAL_KIMI = MemoryShape(key_heads=32, value_heads=32, key_dim=128, value_dim=128, width=4)
 ODD = MemoryShape(key_heads=1, value_heads=3, key_dim=20, value_dim=40, width=3)
+ODD_KIMI = MemoryShape(key_heads=3, value_heads=3, key_dim=20, value_dim=40, width=3)
+
+SHAPES = [
+    SMALL,
+    KIMI,
+    *(pytest.param(each, marks=pytest.mark.gpu) for each in (REAL, REAL_KIMI)),
+]
 
 SPECS = {
     "decode": [(1, 7), (1, 1), (1, 64), (0, 0)],
     "prompts": [(65, 65), (2, 2), (3, 131)],
     "mixed": [(1, 3), (1, 40), (66, 70), (2, 3)],
 }
+
+
+@pytest.fixture(params=[SMALL, KIMI], ids=["one decay", "decays of numbers"])
+def shape(request):
+    return request.param
 
 
 def error(got, expected):
@@ -84,13 +99,14 @@ def check(shape, specs, dtype, device):
 
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_ragged_rows(specs, dtype, device, poisoned_memory):
-    check(SMALL, specs, dtype, device)
+def test_ragged_rows(shape, specs, dtype, device, poisoned_memory):
+    check(shape, specs, dtype, device)
 
 
+@pytest.mark.parametrize("shape", [ODD, ODD_KIMI], ids=str)
 @pytest.mark.parametrize("specs", [SPECS["decode"], SPECS["mixed"]], ids=["decode", "mixed"])
-def test_sizes_that_are_no_powers_of_two(specs, device, poisoned_memory):
-    check(ODD, specs, torch.float32, device)
+def test_sizes_that_are_no_powers_of_two(shape, specs, device, poisoned_memory):
+    check(shape, specs, torch.float32, device)
 
 
 @pytest.mark.gpu
@@ -105,23 +121,24 @@ def test_sizes_that_are_no_powers_of_two(specs, device, poisoned_memory):
     ],
     ids=["one", "decode", "prompt", "mixed"],
 )
-def test_real_shapes(specs, dtype, device):
-    check(REAL, specs, dtype, device)
+@pytest.mark.parametrize("shape", [REAL, REAL_KIMI], ids=str)
+def test_real_shapes(shape, specs, dtype, device):
+    check(shape, specs, dtype, device)
 
 
 @pytest.mark.parametrize("cut", [(1, 69), (64, 6), (23, 1, 46)], ids=str)
-def test_however_a_text_is_cut_its_state_is_the_same(cut, device):
-    n, weights = sum(cut), drawn_weights(SMALL, device=device)
-    given, whole = drawn_inputs(SMALL, n, device=device), one_row(step_of([Spec(n, n)], device), 2)
-    first = drawn_states(SMALL, whole)
+def test_however_a_text_is_cut_its_state_is_the_same(cut, device, shape):
+    n, weights = sum(cut), drawn_weights(shape, device=device)
+    given, whole = drawn_inputs(shape, n, device=device), one_row(step_of([Spec(n, n)], device), 2)
+    first = drawn_states(shape, whole)
     parts = copied(first)
     plan = plan_recurrent
-    expected = run(triton_delta, given, weights, SMALL, first, whole, plan)
+    expected = run(triton_delta, given, weights, shape, first, whole, plan)
     found, at = [], 0
     for count in cut:
         batch = one_row(step_of([Spec(count, at + count)], device), 2)
         own = some(given, at, at + count)
-        found.append(run(triton_delta, own, weights, SMALL, parts, batch, plan))
+        found.append(run(triton_delta, own, weights, shape, parts, batch, plan))
         at += count
     assert error(torch.cat(found), expected) < TOLERANCE[torch.float32]
     assert error(parts.memory[2], first.memory[2]) < TOLERANCE[torch.float32]
@@ -129,18 +146,19 @@ def test_however_a_text_is_cut_its_state_is_the_same(cut, device):
     assert (parts.seen[2] == n).all()
 
 
-def test_a_position_that_is_computed_again_changes_nothing(device):
-    batch, weights = step_of([Spec(1, 5), Spec(1, 9)], device), drawn_weights(SMALL, device=device)
-    states, given = drawn_states(SMALL, batch), drawn_inputs(SMALL, 2, device=device)
-    first = run(triton_delta, given, weights, SMALL, states, batch, plan_recurrent)
+def test_a_position_that_is_computed_again_changes_nothing(device, shape):
+    batch, weights = step_of([Spec(1, 5), Spec(1, 9)], device), drawn_weights(shape, device=device)
+    states, given = drawn_states(shape, batch), drawn_inputs(shape, 2, device=device)
+    first = run(triton_delta, given, weights, shape, states, batch, plan_recurrent)
     kept = copied(states)
-    again = run(triton_delta, given, weights, SMALL, states, batch, plan_recurrent)
+    again = run(triton_delta, given, weights, shape, states, batch, plan_recurrent)
     assert error(again, first) < TOLERANCE[torch.float32]
     for old, new in zip(kept, states, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("shape", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.sampled(3, "slow")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("steps", WALKS.values(), ids=WALKS)
 def test_wrong_drafts_leave_nothing(shape, steps, device):
     net = Delta(triton_delta, shape, device)
@@ -150,7 +168,7 @@ def test_wrong_drafts_leave_nothing(shape, steps, device):
     assert torch.equal(states.seen, plain.seen)
 
 
-@pytest.mark.parametrize("shape", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_with_drafts_beside_others(shape, dtype, device, poisoned_memory):
     """In one step: rows that decode, are behind, have drafts, and have a prompt's piece."""
@@ -175,36 +193,48 @@ def test_rows_with_drafts_beside_others(shape, dtype, device, poisoned_memory):
     torch.testing.assert_close(states.inputs.float(), wanted.inputs, rtol=0, atol=0, equal_nan=True)
 
 
-def test_equal_keys_are_solved_exactly(device):
+def test_equal_keys_are_solved_exactly(device, shape):
     """A text that repeats one token: the system has no small numbers, and powers of it explode."""
-    batch, weights = step_of([Spec(64, 64)], device), drawn_weights(SMALL, device=device)
-    given = drawn_inputs(SMALL, 64, device=device)
+    batch, weights = step_of([Spec(64, 64)], device), drawn_weights(shape, device=device)
+    given = drawn_inputs(shape, 64, device=device)
     for part in given:
         part[:] = part[:1].clone()
     given.write.fill_(8.0)
     given.decay.fill_(-20.0)
-    wanted = drawn_states(SMALL, batch)
+    wanted = drawn_states(shape, batch)
     states = copied(wanted)
-    expected = run(reference_delta, given, weights, SMALL, wanted, batch)
-    out = run(triton_delta, given, weights, SMALL, states, batch, plan_recurrent)
+    expected = run(reference_delta, given, weights, shape, wanted, batch)
+    out = run(triton_delta, given, weights, shape, states, batch, plan_recurrent)
     assert error(out, expected) < TOLERANCE[torch.float32]
     assert error(states.memory, wanted.memory) < TOLERANCE[torch.float32]
 
 
-def test_captured_steps_have_room_for_chunks(device):
+def test_numbers_that_are_forgotten_at_once_lie_beside_some_that_stay(device):
+    """What is left of the ones over a chunk is a number that float32 has not."""
+    batch, weights = step_of([Spec(70, 70)], device), drawn_weights(KIMI, device=device)
+    weights.shift[::2], weights.shift[1::2] = 60.0, -60.0
+    wanted, given = drawn_states(KIMI, batch), drawn_inputs(KIMI, 70, device=device)
+    states = copied(wanted)
+    expected = run(reference_delta, given, weights, KIMI, wanted, batch)
+    out = run(triton_delta, given, weights, KIMI, states, batch, plan_recurrent)
+    assert error(out, expected) < TOLERANCE[torch.float32]
+    assert error(states.memory, wanted.memory) < TOLERANCE[torch.float32]
+
+
+def test_captured_steps_have_room_for_chunks(device, shape):
     """Rows with several tokens come as chunks in the step's integers, filled up with empty ones."""
     specs = [Spec(1, 3), Spec(66, 70), Spec(2, 3)]
-    batch, weights = step_of(specs, device), drawn_weights(SMALL, device=device)
+    batch, weights = step_of(specs, device), drawn_weights(shape, device=device)
     tiles = prepare_capture([CHUNKS], 8)
     room = torch.full((tiles.count(80),), 7, dtype=torch.int32)
     rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
     assert tiles.fill(rows, room.numpy())
     paged = replace(batch.paged, tiles=tiles.by_kind(room.to(device)))
-    states = drawn_states(SMALL, batch)
-    wanted, given = copied(states), drawn_inputs(SMALL, batch.tokens, device=device)
-    expected = run(triton_delta, given, weights, SMALL, wanted, batch, plan_recurrent)
+    states = drawn_states(shape, batch)
+    wanted, given = copied(states), drawn_inputs(shape, batch.tokens, device=device)
+    expected = run(triton_delta, given, weights, shape, wanted, batch, plan_recurrent)
     plan = plan_recurrent(replace(batch, paged=paged))
-    out = triton_delta.gated_delta(given, weights, SMALL, states, plan)
+    out = triton_delta.gated_delta(given, weights, shape, states, plan)
     assert torch.equal(out, expected)
     for got, own in zip(states, wanted, strict=True):
         torch.testing.assert_close(got, own, rtol=0, atol=0, equal_nan=True)

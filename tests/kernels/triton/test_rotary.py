@@ -87,10 +87,12 @@ def test_few_tokens_and_many_turn_a_head_the_same(draw, device):
     assert torch.equal(*keys)
 
 
-def check(tokens, heads, kv_heads, head_dim, normed, dtype, draw, device):
+def check(tokens, heads, kv_heads, head_dim, normed, dtype, draw, device, value_dim=None):
+    value_dim = value_dim or head_dim
     generator = torch.Generator().manual_seed(tokens)
     slots = torch.randperm(SLOTS - 1, generator=generator)[:tokens].to(device)
-    qkv = draw(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype).to(device)
+    width = (heads + kv_heads) * head_dim + kv_heads * value_dim
+    qkv = draw(tokens, width, dtype=dtype).to(device)
     norm = None
     if normed:
         weights = draw(2, head_dim, dtype=dtype).to(device)
@@ -99,7 +101,7 @@ def check(tokens, heads, kv_heads, head_dim, normed, dtype, draw, device):
     pools = []
     for ops in (reference, rotary):
         keys = torch.full((SLOTS, kv_heads, head_dim), 7.0, dtype=dtype, device=device)
-        values = keys.clone()
+        values = torch.full((SLOTS, kv_heads, value_dim), 7.0, dtype=dtype, device=device)
         before = qkv.clone()
         rotation = ops.rotate(positions, frequencies_of(head_dim, device), 1.1, dtype)
         q = ops.store_key_value(before, rotation, norm, keys, values, slots)
@@ -158,6 +160,12 @@ def test_queries_without_keys_and_values(tokens, draw, device):
 @pytest.mark.parametrize("heads", [(1, 1), (5, 5), (12, 1)], ids=str)
 def test_every_shape_of_heads(heads, head_dim, draw, device):
     check(2, *heads, head_dim, True, torch.float32, draw, device)
+
+
+@pytest.mark.parametrize("tokens", [3, rotary.MANY_TOKENS])
+@pytest.mark.parametrize("value_dim", [6, 40])
+def test_values_of_another_size_than_keys(value_dim, tokens, draw, device):
+    check(tokens, 6, 3, 20, True, torch.bfloat16, draw, device, value_dim=value_dim)
 
 
 def test_many_tokens(draw, device):

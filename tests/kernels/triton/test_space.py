@@ -29,6 +29,7 @@ from support.kernels.space_steps import (
 )
 from tokenpod.kernels.attention.triton_attention import prepare_capture
 from tokenpod.kernels.mixers import reference_space, short_convolution, triton_space
+from tokenpod.kernels.mixers.convolution import plan_recurrent as as_it_came
 from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.mixers.triton_convolution import short_convolution as triton_convolution
 from tokenpod.kernels.operations.batch import CHUNKS, RaggedRows
@@ -91,7 +92,9 @@ def check_space(shape, specs, dtype, device, norm="groups"):
     wanted = wanted._replace(inputs=wanted.inputs.float())
     if batch.single_rows > len(kept.b_row):
         kept = replace(kept, single_rows=len(kept.b_row))
-    expected = reference_space.state_space(wide(given), wide(weights), shape, wanted, kept)
+    expected = reference_space.state_space(
+        wide(given), wide(weights), shape, wanted, as_it_came(kept)
+    )
     out = triton_space.state_space(given, weights, shape, states, plan_recurrent(batch))
     n = kept.b_start[len(kept.b_row)]
     assert error(out[:n], expected[:n]) < TOLERANCE[dtype]
@@ -107,7 +110,7 @@ def check_convolution(channels, width, specs, dtype, device, bias=True):
     states = convolution_states(channels, width, batch, dtype)
     given = convolution_inputs(channels, batch.tokens, dtype, device)
     wanted, kept = copied(states), live_rows(batch)
-    expected = short_convolution.one_by_one(given, *weights, wanted, kept)
+    expected = short_convolution.one_by_one(given, *weights, wanted, as_it_came(kept))
     out = triton_convolution(given, *weights, states, plan_recurrent(batch))
     n = kept.b_start[len(kept.b_row)]
     assert error(out[:n], expected[:n].float()) < TOLERANCE[dtype]
@@ -260,7 +263,9 @@ def test_rows_with_drafts_beside_others(shape, dtype, device, poisoned_memory):
     states.seen[torch.tensor(batch.b_row, device=device)] -= behind[:, None]
     given, wanted = space_inputs(shape, batch.tokens, dtype, device), copied(states)
     wanted = wanted._replace(inputs=wanted.inputs.float())
-    expected = reference_space.state_space(wide(given), wide(weights), shape, wanted, batch)
+    expected = reference_space.state_space(
+        wide(given), wide(weights), shape, wanted, as_it_came(batch)
+    )
     out = triton_space.state_space(given, weights, shape, states, plan_recurrent(batch))
     assert error(out, expected) < TOLERANCE[dtype]
     assert error(states.memory, wanted.memory) < TOLERANCE[dtype]

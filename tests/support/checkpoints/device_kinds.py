@@ -65,6 +65,27 @@ MODELS = {
     "qwen3-5": ("qwen3-5", DELTA),
     "qwen3-5-moe": ("qwen3-5-moe", {**DELTA, "moe_intermediate_size": 512}),
     "qwen3-next": ("qwen3-next", {**DELTA, "moe_intermediate_size": 512}),
+    "kimi-linear": (
+        "kimi-linear",
+        {
+            **LATENT,
+            "linear_head_dim": 128,
+            "linear_num_heads": 8,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        },
+    ),
+    "mimo-v2": (
+        "mimo-v2",
+        {
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "sliding_window": 100,
+            "moe_intermediate_size": 512,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        },
+    ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
     "granite4": (
         "granite4-moe",

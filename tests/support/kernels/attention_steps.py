@@ -94,19 +94,22 @@ class Inputs:
     scales: KVScales | None = None
 
 
-def draw_inputs(step, heads, kv_heads, head_dim, dtype, device, *, scaled=False) -> Inputs:
+def draw_inputs(
+    step, heads, kv_heads, head_dim, dtype, device, *, scaled=False, value_dim=None
+) -> Inputs:
     """Normal numbers where rows have KV, NaN in all other slots; of 8 bits if `scaled`."""
     generator = torch.Generator(device).manual_seed(3)
 
     def draw(*shape):
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    pools = draw(2, step.slots, kv_heads, head_dim)
+    pools = [draw(step.slots, kv_heads, dim) for dim in (head_dim, value_dim or head_dim)]
     used = torch.zeros(step.slots, dtype=torch.bool)
     for runs in step.batch.b_runs:
         for start, end in runs:
             used[start:end] = True
-    pools[:, ~used.to(device)] = float("nan")
+    for pool in pools:
+        pool[~used.to(device)] = float("nan")
     q = draw(step.batch.tokens, heads, head_dim)
     if not scaled:
         return Inputs(q, pools[0], pools[1])
@@ -137,9 +140,10 @@ def agree(
     dtype=torch.float32,
     options=NO_OPTIONS,
     scaled=False,
+    value_dim=None,
 ):
-    inputs = draw_inputs(step, *heads, head_dim, dtype, device, scaled=scaled)
+    inputs = draw_inputs(step, *heads, head_dim, dtype, device, scaled=scaled, value_dim=value_dim)
     plan = plan_attention(step.batch, window)
     got = attention(inputs.q, inputs.keys, inputs.values, plan, options, inputs.scales)
-    assert got.shape == (step.batch.tokens, heads[0] * head_dim)
+    assert got.shape == (step.batch.tokens, heads[0] * (value_dim or head_dim))
     assert_close(got, truth(inputs, step.batch, window, options), dtype)

@@ -19,7 +19,18 @@ from tokenpod.kernels.operations.recurrent_ops import (
 from tokenpod.models.layers.gated_delta import GatedDeltaNet
 
 SMALL = MemoryShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
+#: Each key head has one value head, and each number of a key a decay of its own.
+KIMI = MemoryShape(key_heads=3, value_heads=3, key_dim=8, value_dim=12, width=4)
 EPSILON = 1e-5
+
+
+def decays_of(shape: MemoryShape) -> int:
+    """Of each head: where each key head has one value head, as many as a key has numbers."""
+    return shape.key_dim if shape.key_heads == shape.value_heads else 1
+
+
+def net_of(shape: MemoryShape) -> GatedDeltaNet:
+    return GatedDeltaNet(shape, EPSILON, gate_rank=None if decays_of(shape) == 1 else 4)
 
 
 def drawn_states(shape: MemoryShape, batch: ForwardBatch, dtype=torch.float32) -> RecurrentStates:
@@ -54,15 +65,17 @@ def drawn_weights(shape: MemoryShape, dtype=torch.float32, device="cpu") -> Delt
         return torch.randn(sizes, generator=generator, device=device)
 
     conv = (draw(shape.channels, shape.width) / 2).to(dtype)
-    rates, shifts = draw(2, shape.value_heads)
+    decays = decays_of(shape)
+    rates, shifts = draw(shape.value_heads), draw(shape.value_heads * decays)
     norm = (1 + draw(shape.value_dim) / 4).to(dtype)
-    return DeltaWeights(conv, rates, shifts, RowNorm(norm, EPSILON))
+    return DeltaWeights(conv, rates, shifts, RowNorm(norm, EPSILON), sigmoid_gate=decays > 1)
 
 
 def drawn_inputs(shape: MemoryShape, tokens: int, dtype=torch.float32, device="cpu") -> DeltaInputs:
     """Parts of one tensor, as products leave them."""
     generator = torch.Generator(device).manual_seed(tokens)
-    sizes = [shape.channels, shape.value_heads * shape.value_dim, *[shape.value_heads] * 2]
+    heads = shape.value_heads
+    sizes = [shape.channels, heads * shape.value_dim, heads, heads * decays_of(shape)]
     drawn = torch.randn((tokens, sum(sizes)), generator=generator, device=device)
     return DeltaInputs(*torch.split(drawn.to(dtype), sizes, dim=1))
 
@@ -102,12 +115,13 @@ MOST_DRAFTS = 3
 
 
 def with_ring(
-    states: RecurrentStates, shape: MemoryShape, drafts: int, beside: int = 2
+    states: RecurrentStates, shape: MemoryShape, drafts: int, beside: int | None = None
 ) -> RecurrentStates:
     """The same of a pool in which drafts may be wrong: of positions before its width none.
 
-    `beside`: numbers of a head that are kept besides.
+    `beside`: numbers of a head that are kept besides; None: a delta net's.
     """
+    beside = 1 + decays_of(shape) if beside is None else beside
     rows, channels, width = states.inputs.shape
     ring = width + drafts
     inputs = states.inputs.new_zeros(rows, channels + beside * shape.value_heads, ring)
@@ -124,7 +138,7 @@ class Delta:
     def __init__(self, form, shape, device="cpu"):
         self.form, self.shape, self.device = form, shape, device
         self.weights = drawn_weights(shape, device=device)
-        self.layout = GatedDeltaNet(shape, EPSILON).cache.state
+        self.layout = net_of(shape).cache.state
 
     def inputs(self, tokens):
         return drawn_inputs(self.shape, tokens, device=self.device)

@@ -198,7 +198,113 @@ _GRANITE4 = {
     "rms_norm_eps": 1e-2,
 }
 
+_KIMI_LINEAR = {
+    "num_key_value_heads": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rms_norm_eps": 1e-1,
+}
+
+
+def as_published(config: dict[str, Any], tensors: Tensors) -> None:
+    """Kimi Linear: delta nets in an object of the config, dense blocks under a name of theirs."""
+    kinds = enumerate(config.pop("layer_types"), start=1)
+    nets = {i for i, kind in kinds if kind == "linear_attention"}
+    config["linear_attn_config"] = {
+        "kda_layers": sorted(nets),
+        "full_attn_layers": sorted({*range(1, config["num_hidden_layers"] + 1)} - nets),
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").count("dense")
+    renamed((r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"))(config, tensors)
+
+
+_MIMO_V2 = {
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "rms_norm_eps": 1e-2,
+}
+
+
+def mimo_as_published(config: dict[str, Any], tensors: Tensors) -> None:
+    """Names of fields as in published configs, and a layer that predicts further tokens."""
+    kinds, blocks = config.pop("layer_types"), config.pop("mlp_layer_types")
+    config["hybrid_layer_pattern"] = [int(kind == "sliding_attention") for kind in kinds]
+    config["moe_layer_freq"] = [int(block == "sparse") for block in blocks]
+    config["sliding_window_size"] = config["sliding_window"] - 1
+    config["layernorm_epsilon"] = config.pop("rms_norm_eps")
+    ropes = config.pop("rope_parameters")
+    config["rope_theta"] = ropes["full_attention"]["rope_theta"]
+    config["swa_rope_theta"] = ropes["sliding_attention"]["rope_theta"]
+    config["partial_rotary_factor"] = ropes["full_attention"]["partial_rotary_factor"]
+    tensors["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(2, 2)
+
+
 KINDS: dict[str, Kind] = {
+    "mimo-v2": Kind("MiMoV2Flash", _MIMO_V2),
+    "mimo-v2-published": Kind(
+        "MiMoV2Flash",
+        {
+            **_MIMO_V2,
+            "head_dim": 16,
+            "v_head_dim": 24,
+            "num_key_value_heads": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "sliding_window": 7,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+                for kind, theta in (("full_attention", 1e5), ("sliding_attention", 1e3))
+            },
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": True,
+        },
+        mimo_as_published,
+    ),
+    "kimi-linear": Kind("KimiLinear", _KIMI_LINEAR),
+    "kimi-linear-published": Kind(
+        "KimiLinear",
+        {
+            **_KIMI_LINEAR,
+            "num_shared_experts": 2,
+            "num_expert_group": 3,
+            "topk_group": 2,
+            "moe_renormalize": False,
+            "q_lora_rank": 12,
+            "linear_head_dim": 12,
+            "linear_num_heads": 8,
+            "linear_conv_kernel_dim": 3,
+            "kv_lora_rank": 32,
+            "rms_norm_eps": 5e-2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+        },
+        as_published,
+    ),
     "qwen3-next": Kind("Qwen3Next", DELTA),
     "qwen3-next-varied": Kind(
         "Qwen3Next",

@@ -15,7 +15,7 @@ PROCESSES_GROW = 32 << 20
 _SMALL, _SMALLS = 1 << 19, 64
 
 #: Bytes of pieces of pinned memory, as torch rounds them, and how many there are of each: 8 MB.
-_PINNED_POWERS, _PINNED_PIECES = range(9, 19), 16
+_PINNED_POWERS, _PINNED_PIECES = range(2, 19), 16
 
 
 def let_segments_grow() -> None:

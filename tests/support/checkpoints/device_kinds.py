@@ -144,6 +144,8 @@ class Once:
     settings: dict[str, Any] = field(default_factory=dict)
     #: Tokens of the longest prompt.
     longest: int = 450
+    #: Times transformers' error that ours may be.
+    error: float = 1.1
 
 
 #: For kinds without a base of their own.
@@ -186,8 +188,9 @@ ONCE: tuple[Once, ...] = (
         "bloom",
         {"vocab_size": VOCABULARY, "hidden_size": 1024, "n_layer": 3, "n_head": 16},
     ),
-    # Its stream has the type of the model, where transformers keeps one of 32 bits by default.
-    Once("codestral-mamba", {**_MAMBA2, "residual_in_fp32": False}),
+    # Nothing but memories, and without mamba_ssm transformers computes those in 32 bits throughout:
+    # it rounds less than that library's kernels, or ours (1.47 times on an H200).
+    Once("codestral-mamba", _MAMBA2, error=1.6),
     Once("cohere-varied", {**_WIDE, "hidden_act": "silu"}),
     Once("cohere2", _WINDOW),
     Once(

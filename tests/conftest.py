@@ -141,8 +141,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """A test draws the same numbers whatever ran before it in this process."""
+    """A test draws and computes the same whatever ran before it in this process."""
     random.seed(0)
+    if quick := sys.modules.get("support.kernels.quick_operations"):
+        quick.forget()
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 

@@ -27,6 +27,21 @@ _NUMBERS = (int, float, bool)
 _HINTS = {"eviction_policy", "cache_modifier"}
 
 
+#: All that has been found out, by operation.
+_FOUND: list[Any] = []
+
+
+def forget() -> None:
+    """Find out anew what becomes of which types: no test depends on what others found."""
+    for each in _FOUND:
+        each.clear()
+
+
+def _kept(found: Any) -> Any:
+    _FOUND.append(found)
+    return found
+
+
 class _Like(NamedTuple):
     """How a result is made: a tensor's fields but for its handle, and its handle's type."""
 
@@ -80,7 +95,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def _binary(slow: Operation, compute: Operation) -> Operation:
     """A method of tensors with one more operand."""
-    known: dict[object, _Like | None] = {}
+    known: dict[object, _Like | None] = _kept({})
     tensors, constexpr = tl.tensor, tl.constexpr
 
     def cast(left: np.ndarray, right: np.ndarray, into: np.dtype) -> np.ndarray:
@@ -131,7 +146,7 @@ def _binary(slow: Operation, compute: Operation) -> Operation:
 def _offset(slow: Operation) -> Operation:
     """The sum of pointers and integers, or of numbers."""
     numbers = _binary(slow, np.add)
-    known: dict[tuple[str, str], tuple[_Like, np.uint64] | None] = {}
+    known: dict[tuple[str, str], tuple[_Like, np.uint64] | None] = _kept({})
 
     def operate(self: Any, other: Any, _semantic: object = None) -> Any:
         if not self.dtype.is_ptr() or type(other) is not tl.tensor:
@@ -155,7 +170,7 @@ def _offset(slow: Operation) -> Operation:
 
 
 def _where(slow: Operation) -> Operation:
-    known: dict[object, _Like | None] = {}
+    known: dict[object, _Like | None] = _kept({})
 
     def part(x: Any) -> object:
         return x.type.name if type(x) is tl.tensor else (type(x), x)
@@ -197,7 +212,7 @@ def _widened(bits: np.ndarray, into: np.dtype) -> np.ndarray:
 
 def _to(slow: Operation) -> Operation:
     """A cast."""
-    known: dict[object, tuple[_Like, Operation, np.dtype] | None] = {}
+    known: dict[object, tuple[_Like, Operation, np.dtype] | None] = _kept({})
 
     def how(source: str, wanted: str, bitcast: bool) -> Operation | None:
         if {source, wanted} <= _PLAIN | {"fp16"}:
@@ -235,7 +250,7 @@ def _to(slow: Operation) -> Operation:
 
 def _getitem(slow: Operation) -> Operation:
     """New axes of length 1: `x[:, None]`."""
-    known: dict[object, _Like] = {}
+    known: dict[object, _Like] = _kept({})
     everything = slice(None)
 
     def getitem(self: Any, slices: Any, _semantic: object = None) -> Any:
@@ -255,7 +270,7 @@ def _getitem(slow: Operation) -> Operation:
 
 def _cached(slow: Operation) -> Operation:
     """What depends on its arguments alone; the numbers of all results are the same memory."""
-    known: dict[object, tuple[_Like, np.ndarray]] = {}
+    known: dict[object, tuple[_Like, np.ndarray]] = _kept({})
 
     def part(x: Any) -> object:
         x = _unwrapped(x)
@@ -283,7 +298,7 @@ def _cached(slow: Operation) -> Operation:
 
 
 def _unary(slow: Operation, compute: Operation) -> Operation:
-    known: dict[str, _Like | None] = {}
+    known: dict[str, _Like | None] = _kept({})
 
     def operate(x: Any, _semantic: object = None) -> Any:
         if type(x) is not tl.tensor:
@@ -313,7 +328,7 @@ def _function(slow: Operation, compute: Operation) -> Operation:
 
 def _program(slow: Operation, numbers: str) -> Operation:
     """Which program of a grid's axis this is, or how many there are."""
-    known: list[_Like] = []
+    known: list[_Like] = _kept([])
     builder = interpreter.interpreter_builder
 
     def program(axis: Any, _semantic: object = None) -> Any:
@@ -345,7 +360,7 @@ class _Memory:
         return data if data.shape == shape else np.broadcast_to(data, shape)
 
     def load(self, slow: Operation) -> Operation:
-        known: dict[object, tuple[_Like, np.dtype]] = {}
+        known: dict[object, tuple[_Like, np.dtype]] = _kept({})
 
         def load(
             pointer: Any,
@@ -377,7 +392,7 @@ class _Memory:
         return load
 
     def store(self, slow: Operation) -> Operation:
-        known: dict[object, bool] = {}
+        known: dict[object, bool] = _kept({})
 
         def store(
             pointer: Any, value: Any, mask: Any = None, _semantic: object = None, **named: Any

@@ -187,6 +187,9 @@ def _on_cpu(
     pools = model.pooling is not None
     first = [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64)
     warm_up(executor, first, pools=pools)
+    if pools:
+        # A text of one token attends by a loop that others don't call.
+        warm_up(executor, first[:1], pools=True)
     prefill_tokens = options.max_batch_prefill_tokens
     # Where nothing is generated, no stream waits for long steps.
     if options.short_prompt_steps and not pools:

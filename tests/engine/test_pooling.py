@@ -17,6 +17,7 @@ from tokenpod.core.task import Task
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.startup.assemble import assemble
 from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
+from tokenpod.kernels.attention.compiled_attention import _decode
 from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -110,6 +111,16 @@ def test_vectors_are_those_of_the_modules(made, kind):
         got = torch.from_numpy(client.vectors[i].copy())
         assert got.shape == (1, golden.width)
         torch.testing.assert_close(got[0], expected, **CLOSE)
+
+
+def test_no_text_waits_for_a_loop(made):
+    """Not even one of a token, which attends by a loop of its own: compiling takes seconds."""
+    _decode.cache_clear()
+    engine = Engine(made("minilm").folder)
+    known = _decode.cache_info().misses
+    assert known > 0
+    engine.answer(asked([[5], [5, 6, 7]]))
+    assert _decode.cache_info().misses == known
 
 
 @pytest.mark.parametrize("kind", ["minilm", "qwen3"])

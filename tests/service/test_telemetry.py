@@ -695,7 +695,8 @@ async def test_a_collector_that_is_gone_costs_calls_nothing_the_end_little_and_a
             assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
         # The SDK alone would retry for longer than that.
         await asyncio.wait_for(asyncio.to_thread(telemetry.shutdown), 30)
-    messages = [message for message in caplog.messages if message != "call"]
+    # Senders of other tests may still be at it.
+    messages = [message for message in caplog.messages if " to 127.0.0.1:1," in message]
     lines = [message.partition(", error code")[0] for message in messages]
     # Each once; of what an end interrupts while it is tried again nothing is said.
     assert lines
@@ -707,8 +708,9 @@ async def test_a_collector_that_is_gone_costs_calls_nothing_the_end_little_and_a
         await running.stub.Info(pb.InfoRequest())
     await asyncio.to_thread(telemetry.shutdown)
     gone = {line.split()[3] for line in lines}
-    again = sorted(message for message in caplog.messages if message.endswith("again"))
-    assert again == [f"the collector takes {of} again" for of in sorted(gone)]
+    again = [message for message in caplog.messages if message.endswith("again")]
+    assert len(again) == len(set(again))
+    assert {f"the collector takes {of} again" for of in gone} <= set(again)
 
 
 async def test_a_collector_that_never_answers_costs_calls_nothing_and_the_end_little() -> None:

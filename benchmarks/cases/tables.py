@@ -187,7 +187,7 @@ def measured(
 
 
 def ended(ran: subprocess.Popen[str]) -> str:
-    """What a case has printed that is told to end, and made to if it does not."""
+    """What a case has printed, which is interrupted, and killed if it does not end."""
     ran.send_signal(signal.SIGINT)
     try:
         return ran.communicate(timeout=END_SECONDS)[0]

@@ -42,8 +42,8 @@ def map_ahead(device: torch.device, extra: int) -> None:
 def pin_ahead() -> None:
     """Have torch pin memory of the host for what steps send to a GPU, several pieces of each size.
 
-    What the system pins while a GPU computes is there when the GPU is done: steps of a burst, whose
-    lists have ever new lengths, were launched up to 200 ms later.
+    Pinning while a GPU computes may wait until it is done, and steps of a burst send lists of ever
+    new lengths.
     """
     sizes = [1 << power for power in _PINNED_POWERS for _ in range(_PINNED_PIECES)]
     pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]

@@ -35,11 +35,6 @@ class KVLayout:
         return 2 * self.heads
 
 
-def alike(heads: int, head_dim: int) -> KVLayout:
-    """Keys and values of one size."""
-    return KVLayout(heads, head_dim, head_dim)
-
-
 class KVPool:
     """Keys and values of every layer: per layer `[slots + 1, heads, key_dim or value_dim]`.
 

@@ -1,4 +1,4 @@
-"""Launches of kernels that were launched before, in a tenth of the host's time.
+"""Launches of kernels that were launched before, in less of the host's time.
 
 Triton binds, describes and compares all arguments at each launch, which takes a host longer than
 many kernels take a GPU: 14 launches of a layer that is not captured are a millisecond. `launched`
@@ -24,7 +24,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def launched(kernel: Any) -> Any:
-    """The same kernel, whose launches after the first of a kind take a tenth of the host's time.
+    """The same kernel, whose launches after the first of a kind take less of the host's time.
 
     For a function of `triton.jit` that is launched as kernel[grid](*arguments, NAME=constant, ...):
     constants and options by name, all others by position. An interpreted one stays as it is.

@@ -37,7 +37,8 @@ def prepare_linear(
 ) -> Linear:
     """The product x · weightᵀ + bias with a weight [out, in]; `tiles` None means those measured."""
     table, (n, k) = table_for(weight, tiles), weight.shape
-    load_kernels(weight, bias)
+    if tiles is None:
+        load_kernels(weight, bias)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -63,7 +64,8 @@ def prepare_norm_linear(
     """
     table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
-    load_kernels(weight, bias)
+    if tiles is None:
+        load_kernels(weight, bias)
 
     def normed_product(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -86,7 +88,8 @@ def prepare_add_linear(
     """The product residual += x · weightᵀ + bias: the sum is made where the product ends."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     transposed = weight.t()
-    load_kernels(weight, bias, add=True)
+    if tiles is None:
+        load_kernels(weight, bias, add=True)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose(n, k, len(x))

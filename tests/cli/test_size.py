@@ -104,11 +104,11 @@ def test_the_demo_model_has_the_slots_and_parameters_that_the_server_reports():
     with serve("--device", "cpu", "--threads", "1", "--json-output") as server:
         text = server.log.read_text()
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        (told,) = [line for line in lines if "kv_slots" in line]
-    foretold = answer("--cpu", "--memory-gib", 16)
-    assert foretold["kv_slots"] == told["kv_slots"] == 64 * 2048
-    assert foretold["parameters"] == told["parameters"]
-    assert foretold["dtype"] == told["dtype"]
+        (reported,) = [line for line in lines if "kv_slots" in line]
+    predicted = answer("--cpu", "--memory-gib", 16)
+    assert predicted["kv_slots"] == reported["kv_slots"] == 64 * 2048
+    assert predicted["parameters"] == reported["parameters"]
+    assert predicted["dtype"] == reported["dtype"]
 
 
 def test_an_8b_model_on_an_h200_has_the_slots_that_were_measured(big: Path):
@@ -391,7 +391,7 @@ def test_people_get_a_table(big: Path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "told"),
+    ("flags", "status", "reported"),
     [
         (["--gpu", "h900"], 2, "is h900: it must be one of t4, l4,"),
         (["--gpu", "h200", "--memory-gib", "4"], 2, "goes without --cpu and --memory-gib"),
@@ -404,10 +404,10 @@ def test_people_get_a_table(big: Path):
         (["--gpu", "h200", "--kv-cache-dtype", "int8"], 2, "it is for CPUs"),
     ],
 )
-def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, told: str):
+def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, reported: str):
     done = size(*flags)
     assert done.returncode == status
-    assert told in done.stderr
+    assert reported in done.stderr
     assert all(line.startswith("error: ") for line in done.stderr.splitlines())
 
 

@@ -6,12 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.kernels.layouts import alike
 from tokenpod.core.capacity import GIB, Capacity, capacity, choose_slots, fewest_ranks
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import Footprint, Portion
 from tokenpod.core.own_state import OwnState
 from tokenpod.core.windows import WholeTokens, WindowRoom
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 
 #: Llama 3.1's 8B shape.
 MODEL = Footprint(

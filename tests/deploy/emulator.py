@@ -115,7 +115,7 @@ class Namespace:
             await asyncio.sleep(stateful_set["spec"]["minReadySeconds"])
 
     async def _roll_leader_worker_set(self, lws: Object) -> None:
-        """Group by group. Workers belong to their leader: they are told to end once it has."""
+        """Group by group. Workers belong to their leader: they are stopped once it has ended."""
         for group in reversed(range(lws["spec"]["replicas"])):
             leader = f"{lws['metadata']['name']}-{group}"
             workers = [pod for pod in self.pods if pod.name.startswith(f"{leader}-")]

@@ -1,4 +1,4 @@
-"""What a pod is told, may do, and how it starts and ends."""
+"""A pod's settings and permissions, and how it starts and ends."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from support.engines.engine_link import Client
 from support.engines.guessing import drafting
 from support.engines.planner_probe import preempt_sequence
 from support.kernels.interpreted import DEVICE
+from support.kernels.layouts import alike
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams
@@ -27,7 +28,7 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.steps.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.steps.integers import Counts, fill, pad, views
 from tokenpod.kernels.backends import cpu, reference, triton
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.models.checkpoints.fields import Fields

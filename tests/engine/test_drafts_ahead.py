@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from support.kernels.interpreted import DEVICE
+from support.kernels.layouts import alike
 from tokenpod.core.capacity import spare_draft_slots
 from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.engine.gpu.device_drafts import Proposals
 from tokenpod.engine.steps.mailbox import Mailbox
 from tokenpod.engine.steps.open_drafts import Unknown
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.gpu.steps import accept
 
 VOCABULARY, ROWS, MOST, POSITIONS = 97, 4, 3, 24

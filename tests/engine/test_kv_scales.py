@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.kernels.layouts import alike
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.assemble import EngineError, assemble
 from tokenpod.engine.startup.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.cache.kv_rounding import quantise
 from tokenpod.kernels.gpu import launch
 from tokenpod.kernels.operations.attention_ops import KVScales

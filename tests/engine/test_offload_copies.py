@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from support.kernels.interpreted import DEVICE
+from support.kernels.layouts import alike
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.gpu.device_copies import DeviceCopies
 from tokenpod.engine.steps.offload_copies import OffloadCopies
-from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
 from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.attention_ops import KVScales
 

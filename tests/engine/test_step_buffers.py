@@ -10,6 +10,7 @@ import torch
 from support.engines.engine_link import Client
 from support.engines.guessing import Guessing
 from support.kernels.interpreted import DEVICE
+from support.kernels.layouts import alike
 from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.plan import LAST, PlanRow, plan_of
@@ -21,7 +22,7 @@ from tokenpod.engine.gpu.device_sampler import DeviceSampler, SamplerTiles
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.sampler import Samples
 from tokenpod.kernels.backends import cpu, triton
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.kernels.layouts import alike
 from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.backends.registry import operations_for
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.products import compiled_tiles
 from tokenpod.kernels.products.compiled_panels import Ending, Panels

@@ -7,7 +7,8 @@ import os
 
 import torch
 
-from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool, alike
+from support.kernels.layouts import alike
+from tokenpod.kernels.cache.kv_pool import KVLayout, KVPool
 
 
 def resident_share(tensors: list[torch.Tensor]) -> float:

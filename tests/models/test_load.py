@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.kernels.cache.kv_pool import alike
+from support.kernels.layouts import alike
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from support.checkpoints.demo import DEMO
 from support.engines import engine_link
 from support.engines.planner_probe import preempt_sequence
+from support.kernels.layouts import alike
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import Advance, Vocabulary
 from tokenpod.core.plan import LAST
@@ -23,7 +24,7 @@ from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.steps.step_times import Costs
 from tokenpod.service.text.tokenizers.tokenizer import Tokenizer

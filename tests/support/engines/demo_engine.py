@@ -13,6 +13,7 @@ import torch
 from support.checkpoints.demo import DEMO
 from support.engines.engine_link import Client
 from support.engines.planner_probe import preempt_sequence
+from support.kernels.layouts import alike
 from support.steps import row_by_row
 from tokenpod.core.messages import Advance
 from tokenpod.core.new_row import NewRow
@@ -25,7 +26,7 @@ from tokenpod.engine.cpu.cpu_sampler import CpuSampler
 from tokenpod.engine.drafts.draft import SmallModel
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.sampling.rng import vocabulary_noise
-from tokenpod.kernels.cache.kv_pool import KVPool, alike
+from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.models import load as loading
 from tokenpod.scheduler.kv.preemption import PREEMPTIONS

@@ -1,9 +1,9 @@
 """Mixers that keep states: decode (TB/s) and prompts, by tile.
 
-The gated delta net of Qwen3.5-9B, or with `--state-space` that of Nemotron-H 8B. Decode runs as
-replayed graphs over states that exceed the L2 cache together; its limit is that each state is read
-and written once. `--search` tries other tiles, for kernels/mixers/triton_delta.py and
-triton_space.py.
+The gated delta net of Qwen3.5-9B, with `--key-decays` that of Kimi Linear 48B, or with
+`--state-space` the state space of Nemotron-H 8B. Decode runs as replayed graphs over states that
+exceed the L2 cache together; its limit is that each state is read and written once. `--search`
+tries other tiles, for kernels/mixers/triton_delta.py and triton_space.py.
 """
 
 from __future__ import annotations
@@ -76,12 +76,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     names = ("KEYS", "VALUES", "KEY_DIM", "VALUE_DIM")
     parser.add_argument("--shape", nargs=4, type=int, metavar=names)
     parser.add_argument("--state-space", action="store_true", help="instead of a gated delta net")
+    parser.add_argument(
+        "--key-decays",
+        action="store_true",
+        help="each number of a key decays by itself (Kimi Linear)",
+    )
     parser.add_argument("--search", action="store_true", help="other tiles, too")
     parser.add_argument("--kernels", action="store_true", help="each kernel of prompts")
 
 
 def run(asked: argparse.Namespace, report: Report) -> None:
-    kind = SPACE if asked.state_space else DELTA
+    kind = SPACE if asked.state_space else KEY_DECAYS if asked.key_decays else DELTA
     shape = MemoryShape(*(asked.shape or kind.shape), width=4)
     with torch.inference_mode():
         for rows in asked.decode:
@@ -135,16 +140,25 @@ def draw(*sizes: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     return torch.randn(sizes, device=DEVICE).to(dtype)
 
 
-def delta(shape: MemoryShape, lengths: list[int]) -> Callable[[], torch.Tensor]:
-    """A gated delta net for rows of so many tokens each, none of which has any before."""
-    sizes = [shape.channels, shape.values, *[shape.value_heads] * 2]
+def delta(shape: MemoryShape, lengths: list[int], *, decays: int = 1) -> Callable[[], torch.Tensor]:
+    """A gated delta net for rows of so many tokens each, none of which has any before.
+
+    A head has so many decays: one, or as many as a key has numbers.
+    """
+    heads = shape.value_heads
+    sizes = [shape.channels, shape.values, heads, heads * decays]
     inputs = DeltaInputs(*torch.split(draw(sum(lengths), sum(sizes)), sizes, dim=1))
-    rates, shifts = draw(2, shape.value_heads, dtype=torch.float32)
+    rates, shifts = draw(heads, dtype=torch.float32), draw(heads * decays, dtype=torch.float32)
     norm = RowNorm(draw(shape.value_dim), 1e-6)
     weights = DeltaWeights(draw(shape.channels, shape.width) / 2, rates, shifts, norm)
     states, batch = states_of(shape, len(lengths)), batch_of(lengths)
     plan = plan_recurrent(batch, triton_delta.PROMPT_TILE.chunk)
     return lambda: triton_delta.gated_delta(inputs, weights, shape, states, plan)
+
+
+def key_decays(shape: MemoryShape, lengths: list[int]) -> Callable[[], torch.Tensor]:
+    """The same, where each number of a key decays by itself."""
+    return delta(shape, lengths, decays=shape.key_dim)
 
 
 def space(shape: MemoryShape, lengths: list[int]) -> Callable[[], torch.Tensor]:
@@ -169,6 +183,7 @@ class Kind(NamedTuple):
 
 
 DELTA = Kind(triton_delta, delta, PROMPTS, (16, 32, 128, 128))
+KEY_DECAYS = Kind(triton_delta, key_decays, PROMPTS, (32, 32, 128, 128))
 SPACE = Kind(triton_space, space, SPACE_PROMPTS, (8, 128, 128, 64))
 
 

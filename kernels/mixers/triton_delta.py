@@ -23,7 +23,7 @@ from tokenpod.kernels.operations.recurrent_ops import (
 #: By rows times value heads, ascending. Found on an H200 (`benchmarks/run.py mixers --search`) with
 #: 1, 64 and 256 rows of 32 heads of 128: few pairs are cut finely, so that there are programs for
 #: all multiprocessors. A program that has a head as a whole norms it, too.
-STEP_TILES = ((128, StepTile(16, 1)), (float("inf"), StepTile(64, 2)))
+STEP_TILES = ((128, StepTile(16, 1)), (float("inf"), StepTile(64, 4)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -159,8 +160,9 @@ def made_on_meta(found: type[PreTrainedModel], config: PreTrainedConfig) -> Any:
     """The model without numbers."""
     try:
         with torch.device("meta"):
-            model = cast(Any, found)(config).eval()
-        # The only one whose shapes don't follow from what tokens choose.
+            model = cast(Any, found)(copy.deepcopy(config)).eval()
+        # The only one whose shapes don't follow from what tokens choose. It copies an expert's
+        # weights for each token: what serves has another, so the config is not the caller's.
         model.config._experts_implementation = "batched_mm"
         return model
     except Exception as error:  # whatever a class does with a config that can't be

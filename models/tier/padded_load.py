@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -72,7 +73,9 @@ class PaddedLoader:
         Raises NotServed if the class looks at numbers on its way.
         """
         with running("without numbers"), torch.inference_mode(), FakeTensorMode():
-            model = cast(Any, self._class)._from_config(self._config, dtype=dtype).eval()
+            model = (
+                cast(Any, self._class)._from_config(copy.deepcopy(self._config), dtype=dtype).eval()
+            )
             model.config._experts_implementation = "batched_mm"
             cached = Cached(Halves(model), _first_token(model.config))
             return _sizes(cached, torch.zeros(TOKENS, dtype=torch.int64))

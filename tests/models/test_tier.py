@@ -64,6 +64,11 @@ def test_windows_and_shared_layers_are_known(golden):
     assert config.runs_on == "transformers"
 
 
+def test_experts_are_computed_without_a_copy_of_their_weights_for_each_token(golden):
+    served = load(golden("gemma4-experts-shared").folder)
+    assert served._halves.model.config._experts_implementation == "grouped_mm"
+
+
 @pytest.mark.parametrize(
     ("mask", "size", "reach"),
     [

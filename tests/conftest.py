@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -183,18 +182,21 @@ def mark_sampled(items: list[pytest.Item]) -> None:
 
     Cases that cost much more here than they tell (an interpreted kernel, a loop compiled for each)
     are so left to the runs of `gpu` or `slow`. An n without a factor in common with the numbers of
-    values spreads what is kept over all of them.
+    values spreads what is kept over all of them. With `by_turns=True` the first case that is kept
+    is another one from test to test: for files whose tests all have the same few cases.
     """
-    seen: Counter[str] = Counter()
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is None:
-            continue
-        every, rest = sampled.args
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % every:
-            item.add_marker(rest)
-        seen[test] += 1
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for turn, cases in enumerate(tests.values()):
+        for at, item in enumerate(cases):
+            sampled = item.get_closest_marker("sampled")
+            assert sampled
+            every, rest = sampled.args
+            first = turn % min(every, len(cases)) if sampled.kwargs.get("by_turns") else 0
+            if (at - first) % every:
+                item.add_marker(rest)
 
 
 @pytest.fixture(scope="session")

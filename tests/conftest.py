@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import random
 import signal
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 # Without an NVIDIA GPU, or with torch's build for CPUs, Triton interprets kernels. It reads this
 # when it is imported first, which other libraries may do before any test of ours.
 with_cuda = any(need.startswith("nvidia-") for need in requires("torch") or ())
-if not (with_cuda and Path("/dev/nvidiactl").exists()):
+interpreted = not (with_cuda and Path("/dev/nvidiactl").exists())
+if interpreted:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # torch's threads spin while they wait for each other, on processors that other tests need, and tiny
@@ -73,6 +75,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests with their tier, and order files for processes."""
+    let_loggers_propagate()
     mark_sampled(items)
     mark_tiers(items)
     if hasattr(config, "workerinput"):  # pytest-xdist's
@@ -145,7 +148,8 @@ def pytest_runtest_setup() -> None:
     if quick := sys.modules.get("support.kernels.quick_operations"):
         quick.forget()
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # torch.manual_seed writes down the stack for each kind of device that is not there.
+        (torch.default_generator if interpreted else torch).manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -175,6 +179,13 @@ def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
         kind.update({path: (at + 0.5) / len(kind) for at, path in enumerate(kind)})
     places = waiting | computing | others
     return sorted(items, key=lambda item: places[item.path])  # stable
+
+
+def let_loggers_propagate() -> None:
+    """pytest hangs its handlers onto each logger that does not, six times a test: torch has 44."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def mark_sampled(items: list[pytest.Item]) -> None:
@@ -220,7 +231,9 @@ def golden(shared: Shared) -> SharedGoldens:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
-    with serve("--kv-cache-events", own_imports=True) as running:
+    # One process of a run starts it as users do, the others sooner.
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    with serve("--kv-cache-events", own_imports=first) as running:
         running.is_common = True
         yield running
         assert running.stop() == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import random
 import signal
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # Without an NVIDIA GPU, or with torch's build for CPUs, Triton interprets kernels. It reads this
 # when it is imported first, which other libraries may do before any test of ours.
 with_cuda = any(need.startswith("nvidia-") for need in requires("torch") or ())
-if not (with_cuda and Path("/dev/nvidiactl").exists()):
+interpreted = not (with_cuda and Path("/dev/nvidiactl").exists())
+if interpreted:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # torch's threads spin while they wait for each other, on processors that other tests need, and tiny
@@ -74,6 +75,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests with their tier, and order files for processes."""
+    let_loggers_propagate()
     mark_sampled(items)
     mark_tiers(items)
     if hasattr(config, "workerinput"):  # pytest-xdist's
@@ -146,7 +148,8 @@ def pytest_runtest_setup() -> None:
     if quick := sys.modules.get("support.kernels.quick_operations"):
         quick.forget()
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # torch.manual_seed writes down the stack for each kind of device that is not there.
+        (torch.default_generator if interpreted else torch).manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -178,23 +181,33 @@ def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=lambda item: places[item.path])  # stable
 
 
+def let_loggers_propagate() -> None:
+    """pytest hangs its handlers onto each logger that does not, six times a test: torch has 44."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
 def mark_sampled(items: list[pytest.Item]) -> None:
     """Of a test marked `sampled(n, marker)`, all cases but every n-th get that marker too.
 
     Cases that cost much more here than they tell (an interpreted kernel, a loop compiled for each)
     are so left to the runs of `gpu` or `slow`. An n without a factor in common with the numbers of
-    values spreads what is kept over all of them.
+    values spreads what is kept over all of them. With `by_turns=True` the first case that is kept
+    is another one from test to test: for files whose tests all have the same few cases.
     """
-    seen: Counter[str] = Counter()
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is None:
-            continue
-        every, rest = sampled.args
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % every:
-            item.add_marker(rest)
-        seen[test] += 1
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for turn, cases in enumerate(tests.values()):
+        for at, item in enumerate(cases):
+            sampled = item.get_closest_marker("sampled")
+            assert sampled
+            every, rest = sampled.args
+            first = turn % min(every, len(cases)) if sampled.kwargs.get("by_turns") else 0
+            if (at - first) % every:
+                item.add_marker(rest)
 
 
 @pytest.fixture(scope="session")
@@ -218,7 +231,9 @@ def golden(shared: Shared) -> SharedGoldens:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
-    with serve("--kv-cache-events", own_imports=True) as running:
+    # One process of a run starts it as users do, the others sooner.
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    with serve("--kv-cache-events", own_imports=first) as running:
         running.is_common = True
         yield running
         assert running.stop() == 0

@@ -350,14 +350,14 @@ def lose_rank(pod: Pod, draw: random.Random, amount: int) -> str:
 
 #: In the long form's first order; the seed shuffles them.
 ATTACKS = (
-    Attack("cancels at random moments", cancels, 1000, 100),
-    Attack("deadlines that are too short", deadlines, 300, 40),
-    Attack("calls at one moment", burst, 800, 300),
+    Attack("cancels at random moments", cancels, 1000, 50),
+    Attack("deadlines that are too short", deadlines, 300, 20),
+    Attack("calls at one moment", burst, 800, 150),
     Attack("stalled readers", stalled, 40, 8),
-    Attack("odd messages and bytes", fuzz, 1500, 150, plays_router=True),
-    Attack("odd constraints", constraints, 3000, 60, plays_router=True),
-    Attack("odd connections", connections, 300, 30),
-    Attack("odd tools", tools, 200, 20),
+    Attack("odd messages and bytes", fuzz, 1500, 60, plays_router=True),
+    Attack("odd constraints", constraints, 3000, 25, plays_router=True),
+    Attack("odd connections", connections, 300, 15),
+    Attack("odd tools", tools, 200, 10),
     Attack("kill -9, text workers", kill_text_workers, 5, 1),
     Attack("floods", flood, 5, 1),
     Attack("SIGSTOP, engine, 1 s", stop_engine, 3, 1),

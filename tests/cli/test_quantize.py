@@ -13,25 +13,22 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 @pytest.mark.pod
-def test_a_checkpoint_is_quantised_by_a_process(tmp_path, capfd):
+def test_a_checkpoint_is_quantised_by_a_process_in_groups_of_the_size_that_is_asked_for(
+    tmp_path, capfd
+):
     made = tmp_path / "made"
-    assert main(["quantize", str(DEMO), str(made), "--format", "fp8"]) == 0
-    assert "56 weights as fp8, " in capfd.readouterr().out
+    flags = ["--format", "int4", "--group-size", "32"]
+    assert main(["quantize", str(DEMO), str(made), *flags]) == 0
+    assert "56 weights as int4, " in capfd.readouterr().out
+    config = json.loads((made / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert group["weights"]["group_size"] == 32
     assert {path.name for path in tmp_path.iterdir()} == {"made"}
     # What is there already is left alone.
     assert main(["quantize", str(made), str(made)]) == 1
     assert main(["quantize", str(made), str(tmp_path / "again")]) == 1
-    assert "is quantised already (compressed-tensors fp8)" in capfd.readouterr().err
+    assert "is quantised already (compressed-tensors int4)" in capfd.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"made"}
-
-
-@pytest.mark.pod
-def test_groups_are_of_the_size_that_is_asked_for(tmp_path, capfd):
-    flags = ["--format", "int4", "--group-size", "32"]
-    assert main(["quantize", str(DEMO), str(tmp_path / "made"), *flags]) == 0
-    config = json.loads((tmp_path / "made" / "config.json").read_text())
-    (group,) = config["quantization_config"]["config_groups"].values()
-    assert group["weights"]["group_size"] == 32
 
 
 def test_flags_that_do_not_go_together_are_refused(tmp_path, capfd):

@@ -427,10 +427,10 @@ def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tokenpod.commands.size, "footprint", footprint)
-    (tmp_path / "config.json").write_text('{"architectures": ["BertLMHeadModel"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     done = size("--gpu", "h200", "--model-id", tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: config.json: architecture BertLMHeadModel is not")
+    assert done.stderr.startswith("error: config.json: hidden_size is missing")
 
 
 @pytest.mark.pod

@@ -16,10 +16,10 @@ from router.fake_shard import FakeShard
 from router.wire import V3
 
 #: The real server keeps all of them in every run (tests/server/test_router.py).
-pytestmark = pytest.mark.sampled(3, "slow")
+pytestmark = pytest.mark.sampled(6, "slow", by_turns=True)
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "chunked"])
+@pytest.fixture(params=[True, False], ids=["chunked", "whole"])
 async def shard_address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
     path = str(tmp_path / "shard-0")
     async with FakeShard(path, support_chunking=request.param, use_prefix_caching=request.param):

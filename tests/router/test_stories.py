@@ -85,7 +85,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Prompt, str]:
     return asyncio.run(read())
 
 
-@pytest.mark.sampled(5, "slow")
+@pytest.mark.sampled(10, "slow")
 @pytest.mark.parametrize("seed", range(100))
 async def test_a_story_loses_nobody(tmp_path: Path, alone: dict[Prompt, str], seed: int) -> None:
     async with Pod(tmp_path, seed) as pod:

@@ -250,7 +250,7 @@ def digest_of(pod: ServerProcess, name: str) -> str:
 def test_what_runs_keeps_its_version_and_unloading_waits_for_it(admin: Any, api: Any) -> None:
     load(admin, "long", "sql")
     asked = request("long")
-    asked.stopping.max_new_tokens = 300
+    asked.stopping.max_new_tokens = 100
 
     def ids(events: Any) -> list[int]:
         return [i for e in events if e.WhichOneof("event") == "tokens" for i in e.tokens.token_ids]
@@ -263,7 +263,7 @@ def test_what_runs_keeps_its_version_and_unloading_waits_for_it(admin: Any, api:
         unloading = pool.submit(unload, admin, "long")
         assert ids(stream) == alone
         unloading.result(60)
-    assert len(alone) == 300
+    assert len(alone) == 100
 
 
 BAD_LOADS = {

@@ -390,13 +390,13 @@ def test_a_front_end_that_hangs_is_replaced_and_costs_its_own_streams_alone(
     pod: ServerProcess, clients: list[Client]
 ) -> None:
     before = further(pod)
-    streams = [client.long() for client in clients]
+    streams = [Stream(client, max_new_tokens=700) for client in clients]
     os.kill(before[0], signal.SIGSTOP)
     # Whoever waits for nobody hears of it too.
     assert streams[1].code() is grpc.StatusCode.UNAVAILABLE
     wait_for(lambda: gone(before[0]))
     for stream in (streams[0], streams[2]):
-        assert len(collect(stream.rest(), 1).samples[0].token_ids) == 1900
+        assert len(collect(stream.rest(), 1).samples[0].token_ids) == 700
     wait_for(lambda: "a front end serves again" in pod.log.read_text())
     assert before[1] in further(pod)
     (new,) = set(further(pod)) - set(before)
@@ -436,7 +436,7 @@ def test_a_drain_finishes_streams_and_routers_batches_of_all_and_leaves_nobody(
     guarded: ServerProcess,
 ) -> None:
     clients, children = one_each(guarded), guarded.children()
-    streams = [Stream(client, max_new_tokens=500) for client in clients]
+    streams = [Stream(client, max_new_tokens=200) for client in clients]
     held = clients[1].shard.Prefill(pb.PrefillRequest(batch=batch(1, 11)), metadata=KNOWN).batch
     guarded.process.send_signal(signal.SIGTERM)
     for pid in further(guarded):
@@ -458,7 +458,7 @@ def test_a_drain_finishes_streams_and_routers_batches_of_all_and_leaves_nobody(
     assert decoded.generations[0].generated_text.generated_tokens == 9
     assert not decoded.HasField("batch")
     for stream in streams:
-        assert len(collect(stream.rest(), 1).samples[0].token_ids) == 500
+        assert len(collect(stream.rest(), 1).samples[0].token_ids) == 200
     assert guarded.process.wait(60) == 0
     assert "cut_off_batches=0" in guarded.log.read_text()
     assert all(gone(pid) for pid in children)
@@ -467,11 +467,11 @@ def test_a_drain_finishes_streams_and_routers_batches_of_all_and_leaves_nobody(
 def test_a_killed_front_end_costs_its_own_streams_and_the_pod_drains() -> None:
     with serve("--front-ends", str(FRONT_ENDS)) as server:
         clients, children = one_each(server), server.children()
-        streams = [Stream(client, max_new_tokens=500) for client in clients]
+        streams = [Stream(client, max_new_tokens=200) for client in clients]
         os.kill(clients[1].front_end, signal.SIGKILL)
         assert streams[1].code() is grpc.StatusCode.UNAVAILABLE
         for stream in (streams[0], streams[2]):
-            assert len(collect(stream.rest(), 1).samples[0].token_ids) == 500
+            assert len(collect(stream.rest(), 1).samples[0].token_ids) == 200
         assert server.process.wait(60) == 1
         assert "front end 1 ended with status -9" in server.log.read_text()
         assert all(gone(pid) for pid in children)

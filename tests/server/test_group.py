@@ -25,7 +25,7 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 PROMPT = "import os\n"
-STOPPING = {"max_new_tokens": 24, "ignore_eos": True}
+STOPPING = {"max_new_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ async def test_a_router_gets_of_two_pods_what_one_gives(
 # The last one here: the pods that the others share end with it.
 def test_a_follower_that_is_to_stop_lets_what_runs_finish(two_pods: Group) -> None:
     leader, follower = two_pods.pods
-    running = Call(leader, PROMPT, 100)
+    running = Call(leader, PROMPT, 50)
     running.wait_for_token()
     assert follower.stop() == 0
     running.seconds(0.0)

@@ -45,14 +45,14 @@ def tight() -> Iterator[ServerProcess]:
 def test_all_calls_are_taken_that_four_full_batches_hold() -> None:
     """And fields of config.json that the operator replaces count, and are told."""
     override = '{"max_position_embeddings":1024}'
-    with serve("--max-batch-size", "60", "--config-override", override) as server:
+    with serve("--max-batch-size", "24", "--config-override", override) as server:
         said = server.log.read_text()
         assert "config_override=" in said
-        assert "max_concurrent_requests=240 max_queue_tokens=" in said
-        assert 'kv_slots_from="60 sequences of 1024 tokens' in said
+        assert "max_concurrent_requests=96 max_queue_tokens=" in said
+        assert 'kv_slots_from="24 sequences of 1024 tokens' in said
         stub = server.stub()
         request = text_request("import os\n", stopping=SHORT)
-        calls = [stub.Generate(request, timeout=60) for _ in range(240)]
+        calls = [stub.Generate(request, timeout=60) for _ in range(96)]
         for call in calls:
             assert [event.WhichOneof("event") for event in call][-1] == "completed"
         assert server.stop() == 0

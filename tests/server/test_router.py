@@ -7,6 +7,9 @@ import pytest
 from router.conformance import *  # noqa: F403
 from support.pods.harness import ServerProcess
 
+#: Each promise in one generation of the protocol, in another one from promise to promise.
+pytestmark = pytest.mark.sampled(4, "slow", by_turns=True)
+
 
 @pytest.fixture(scope="module")
 def shard_address(server: ServerProcess) -> str:

@@ -159,11 +159,11 @@ async def test_a_router_and_callers_fill_a_pod_and_nobody_fails(wire: Wire) -> N
         )
         prompt = Prompt(text=TEXT, input_length=16, max_new_tokens=40, ignore_eos_token=True)
         request = text_request(TEXT, stopping={"max_new_tokens": 60, "ignore_eos": True})
-        calls = [asyncio.to_thread(generate, server.stub(), request) for _ in range(12)]
-        routed = [router.generate(prompt) for _ in range(60)]
+        calls = [asyncio.to_thread(generate, server.stub(), request) for _ in range(6)]
+        routed = [router.generate(prompt) for _ in range(24)]
         results = await asyncio.gather(*routed, *calls)
-        assert len({result.text for result in results[:60]}) == 1
-        assert {len(each.samples[0].token_ids) for each in results[60:]} == {60}
+        assert len({result.text for result in results[:24]}) == 1
+        assert {len(each.samples[0].token_ids) for each in results[24:]} == {60}
         await router.stop()
         assert server.stop() == 0
 

@@ -106,7 +106,7 @@ def test_a_lame_duck_still_serves_and_says_not_ready() -> None:
 def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
     with serve() as server:
         stub = server.stub()
-        running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600}))
+        running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 400}))
         # Wrappers deliver one signal twice within a moment, which cuts nothing off.
         for _ in range(2):
             server.process.send_signal(signal.SIGTERM)
@@ -116,19 +116,19 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
         assert refused.code() is grpc.StatusCode.UNAVAILABLE
         assert "grpc-retry-pushback-ms" in dict(refused.trailing_metadata())
         assert running.error is None
-        assert len(collect(running.events, 1).samples[0].token_ids) == 600
+        assert len(collect(running.events, 1).samples[0].token_ids) == 400
         assert server.process.wait(60) == 0
 
 
 def test_ctrl_c_waits_for_what_runs_and_for_nothing_else() -> None:
     with serve("--lame-duck-seconds", "600") as server:
         stub = server.stub()
-        running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 300}))
+        running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 200}))
         server.process.send_signal(signal.SIGINT)
         wait_for(lambda: server.health() == NOT_SERVING)
         running.wait()
         assert running.error is None
-        assert len(collect(running.events, 1).samples[0].token_ids) == 300
+        assert len(collect(running.events, 1).samples[0].token_ids) == 200
         assert server.process.wait(120) == 0
 
 
@@ -251,7 +251,7 @@ def test_a_killed_engine_fails_its_calls_and_ends_the_server() -> None:
 
 def test_a_stopped_engine_is_seen_and_a_resumed_one_forgiven(server: ServerProcess) -> None:
     engine = server.engine_pid()
-    running = Reader(server.stub(), text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600}))
+    running = Reader(server.stub(), text_request(PROMPT, stopping={**LONG, "max_new_tokens": 100}))
     os.kill(engine, signal.SIGSTOP)
     try:
         wait_for(lambda: server.health() == NOT_SERVING)

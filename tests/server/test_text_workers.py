@@ -113,7 +113,7 @@ def stub(server: ServerProcess) -> Iterator[Any]:
     [
         (ENDLESS, "--text-timeout"),
         ("double", "--text-memory-bytes"),
-        ("lipsum", "--text-"),
+        pytest.param("lipsum", "--text-", marks=pytest.mark.slow),  # one of both
         ("constant", "--text-memory-bytes"),
     ],
 )

@@ -29,7 +29,7 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import Gener
 
 IDS = [5, 17, 301, 44, 90, 7]
 NEW = 8
-TOTAL = 128
+TOTAL = 64
 TOKEN = {"metadata": (("authorization", "Bearer secret"),), "timeout": 60}
 TEXT = "a, b"
 
@@ -143,7 +143,9 @@ def test_they_come_and_go_while_serving(pod: ServerProcess, api: Any, expected: 
     assert load("prompt").virtual_token_count == 20
     assert tokens(api, "new") == expected["prompt"]
     error = refused(grpc.StatusCode.INVALID_ARGUMENT, load, "long")
-    assert "num_virtual_tokens is 128; sequences of this server have 128 positions" in str(error)
+    assert f"num_virtual_tokens is {TOTAL}; sequences of this server have {TOTAL} positions" in str(
+        error
+    )
     assert tokens(api, "new") == expected["prompt"]
     admin.UnloadAdapter(service_pb.UnloadAdapterRequest(name="new"), **TOKEN)
     refused(grpc.StatusCode.NOT_FOUND, tokens, api, "new")

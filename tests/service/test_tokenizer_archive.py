@@ -39,7 +39,7 @@ from tokenpod.service.text.tokenizer_archive import TokenizerArchive
 pytestmark = pytest.mark.pod
 
 MEGABYTE = 1024 * 1024
-TOKENS = 150_000
+TOKENS = 100_000
 CALLS = 200
 
 

@@ -98,7 +98,7 @@ def walk(admission, turns, requests, seed, *, rate=400.0, slots=1200):
 
 
 def test_what_is_swapped_is_not_computed_again():
-    arrivals = load(400, 11)
+    arrivals = load(250, 11)
     plain = simulated("optimistic", "mixed", arrivals, overlap=True, slots=600)
     # A token takes as long to copy as ten to compute, and the host's memory is short, too.
     for offload_slots, copy_seconds in ((20_000, 0.0), (800, 2e-5)):
@@ -114,9 +114,9 @@ def test_what_is_swapped_is_not_computed_again():
 def test_every_request_gets_its_tokens_in_its_turn(admission, turns):
     if admission == "optimistic":
         # Memory must get so short that it preempts.
-        walk(admission, turns, 500, len(admission), rate=1600.0, slots=600)
+        walk(admission, turns, 250, len(admission), rate=1600.0, slots=600)
     else:
-        walk(admission, turns, 800, len(admission))
+        walk(admission, turns, 400, len(admission))
 
 
 @pytest.mark.slow

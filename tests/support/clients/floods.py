@@ -108,9 +108,10 @@ def silent_calls(calls: int) -> Iterator[bytes]:
     yield b"".join(frame(HEADERS, END_HEADERS, 2 * at + 1, block) for at in range(calls))
 
 
+RESETS = "HEADERS + RST_STREAM"
 #: Floods that gRPC does not end by itself.
 ONGOING: dict[str, Callable[[], Iterator[bytes]]] = {
-    "HEADERS + RST_STREAM": resets,
+    RESETS: resets,
     "SETTINGS": settings,
     "CONTINUATION of 110 bytes": lambda: continuations(header("x", "y" * 107)),
 }

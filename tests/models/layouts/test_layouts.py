@@ -192,7 +192,7 @@ LAYOUTS = {
 def test_weights_are_what_their_numbers_stand_for(name, tmp_path):
     config, module, held = LAYOUTS[name]
     pair = make_pair(tmp_path, config, module)
-    for shard in (Shard(), Shard(1, 2), Shard(2, 4)):
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2), Shard(2, 4), Shard(3, 4)):
         packed, dense = read(pair.packed, shard), read(pair.dense, shard)
         assert packed.keys() == dense.keys()
         for key, weight in packed.items():
@@ -325,7 +325,7 @@ def without_routers(config):
 def test_experts_are_held_as_they_are_stored(name, tmp_path):
     config, module, held = LAYOUTS[name]
     pair = make_pair(tmp_path, without_routers(config), module, **MIXTURE)
-    for shard in (Shard(), Shard(0, 2), Shard(3, 4)):
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2), Shard(3, 4)):
         packed, dense = read(pair.packed, shard), read(pair.dense, shard)
         for key in ("0.experts.gate_up", "0.experts.down"):
             stack = packed[key]

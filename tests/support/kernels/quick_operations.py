@@ -38,7 +38,7 @@ _OF_FILE: list[Path] = []
 
 def forget_before(file: Path) -> None:
     """Find out anew what becomes of which types: no file depends on what others found."""
-    if _OF_FILE != [file]:
+    if file not in _OF_FILE:
         _OF_FILE[:] = [file]
         for each in _FOUND:
             each.clear()

@@ -42,10 +42,9 @@ def _attention(q, keys, values, plan, options=NO_OPTIONS, scales=None):
         slots = torch.cat([torch.arange(first, end) for first, end in batch.b_runs[row]])
         k, v = keys[slots[:context]], values[slots[:context]]
         first, end = batch.b_start[row], batch.b_start[row + 1]
-        out += [
-            attend(q[at : at + 1], k[:seen], v[:seen], plan.window, options)
-            for at, seen in zip(range(first, end), range(context - (end - first) + 1, context + 1))
-        ]
+        for at in range(first, end):
+            seen = context - (end - 1 - at)
+            out.append(attend(q[at : at + 1], k[:seen], v[:seen], plan.window, options))
     return torch.cat(out).flatten(1)
 
 

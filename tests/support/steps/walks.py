@@ -64,9 +64,7 @@ def walk(
         walk.step((first, count))
     sharer = walk.add(text(19) + text(14, seed=1), prefix_of=first, shared=19)
     walk.step((sharer, 14), (first, 1))
-    twin = walk.add(
-        text(37) + text(LONGEST - 37 - new_tokens, seed=2), prefix_of=first, shared=37
-    )
+    twin = walk.add(text(37) + text(LONGEST - 37 - new_tokens, seed=2), prefix_of=first, shared=37)
     apart = walk.add(text(25, seed=3))
     scheduler.skip_slots(0, every=2)
     walk.step((apart, 12), (twin, 1))

@@ -83,6 +83,7 @@ def test_what_random_choices_write_conforms(model):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
 @pytest.mark.parametrize(("late", "preempt"), [(0.3, 0.0), (0.2, 0.1)])
+@pytest.mark.sampled(3, "slow")
 def test_late_masks_and_preemptions_change_no_token(exact, undisturbed, overlap, late, preempt):
     client = serve(
         exact, Client(mixed_requests()), overlap=overlap, late=late, preempt=preempt, prefill=8

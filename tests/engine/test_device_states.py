@@ -34,7 +34,7 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler
 pytestmark = pytest.mark.compute
 
 CPU = torch.device("cpu")
-ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY, DRAFTS = 4, 200, 64, 12, 97, 3
+ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY, DRAFTS = 3, 200, 40, 8, 97, 3
 
 
 #: By the kind of the layer with states; the other has keys and values, too, but where none has.
@@ -43,8 +43,8 @@ KINDS = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
@@ -152,9 +152,9 @@ def said(executor, requests, overlap, drafting=None):
 def requests():
     """More than there are rows, so that rows are taken again; prompts longer than a step's."""
     generator = torch.Generator().manual_seed(3)
-    lengths = (9, 1, 30, 4, 17, 2)
+    lengths = (7, 1, 18, 2)
     prompts = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-    stopping = StoppingParams(max_new_tokens=9)
+    stopping = StoppingParams(max_new_tokens=8)
     return [Request([i], prompt, SamplingParams(), stopping) for i, prompt in enumerate(prompts)]
 
 

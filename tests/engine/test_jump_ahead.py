@@ -97,7 +97,12 @@ def check(client, plain):
 
 @pytest.mark.parametrize(
     ("overlap", "late", "preempt"),
-    [(False, 0.0, 0.0), (True, 0.0, 0.0), (True, 0.2, 0.1)],
+    [
+        # Settled at once they are in the test of where that pays, too.
+        pytest.param(False, 0.0, 0.0, marks=pytest.mark.slow),
+        (True, 0.0, 0.0),
+        (True, 0.2, 0.1),
+    ],
     ids=["settled at once", "overlapped", "late and preempted"],
 )
 def test_forced_tokens_change_nothing_but_the_steps(exact, plain, overlap, late, preempt):
@@ -151,7 +156,11 @@ def test_forced_tokens_are_taken_together_where_that_pays(exact, plain, dear):
 
 @pytest.mark.parametrize(
     ("kind", "overlap", "late", "preempt", "forced"),
-    [("right", False, 0.0, 0.0, 0), ("random", True, 0.2, 0.05, 8), ("wrong", True, 0.0, 0.0, 8)],
+    [
+        ("right", False, 0.0, 0.0, 0),
+        ("random", True, 0.2, 0.05, 8),
+        pytest.param("wrong", True, 0.0, 0.0, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_under_masks_change_nothing_either(
     exact, plain, kind, overlap, late, preempt, forced

@@ -123,7 +123,7 @@ def any_service(cases, quick):
     )
 
 
-@any_service(60 // len(KINDS), quick=8)
+@any_service(60 // len(KINDS), quick=4)
 @given(data=st.data())
 def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
     golden, family, engine, text, data
@@ -135,7 +135,7 @@ def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
         assert outputs == said_by(golden(family), prompt, outputs)
 
 
-@any_service(4, quick=4)
+@any_service(4, quick=3)
 @given(data=st.data())
 def test_whatever_is_drafted_tokens_are_the_same(golden, family, engine, text, data):
     """In all of these, and what is cached holds nothing of drafts that were wrong."""

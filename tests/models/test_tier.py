@@ -33,7 +33,7 @@ pytestmark = pytest.mark.compute
 @pytest.mark.parametrize("name", TIER_KINDS)
 def test_the_model_says_what_transformers_says(name, golden, text):
     checkpoint = golden(name)
-    walk(HandScheduler(load(checkpoint.folder), slots=1024), text, 32).check(checkpoint)
+    walk(HandScheduler(load(checkpoint.folder), slots=1024), text).check(checkpoint)
 
 
 def test_chunks_are_the_same_by_the_row_table(golden, text, monkeypatch):

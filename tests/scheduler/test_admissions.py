@@ -88,6 +88,7 @@ def test_exact_never_needs_more_than_reserve(seed):
     driver.drain()
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("offload", [0, 60])
 @pytest.mark.parametrize("policy", [Reserve, Optimistic])
 def test_sums_of_what_never_grows_are_the_peak_of_its_entries(policy, offload):
@@ -283,7 +284,7 @@ def past_future(seed=0, **limits):
 def test_more_run_at_once_when_outputs_have_turned_out_short():
     driver = past_future()
     at_once = []
-    for i in range(1, 400):
+    for i in range(1, 200):
         driver.submit(request(i, [i] * 10, max_new_tokens=90, eos_token_ids=frozenset({9})))
     while driver.turn():
         at_once.append(len(running(driver)))

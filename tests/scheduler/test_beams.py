@@ -148,6 +148,7 @@ class Walk:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("admission", [Exact, Reserve, Optimistic, PastFuture])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(5, "slow")
 def test_slots_hold_what_their_beams_computed_through_forks_and_ends(seed, admission, overlap):
     walk = Walk(overlap=overlap, seed=seed, admission=admission, slots=140, max_rows=14)
     chance, asked, aborted = random.Random(seed), [], set()

@@ -147,6 +147,7 @@ def test_a_draft_model_is_used_where_its_own_time_pays(machine, rows, right, sma
     assert faster / plain > least
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("small", [None, 0.3])
 @pytest.mark.parametrize("first_uses", [(400.0,), (400.0, 50.0), (0.0, 400.0), (*[0.0] * 9, 400.0)])
 def test_a_slow_step_does_not_end_drafts(first_uses, small):
@@ -166,7 +167,7 @@ def test_a_draft_model_that_was_given_up_is_tried_again():
     assert 0 < counts[0] < counts[1]
 
 
-@pytest.mark.sampled(2, "slow")
+@pytest.mark.sampled(4, "slow")
 @pytest.mark.parametrize("machine", [GPU, CPU, BUSY], ids=["gpu", "cpu", "busy"])
 @pytest.mark.parametrize("rows", [1, 8, MOST_ROWS])
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from support.engines.scheduler_driver import Driver, Guesses, request
-from support.examples import examples
+from support.examples import ALL
 from tokenpod.scheduler.drafts.drafting import Drafting
 from tokenpod.scheduler.policies.by_name import ADMISSIONS, batching
 from tokenpod.scheduler.sequences.work import SnapshotLimits
@@ -233,7 +233,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
 TestSchedulerLife = SchedulerLife.TestCase
 TestSchedulerLife.settings = settings(
-    max_examples=examples(30),
+    max_examples=30 if ALL else 15,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -69,6 +69,7 @@ def test_the_first_one_never_waits_for_those_that_came_later():
     driver.drain()
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("seed", range(8))
 def test_memory_that_runs_out_changes_no_token_and_leaves_routers_theirs(seed):
     chance = random.Random(seed)

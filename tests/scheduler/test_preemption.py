@@ -124,6 +124,7 @@ def test_only_running_sequences_of_the_batcher_can_be_preempted(overlap):
     driver.drain()
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("seed", range(12))
 def test_the_same_tokens_with_and_without_preemptions(seed):
     chance = random.Random(seed)

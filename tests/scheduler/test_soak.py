@@ -86,21 +86,22 @@ LATER = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 120, 1
 
 @pytest.mark.parametrize("seed", [0, *LATER])
 def test_nothing_ever_runs_out_of_memory(seed):
-    lives = [soak(each, 150) for each in range(seed, seed + 10)]
-    assert sum(life.steps for life in lives) > 1000
-    assert sum(life.accepted for life in lives) > 50
+    # Of ten, four in every run: with none to three drafts.
+    lives = [soak(each, 150) for each in range(seed, seed + 10, 1 if ALL else 3)]
+    assert sum(life.steps for life in lives) > 100 * len(lives)
+    assert sum(life.accepted for life in lives) > 5 * len(lives)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9])
 def test_window_slots_never_run_out_and_hold_what_is_read(window):
-    lives = [soak(seed, 150, window=window) for seed in range(window, window + 12)]
-    assert sum(life.steps for life in lives) > 1200
+    lives = [soak(seed, 150, window=window) for seed in range(window, window + (12 if ALL else 4))]
+    assert sum(life.steps for life in lives) > 100 * len(lives)
     assert any(life.scheduler.kv.windows.used for life in lives)
 
 
 @pytest.mark.parametrize("admission", ["optimistic", "past_future"])
 def test_window_slots_hold_what_is_read_where_sequences_are_preempted(admission):
-    lives = [soak(seed, 150, admission, window=4) for seed in range(8)]
+    lives = [soak(seed, 150, admission, window=4) for seed in range(8 if ALL else 4)]
     assert sum(life.scheduler.load().preemptions for life in lives)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from support.checkpoints.packers import in_words
 from support.checkpoints.published import CONFIG, CPU, dense_of, make_pair, read
@@ -167,15 +169,28 @@ def test_gptq_with_inputs_that_have_nothing_in_common_is_rounding_to_the_nearest
 def test_a_text_is_run_through_the_model(demo_folder, tmp_path):
     text = tmp_path / "text"
     text.write_text("import os\n\ndef join(path):\n    return os.path.join(path)\n" * 20)
-    chosen = written(demo_folder, tmp_path / "a", "int4", calibrate=str(text), tokens=300)
-    plain = written(demo_folder, tmp_path / "b", "int4")
+    two_layers(demo_folder, tmp_path / "two")
+    chosen = written(tmp_path / "two", tmp_path / "a", "int4", calibrate=str(text), tokens=300)
+    plain = written(tmp_path / "two", tmp_path / "b", "int4")
     one, other = (load_file(folder / "model.safetensors") for folder in (chosen, plain))
     assert one.keys() == other.keys()
-    name = "model.layers.3.mlp.down_proj.weight"
+    name = "model.layers.1.mlp.down_proj.weight"
     assert not torch.equal(one[f"{name}_packed"], other[f"{name}_packed"])
     assert torch.equal(one[f"{name}_scale"], other[f"{name}_scale"])
     model = load_model(chosen, dtype=None, device=CPU, progress=lambda done, total: None)
     assert model.quantization == "compressed-tensors int4"
+
+
+def two_layers(source, folder):
+    """The first of a model."""
+    shutil.copytree(source, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 2}))
+    tensors = load_file(source / "model.safetensors")
+    later = re.compile(r"model\.layers\.([2-9]|\d\d)\.")
+    kept = {name: tensor for name, tensor in tensors.items() if not later.match(name)}
+    (folder / "model.safetensors").unlink()
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture

@@ -162,9 +162,9 @@ def _config(kind: Kind, more: dict[str, Any]) -> Any:
 
 def randomise(model: nn.Module, matrices: float = SPREAD) -> None:
     """All parameters and saved buffers: zeros and ones would hide what is left out."""
-    parameters = dict(model.named_parameters())
+    parameters, saved = dict(model.named_parameters()), model.state_dict().keys()
     for name, tensor in {**dict(model.named_buffers()), **parameters}.items():
-        if name not in model.state_dict() or not tensor.is_floating_point():
+        if name not in saved or not tensor.is_floating_point():
             continue
         scales = tensor.ndim == 1 and name.endswith("weight")
         spread = matrices if tensor.ndim > 1 else 0.2

@@ -17,6 +17,7 @@ import json
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,17 +52,15 @@ class Source:
 
 
 def in_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers [n, columns] -> [n · bits / 32, columns] int32, a bit at a time.
+    """Numbers [n, columns] -> [n · bits / 32, columns] int32.
 
     Number j of a column begins at bit j · bits: what the loops of AutoGPTQ's packer come to, for 3
     bits too, where they put the bits that did not fit into the next word.
     """
     n, columns = numbers.shape
-    words = torch.zeros((-(-n * bits // 32), columns), dtype=torch.int64)
-    for j in range(n):
-        for bit in range(bits):
-            place = j * bits + bit
-            words[place // 32] |= (numbers[j] >> bit & 1) << place % 32
+    own = numbers.long()[:, None] >> torch.arange(bits)[:, None] & 1
+    column = functional.pad(own.reshape(n * bits, columns), (0, 0, 0, -n * bits % 32))
+    words = (column.view(-1, 32, columns) << torch.arange(32)[:, None]).sum(1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 

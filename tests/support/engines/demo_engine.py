@@ -58,7 +58,7 @@ def exact_model(layers=2):
     """Its first layers, by which what else is in a step changes no bit of a token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "operations_for", lambda device: row_by_row.OPERATIONS)
-        return row_by_row.RowByRow(row_by_row.shallow(_load(), layers))
+        return row_by_row.shallow(_load(), layers)
 
 
 def _load():

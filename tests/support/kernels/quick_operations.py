@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,10 +32,16 @@ _HINTS = {"eviction_policy", "cache_modifier"}
 _FOUND: list[Any] = []
 
 
-def forget() -> None:
-    """Find out anew what becomes of which types: no test depends on what others found."""
-    for each in _FOUND:
-        each.clear()
+#: The file whose tests run.
+_OF_FILE: list[Path] = []
+
+
+def forget_before(file: Path) -> None:
+    """Find out anew what becomes of which types: no file depends on what others found."""
+    if file not in _OF_FILE:
+        _OF_FILE[:] = [file]
+        for each in _FOUND:
+            each.clear()
 
 
 def _kept(found: Any) -> Any:

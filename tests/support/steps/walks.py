@@ -10,8 +10,10 @@ import torch
 from support.examples import ALL
 from support.steps.hand_scheduler import HandScheduler, Sequence
 
-#: Of the longest text's: beyond every window, and beyond twice what any rotation begins with.
-NEW_TOKENS = 64 if ALL else 44
+#: How far the longest text goes: beyond every window, and twice what any rotation begins with.
+LONGEST = 104 if ALL else 84
+#: Those of it that follow one at a time, each where the last one led; the others are its prompt's.
+NEW_TOKENS = 64 if ALL else 14
 
 
 class Walk:
@@ -62,14 +64,18 @@ def walk(
         walk.step((first, count))
     sharer = walk.add(text(19) + text(14, seed=1), prefix_of=first, shared=19)
     walk.step((sharer, 14), (first, 1))
-    twin = walk.add(text(37) + text(3, seed=2), prefix_of=first, shared=37)
+    twin = walk.add(text(37) + text(LONGEST - 37 - new_tokens, seed=2), prefix_of=first, shared=37)
     apart = walk.add(text(25, seed=3))
     scheduler.skip_slots(0, every=2)
     walk.step((apart, 12), (twin, 1))
     whole = walk.add(text(9, seed=4))
     walk.step((apart, 13), (first, 1), (twin, 1), (whole, 9), (sharer, 1))
     walk.step((twin, 1), (whole, 1))
+    if len(twin.tokens) > 41:  # its prompt goes on
+        rest = len(twin.tokens) - len(twin.slots)
+        walk.step((twin, rest // 2), (apart, 1))
+        walk.step((whole, 1), (twin, rest - rest // 2))
     together = (first, sharer, twin, apart, whole)
-    while len(twin.tokens) < 40 + new_tokens:
+    while len(twin.tokens) < LONGEST:
         walk.step(*((sequence, 1) for sequence in together))
     return walk

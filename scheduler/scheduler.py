@@ -305,14 +305,18 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def plan(self, now: int) -> Step | None:
-        """The next step, or None if nothing can run."""
+    def plan(self, now: int, *, prompts: bool = True) -> Step | None:
+        """The next step, or None if nothing can run.
+
+        `prompts`: whether it may hold some beside streams.
+        """
         self._end_late(now)
         self._end_constrained()
         self._admit()
         if self.kv.windows is not None:
             self.kv.windows.settle()
         builder = StepBuilder(self.kv, now, self._step_limits, self._rows.free)
+        builder.takes_prompts = prompts or not self.streams_wait
         offload = self.kv.offload
         if offload is not None:
             offload.step = self._steps + 1
@@ -409,7 +413,7 @@ class Scheduler:
         Of its drafts each can have as many as its sequences are of all. Probes have a budget of
         their own.
         """
-        budget = self._prompt_budget()
+        budget = self._prompt_budget(step)
         if self._routed.ops:
             of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
             running = self._batcher.running
@@ -421,18 +425,37 @@ class Scheduler:
         if self._probes.waiting:
             self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
 
-    def _prompt_budget(self) -> int:
+    def _prompt_budget(self, step: StepBuilder) -> int:
         """Prompt tokens that the next step may have: fewer than it could, where streams wait."""
+        if not step.takes_prompts:
+            return 0
         gaps = self._estimates.gaps
         if gaps is None or not (self._batcher.has_prompts or self._routed.ops):
             return self.limits.prefill_tokens
+        rows, context = self._decoding
+        if not rows:
+            return self.limits.prefill_tokens
+        return gaps.prompt_tokens(rows, context, self._batcher.prompts)
+
+    @property
+    def _decoding(self) -> tuple[int, int]:
+        """Sequences that decode; the tokens that they read together."""
         rows, context = self._batcher.decoding
         if self._routed.ops:
             more, read = self._routed.decoding
             rows, context = rows + more, context + read
-        if not rows:
-            return self.limits.prefill_tokens
-        return gaps.prompt_tokens(rows, context, self._batcher.prompts)
+        return rows, context
+
+    @property
+    def streams_wait(self) -> bool:
+        """Whether sequences decode, whose gaps have a bound."""
+        return self._estimates.gaps is not None and self._decoding[0] > 0
+
+    @property
+    def left_of_gap(self) -> int | None:
+        """Nanoseconds that a step of what decodes leaves of the bound of gaps; None: no bound."""
+        gaps = self._estimates.gaps
+        return None if gaps is None else gaps.left(*self._decoding)
 
     def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""

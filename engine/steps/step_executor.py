@@ -278,7 +278,8 @@ class StepExecutor(ABC, Generic[S]):
             self._adapters.fill(self._pool, *ready, windows)
 
     def _take_rows(self, plan: StepPlan) -> None:
-        self._sampler.take_rows(plan)
+        if self._model.pooling is None:  # else no row is sampled
+            self._sampler.take_rows(plan)
         self._take_shifts(plan)
         prompts = [len(new.request.prompt) for new in plan.asks] or [0] * len(plan.n_row)
         for row, prompt in zip(plan.n_row.tolist(), prompts, strict=True):

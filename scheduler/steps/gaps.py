@@ -91,8 +91,7 @@ class GapBound:
         times = self._times
         if times is None:
             return min(_UNKNOWN * self._least_tokens, self._most_tokens)
-        without = times.nanoseconds(StepSize(rows, context)) / 1e9
-        left = max(self._most / self._margin(times) - without, _MORE * without)
+        left = self.left(rows, context) / 1e9
         tokens = 0
         for start, n in chain(prompts, repeat((0, _OTHERS))):
             if tokens >= self._most_tokens:
@@ -106,6 +105,14 @@ class GapBound:
             left -= took
             tokens += n
         return max(min(tokens, self._most_tokens), self._least_tokens)
+
+    def left(self, rows: int, context: int) -> int:
+        """Nanoseconds that a step may take beyond those of rows that decode; see there."""
+        if self._times is None:
+            return int(self._most * 1e9)
+        without = self._times.nanoseconds(StepSize(rows, context)) / 1e9
+        left = max(self._most / self._margin(self._times) - without, _MORE * without)
+        return int(left * 1e9)
 
     def _margin(self, times: MachineTimes) -> float:
         """What the model's times are multiplied by: it knows lines, and machines have knees."""

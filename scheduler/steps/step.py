@@ -127,8 +127,8 @@ class StepBuilder:
     """
 
     def __init__(self, kv: KV, now: int, limits: StepLimits, free_rows: int) -> None:
-        #: Tokens of prompts (or of preempted sequences) so far.
-        self.prompt_tokens = 0
+        #: Tokens of prompts (or of preempted sequences) so far, and whether there may be any.
+        self.prompt_tokens, self.takes_prompts = 0, True
         #: Drafts that may still be added, forced tokens among them; and forced tokens.
         self.drafts_left = limits.drafts
         self._forced_left = free_rows

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.towers.tower import _lengths, largest_image, load_tower, tower_size
+from tokenpod.models.towers.tower import (
+    _layers,
+    _lengths,
+    largest_image,
+    load_tower,
+    tower_size,
+)
 from tokenpod.scheduler.scheduler import Scheduler
 
 #: Their towers or texts differ, and what comes before and behind does not.
@@ -68,11 +75,11 @@ class Eyes:
         self.client = Client()
         self.calls = 0
 
-        def counted(tensors):
+        def counted(tensors, between):
             self.calls += 1
-            return tower(tensors)
+            return tower(tensors, between)
 
-        counted.width = tower.width
+        counted.width, counted.dtype, counted.tower = tower.width, tower.dtype, tower
         self.encoder = ImageEncoder(
             *(counted, CPU, cache_bytes, self.client.send),
             mutual=self.engine.limits.mutual > 0,
@@ -255,6 +262,40 @@ def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:
     assert eyes.client.encoded[op].failure is FailureCode.INTERNAL
     assert not eyes.encoder.busy
     assert eyes.answer(eyes.request("A: ", RED)) == [eyes.truth("A: ", RED)]
+
+
+def test_streams_have_steps_between_the_layers_of_an_image(eyes: Eyes) -> None:
+    """A bound of gaps that nothing keeps: the tower computes a layer at a time, and every turn has
+    a step of the stream.
+    """
+    text, image = "only text here", picture(60, 20, 950)
+    stream = eyes.request(text)
+    limits = replace(eyes.engine.limits, max_gap=1)
+    eyes.loop = EngineLoop(
+        eyes.client, Scheduler(limits), eyes.engine.executor, images=eyes.encoder
+    )
+    sequence = stream.sequence_ids[0]
+    longer = structs.replace(stream.stopping, max_new_tokens=200 - len(stream.prompt))
+    eyes.client.inbox.append(structs.replace(stream, stopping=longer))
+    eyes.client.left.add(sequence)
+    while not eyes.client.tokens[sequence]:
+        eyes.loop.turn()
+    steps = []
+    compute = eyes.encoder._turns.grant
+    eyes.encoder._turns.grant = lambda most: (
+        steps.append(len(eyes.client.tokens[sequence])),
+        compute(most),
+    )
+    try:
+        requests = [eyes.request("A: ", image, " say")]
+        assert eyes.client.left == {sequence}, "the stream ended before the image did"
+        assert eyes.answer(*requests) == [eyes.truth("A: ", image, " say")]
+    finally:
+        eyes.encoder._turns.grant = compute
+    layers = len(_layers(eyes.encoder._tower.tower._model))
+    assert len(steps) == layers + 1
+    assert len({*steps}) == len(steps), "two parts without a step between them"
+    assert eyes.client.tokens[sequence][:NEW_TOKENS] == eyes.truth(text)
 
 
 def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:

@@ -174,7 +174,7 @@ class EngineLoop:
         """Let the tower of images compute: while streams decode, by turns with prompts."""
         self._images_next = beside_prompts and self.scheduler.streams_wait
         if not self._images_next:
-            self.images.compute(self.scheduler.left_of_gap)
+            self.images.compute(self.scheduler.beside_steps)
 
     def _patience(self) -> float | None:
         """Seconds to wait for messages; None: for ever."""
@@ -433,7 +433,8 @@ def _vectors(step: Step, result: StepResult) -> tuple[list[Vectors], set[int]]:
                 spoiled.add(row)
             elif not step.sequences[row].dead:
                 numbers = own.astype("<f4", copy=False).tobytes()
-                found.append(Vectors(step.sequences[row].id, count, width, numbers))
+                own_id = step.sequences[row].id
+                found.append(Vectors(own_id, count, width, numbers, part.weights))
     return found, spoiled
 
 

@@ -14,6 +14,7 @@ ends here.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
@@ -165,6 +166,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once, among the next events."""
+        if self.limits.mutual_prompts:
+            request = msgspec.structs.replace(request, mutual=True)
         if refusal := self._refusal(request):
             problem, code = refusal
             self._events.failed(request.sequence_ids, code, problem)
@@ -182,6 +185,9 @@ class Scheduler:
 
     def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
+        if self.limits.mutual_prompts:
+            start = [msgspec.structs.replace(request, mutual=True) for request in op.start]
+            op = msgspec.structs.replace(op, start=start)
         failure = malformed(op, self._sequences, self.limits)
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
@@ -221,6 +227,10 @@ class Scheduler:
             prompt = self._vectors.prompt_of(request)
         else:
             prompt = np.array(request.prompt, np.int32)
+        if request.mutual:
+            # Keys and values of its tokens depend on all of it: it shares them with its like alone.
+            whole = hashlib.sha256(prompt.tobytes()).hexdigest()
+            request = msgspec.structs.replace(request, salt=f"{request.salt} {whole}")
         streams = range(len(request.sequence_ids))
         samples = [Sequence(request, i, prompt, self.kv.table, planner) for i in streams]
         if not self._sequences:
@@ -452,10 +462,10 @@ class Scheduler:
         return self._estimates.gaps is not None and self._decoding[0] > 0
 
     @property
-    def left_of_gap(self) -> int | None:
-        """Nanoseconds that a step of what decodes leaves of the bound of gaps; None: no bound."""
+    def beside_steps(self) -> int | None:
+        """Nanoseconds that other work may take between two steps; None: gaps have no bound."""
         gaps = self._estimates.gaps
-        return None if gaps is None else gaps.left(*self._decoding)
+        return None if gaps is None else gaps.beside(*self._decoding)
 
     def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""

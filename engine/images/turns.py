@@ -9,6 +9,7 @@ A piece is what a tower computes from the begin of one of its layers to that of 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from threading import Semaphore
 
@@ -29,8 +30,9 @@ class Turns:
         self.waiting, self._size = False, 0
         self._done = self._granted = 0
         self._times = PieceTimes()
-        #: Grants whose end the device has not reached yet: begin, end, pieces, numbers.
-        self._under_way: deque[tuple[Mark, Mark, int, int]] = deque()
+        #: Grants whose end the device has not reached yet: begin, end, pieces, numbers, and how
+        #: many nanoseconds the host took to queue them.
+        self._under_way: deque[tuple[Mark, Mark, int, int, int]] = deque()
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -65,16 +67,18 @@ class Turns:
         began, ended = Mark(self._on_gpu), Mark(self._on_gpu)
         began.record()
         self.waiting = False
-        size = self._size
+        size, began_at = self._size, time.monotonic_ns()
         self._go.release()
         self._back.acquire()
         ended.record()
-        self._under_way.append((began, ended, self._done, size))
+        queued = time.monotonic_ns() - began_at
+        self._under_way.append((began, ended, self._done, size, queued))
 
     def _note(self) -> None:
         while self._under_way and self._under_way[0][1].passed:
-            began, ended, pieces, size = self._under_way.popleft()
-            self._times.note(size, pieces, began.nanoseconds_to(ended))
+            began, ended, pieces, size, queued = self._under_way.popleft()
+            # Many small launches take the host longer than they take the device.
+            self._times.note(size, pieces, max(queued, began.nanoseconds_to(ended)))
 
 
 class PieceTimes:
@@ -100,4 +104,5 @@ class PieceTimes:
         if not self._seen:
             return 1
         near = min((k for k in self._seen if k >= at), default=max(self._seen))
-        return max(most // (self._seen[near] * 4 ** max(at - near, 0)), 1)
+        each = self._seen[near] << 2 * max(at - near, 0)
+        return max(most // each, 1)

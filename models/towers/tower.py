@@ -70,18 +70,15 @@ class Tower:
     def __init__(self, model: Any, width: int) -> None:
         self._model, self.width = model, width
         parameters = [*model.parameters()]
-        self._dtype, self._device = parameters[0].dtype, parameters[0].device
+        #: Of its rows.
+        self.dtype: torch.dtype = parameters[0].dtype
+        self._device = parameters[0].device
         self.weight_bytes = sum(each.nbytes for each in parameters)
         #: What it computes by; processors say more, of which prompts alone depend.
         self._takes = inspect.signature(model.get_image_features).parameters.keys()
         self._between: Callable[[], None] = _nothing
         for layer in _layers(model):
             layer.register_forward_pre_hook(lambda *_: self._between())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its rows."""
-        return self._dtype
 
     @torch.inference_mode()
     def __call__(
@@ -107,7 +104,7 @@ class Tower:
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         there = tensor.to(self._device, non_blocking=True)
-        return there.to(self._dtype) if tensor.is_floating_point() else there
+        return there.to(self.dtype) if tensor.is_floating_point() else there
 
 
 def _nothing() -> None:

@@ -259,7 +259,7 @@ class StepBuilder:
             sequences += [piece.sequence for piece in longer]
             places = _joined([places, _places(longer)])
         columns = self._rows(places, longer) | self._tokens(ones, longer, order)
-        if any(piece.scored or piece.embeds for piece in self._pieces):
+        if any(x.scored or x.embeds or x.sequence.spans for x in self._pieces):
             by_row = _by_row(ones, longer, order)
             self._score(columns, by_row)
             self._embed(columns, by_row, sequences)

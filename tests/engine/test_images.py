@@ -52,11 +52,12 @@ RARER = (
     *("llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"),
     *("glm4v", "glm4.6v", "glm4v-moe", "aya-vision", "idefics3", "internvl", "llava-next"),
     *("llava-onevision", "mistral3", "smolvlm", "gemma4-images", "cohere2-vision"),
-    *("kimi-k2.5", "kimi-k2.5-published", "lfm2-vl", "lighton-ocr"),
+    *("kimi-k2.5", "kimi-k2.5-published", "lfm2-vl", "lighton-ocr", "paligemma2"),
 )
 KINDS = [
     "qwen3-vl",
     "gemma3-images",
+    "paligemma",
     *(pytest.param(x, marks=pytest.mark.slow) for x in RARER),
 ]
 NEW_TOKENS = 10
@@ -69,7 +70,7 @@ class Eyes:
     def __init__(self, seeing: Seeing, cache_bytes: int = 1 << 20) -> None:
         self.seeing = seeing
         # Gemma 4 makes 70 tokens of an image at least, which see each other.
-        more = {"prefill": 80} if seeing.sight.rows is RowCount.SAID else {}
+        more = {"prefill": 80} if seeing.sight.rows is RowCount.SAID or seeing.sees_prompts else {}
         self.engine = Engine(seeing.folder, **more)
         tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
         self.client = Client()
@@ -173,7 +174,8 @@ LONG = ("def f(x):\n    return x\n" * 2, RED, " and ", WIDE, "what?")
 def test_tokens_are_those_of_transformers(eyes: Eyes) -> None:
     """Two images, one in the middle of pieces of a prompt, and a text beside them."""
     texts = [("A: ", RED, " say"), LONG, ("only text here",), (WIDE, RED, "x")]
-    assert len(eyes.prompt(*LONG)[0]) > eyes.engine.options.max_batch_prefill_tokens
+    if not eyes.seeing.sees_prompts:
+        assert len(eyes.prompt(*LONG)[0]) > eyes.engine.options.max_batch_prefill_tokens
     assert eyes.answer(*(eyes.request(*parts) for parts in texts)) == [
         eyes.truth(*parts) for parts in texts
     ]
@@ -313,7 +315,7 @@ def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
 def test_every_architecture_is_tried() -> None:
     tried = {
         golden_config(kind)["architectures"][0]
-        for kind in ("qwen3-vl", "gemma3-images", *RARER)
+        for kind in ("qwen3-vl", "gemma3-images", "paligemma", *RARER)
         if not kind.endswith(PUBLISHED)
     }
     assert tried == {*SIGHTS} - {"KimiK25ForConditionalGeneration"}
@@ -365,3 +367,47 @@ def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path
     assert rows >= seeing.rows(picture(400, 400)) // 2
     if kind == "qwen3-vl":
         assert len(tower(largest_image(seeing.folder, 2))) == 1
+
+
+@pytest.fixture(
+    scope="module", params=["paligemma", pytest.param("paligemma2", marks=pytest.mark.slow)]
+)
+def prefixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Eyes:
+    """Of a model whose prompts see themselves."""
+    return Eyes(Seeing(request.param, tmp_path_factory.mktemp("prefixed") / request.param))
+
+
+def test_a_prompt_that_sees_itself_is_known_again_as_a_whole_alone(prefixed: Eyes) -> None:
+    """Keys of what comes first depend on what follows."""
+    image = picture(20, 20, 960)
+    one, other = (image, "describe this now"), (image, "describe this")
+    plain = ("only text", " and more")
+    requests = [prefixed.request(*parts) for parts in (one, other, plain)]
+    assert prefixed.answer(*requests) == [prefixed.truth(*parts) for parts in (one, other, plain)]
+    assert not any(prefixed.client.cached[each.sequence_ids[0]] for each in requests)
+    again = [prefixed.request(*parts) for parts in (one, other, plain)]
+    assert prefixed.answer(*again) == [prefixed.truth(*parts) for parts in (one, other, plain)]
+    for request in again:
+        assert prefixed.client.cached[request.sequence_ids[0]] == len(request.prompt) - 1
+    tree = prefixed.scheduler.kv.tree
+    assert len(tree._roots) == len(tree._salts) + ("" in tree._roots)
+    prefixed.scheduler.flush_cache()
+    assert not tree._salts, "roots outlive what was below them"
+
+
+def test_a_prompt_that_sees_itself_is_refused_if_a_step_is_too_short(prefixed: Eyes) -> None:
+    """The whole of it is in one step, and within a window."""
+    longest = min(prefixed.engine.limits.prefill_tokens, prefixed.engine.limits.mutual)
+    fits, long = ("x " * (longest // 2))[:longest], "x " * longest
+    request = prefixed.request(long)
+    prefixed.client.inbox.append(request)
+    prefixed.client.left.add(request.sequence_ids[0])
+    while prefixed.client.left:
+        prefixed.loop.turn()
+    why = prefixed.client.failures[request.sequence_ids[0]]
+    count = len(request.prompt)
+    assert (
+        why.startswith(f"a prompt has {count} tokens; a step reads {longest}, ")
+        or why == f"{count} tokens of a prompt see each other; those of this model: {longest}"
+    )
+    assert prefixed.answer(prefixed.request(fits)) == [prefixed.truth(fits)]

@@ -72,6 +72,8 @@ class ImageProcessor:
         if sight.rows is RowCount.GRID:
             self.most_pixels = int(process.size["longest_edge"])
         # Said, not guessed: 1 or 3 pixels of height look like channels (CVE-2026-22773).
+        if process.do_rescale and process.do_normalize:
+            _look_up(process)
         self._call = partial(
             process, input_data_format="channels_last", return_tensors=None, **options
         )
@@ -81,6 +83,36 @@ class ImageProcessor:
         """The tower's arguments for one image, and what says how it stands in a prompt."""
         made = self._call(pixels)
         return {name: np.ascontiguousarray(np.asarray(each)) for name, each in made.items()}
+
+
+def _look_up(process: Any) -> None:
+    """Have a processor look up what it makes of each of 256 colours.
+
+    What it computes is the same to the last bit; its own way is three passes in 64 and 32 bits over
+    all pixels, which are half of its time.
+    """
+    rescale, normalize = process.rescale, process.normalize
+    factor = 1.0
+
+    def kept(image: npt.NDArray[Any], scale: float, **more: Any) -> npt.NDArray[Any]:
+        nonlocal factor
+        if image.dtype != np.uint8:
+            rescaled: npt.NDArray[Any] = rescale(image, scale, **more)
+            return rescaled
+        factor = scale
+        return image
+
+    def looked_up(
+        image: npt.NDArray[Any], mean: list[float], std: list[float], **more: Any
+    ) -> npt.NDArray[Any]:
+        if image.dtype != np.uint8 or image.ndim != 3:
+            normalized: npt.NDArray[Any] = normalize(image, mean, std, **more)
+            return normalized
+        colours = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (len(image), 256, 1))
+        table = normalize(rescale(colours, factor), mean, std, **more)[..., 0]
+        return np.stack([own[plane] for own, plane in zip(table, image, strict=True)])
+
+    process.rescale, process.normalize = kept, looked_up
 
 
 # -- ours ----------------------------------------------------------------------------------------

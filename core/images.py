@@ -117,6 +117,7 @@ SIGHTS: Mapping[str, Sight] = {
     ),
     "LlavaOnevisionForConditionalGeneration": Sight(RowCount.UNPADDED_UP_TO, "image_token_index"),
     "Mistral3ForConditionalGeneration": Sight(RowCount.LINES, "image_token_index"),
+    "PaliGemmaForConditionalGeneration": Sight(RowCount.PATCHES, "image_token_index"),
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
     "Qwen3VLForConditionalGeneration": _QWEN,

@@ -73,6 +73,8 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
     width: int
     #: [count, width] float32, little-endian: so many Python numbers would hold up the front end.
     numbers: bytes
+    #: They are weights of tokens, which come beside vectors.
+    weights: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

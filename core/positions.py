@@ -62,7 +62,9 @@ def placed_vectors(request: Request) -> Iterator[PlacedVectors]:
 
 
 def spans_of(request: Request) -> tuple[tuple[int, int], ...]:
-    """Places, from and to, of vectors that see each other, rising."""
+    """Places, from and to, of vectors or tokens that see each other, rising."""
+    if request.mutual:
+        return ((0, request.positions),)
     if not request.given:
         return ()
     return tuple(

@@ -58,6 +58,8 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True):
 
     #: A vector for each token instead, as it is before they are pooled.
     tokens: bool = False
+    #: A weight of each token, too.
+    weights: bool = False
     #: So many tokens at the beginning are read, and left out of a mean: those of an instruction.
     left_out: int = 0
 
@@ -159,6 +161,9 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: The prompt is read for its vectors: nothing is sampled, and nothing of it is kept in the
     #: prefix cache. `max_new_tokens` is 1, in the place of the end.
     pooling: PoolingParams | None = None
+    #: Each token of the prompt sees all of it: it is computed in one step, and known again as a
+    #: whole. The scheduler says it, of models that read prompts so.
+    mutual: bool = False
     #: Images in the prompt, of which the engine makes `given`.
     images: ImageRows | None = None
 

@@ -50,6 +50,10 @@ class VectorFacts(msgspec.Struct, frozen=True, array_like=True):
     #: Added to the id of a token of a second text, which the model tells from the first; 0: it does
     #: not.
     second_text: int = 0
+    #: Each token has a weight, too, as a word of a sparse vector (BGE-M3); why not, if a file that
+    #: would say so can't be read.
+    word_weights: bool = False
+    sparse_problem: str = ""
     #: Labels do not exclude each other.
     several_labels: bool = False
     #: How a query and a document become a text, where the model was trained to answer a question
@@ -60,6 +64,13 @@ class VectorFacts(msgspec.Struct, frozen=True, array_like=True):
     template: str = ""
     #: What the question is about, where a caller does not say.
     instruction: str = ""
+
+    @property
+    def no_sparse(self) -> str:
+        """Why texts have no sparse vectors; empty: they have."""
+        if self.word_weights or self.pooling == SPARSE:
+            return ""
+        return f"this model has no sparse vectors: {self.sparse_problem or 'its own have no zeros'}"
 
     def pair(self, query: str, document: str, instruction: str) -> tuple[str, str | None]:
         """A query and a document as the model reads them: a text, or two."""

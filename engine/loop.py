@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 _NAP_SECONDS = 0.01
 #: The same where all that is here waits for masks, to be compiled, or for images.
 _MASK_SECONDS = 0.0005
+#: Messages that a turn takes: the device must not wait until all of a burst have been.
+_MOST_TAKEN = 128
 _PULSE_NS = 1_000_000_000
 #: No sequence has this id.
 _NOBODY = -1
@@ -96,6 +98,10 @@ class EngineLoop:
     #: The same, once a request has had a constraint.
     _masking: MaskedSteps | None = None
     _settled: int = 0
+    #: Messages that have come and wait for the next turn.
+    _untaken: list[ToEngine] = field(default_factory=list)
+    #: The tower of images computes before the next prompts do.
+    _images_next: bool = False
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
     _sent_at: int = 0
@@ -131,9 +137,10 @@ class EngineLoop:
 
     def turn(self) -> None:
         """One turn; waits for messages if there is nothing else to do."""
-        patience = self._patience()
+        patience = 0.0 if self._untaken else self._patience()
         with self.pace if patience != 0.0 else nullcontext():
-            messages = self.link.receive(patience)
+            self._untaken += self.link.receive(patience)
+        messages, self._untaken = self._untaken[:_MOST_TAKEN], self._untaken[_MOST_TAKEN:]
         if not messages and self._idle:
             if self.captures is None:
                 self._check.run(self._settled)
@@ -155,14 +162,25 @@ class EngineLoop:
             self._settle(previous)
         if self._flying is not None and self._masking is not None:
             self._masking.sample(self._flying.step, self._flying.launched)
+        prompts = self._flying is not None and self._flying.step.prompt_tokens > 0
         if self._flying is not None and not self.overlap:
             flying, self._flying = self._flying, None
             self._settle(flying)
+        if self.images.waiting:
+            self._encode(beside_prompts=prompts)
         self._publish_events()
+
+    def _encode(self, *, beside_prompts: bool) -> None:
+        """Let the tower of images compute: while streams decode, by turns with prompts."""
+        self._images_next = beside_prompts and self.scheduler.streams_wait
+        if not self._images_next:
+            self.images.compute(self.scheduler.beside_steps)
 
     def _patience(self) -> float | None:
         """Seconds to wait for messages; None: for ever."""
         if self._flying is not None or not (self._stuck or not self.scheduler.busy):
+            return 0.0
+        if self.images.waiting:
             return 0.0
         if self._idle and self.captures is not None:
             return 0.0
@@ -247,7 +265,7 @@ class EngineLoop:
     def _launch(self) -> bool:
         """Plan the next step and launch it, if there is one."""
         now = self.clock()
-        step = self.scheduler.plan(now)
+        step = self.scheduler.plan(now, prompts=not (self._images_next and self.images.waiting))
         if step is None:
             return False
         if self._masking is not None:
@@ -415,7 +433,8 @@ def _vectors(step: Step, result: StepResult) -> tuple[list[Vectors], set[int]]:
                 spoiled.add(row)
             elif not step.sequences[row].dead:
                 numbers = own.astype("<f4", copy=False).tobytes()
-                found.append(Vectors(step.sequences[row].id, count, width, numbers))
+                own_id = step.sequences[row].id
+                found.append(Vectors(own_id, count, width, numbers, part.weights))
     return found, spoiled
 
 

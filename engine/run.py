@@ -267,6 +267,7 @@ def load(
         pools=pooling is not None,
         whole_prompts=config.encodes,
         mutual=config.mutual,
+        mutual_prompts=config.mutual_prompts,
         own_positions=config.own_positions,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),

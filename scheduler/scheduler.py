@@ -14,6 +14,7 @@ ends here.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
@@ -165,6 +166,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once, among the next events."""
+        if self.limits.mutual_prompts:
+            request = msgspec.structs.replace(request, mutual=True)
         if refusal := self._refusal(request):
             problem, code = refusal
             self._events.failed(request.sequence_ids, code, problem)
@@ -182,6 +185,9 @@ class Scheduler:
 
     def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
+        if self.limits.mutual_prompts:
+            start = [msgspec.structs.replace(request, mutual=True) for request in op.start]
+            op = msgspec.structs.replace(op, start=start)
         failure = malformed(op, self._sequences, self.limits)
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
@@ -221,6 +227,10 @@ class Scheduler:
             prompt = self._vectors.prompt_of(request)
         else:
             prompt = np.array(request.prompt, np.int32)
+        if request.mutual:
+            # Keys and values of its tokens depend on all of it: it shares them with its like alone.
+            whole = hashlib.sha256(prompt.tobytes()).hexdigest()
+            request = msgspec.structs.replace(request, salt=f"{request.salt} {whole}")
         streams = range(len(request.sequence_ids))
         samples = [Sequence(request, i, prompt, self.kv.table, planner) for i in streams]
         if not self._sequences:
@@ -305,14 +315,18 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def plan(self, now: int) -> Step | None:
-        """The next step, or None if nothing can run."""
+    def plan(self, now: int, *, prompts: bool = True) -> Step | None:
+        """The next step, or None if nothing can run.
+
+        `prompts`: whether it may hold some beside streams.
+        """
         self._end_late(now)
         self._end_constrained()
         self._admit()
         if self.kv.windows is not None:
             self.kv.windows.settle()
         builder = StepBuilder(self.kv, now, self._step_limits, self._rows.free)
+        builder.takes_prompts = prompts or not self.streams_wait
         offload = self.kv.offload
         if offload is not None:
             offload.step = self._steps + 1
@@ -409,7 +423,7 @@ class Scheduler:
         Of its drafts each can have as many as its sequences are of all. Probes have a budget of
         their own.
         """
-        budget = self._prompt_budget()
+        budget = self._prompt_budget(step)
         if self._routed.ops:
             of_routers = budget - budget // 2 if self._batcher.has_prompts else budget
             running = self._batcher.running
@@ -421,18 +435,37 @@ class Scheduler:
         if self._probes.waiting:
             self._probes.next_rows(step, PROBE_TOKENS, self._probes.reserved)
 
-    def _prompt_budget(self) -> int:
+    def _prompt_budget(self, step: StepBuilder) -> int:
         """Prompt tokens that the next step may have: fewer than it could, where streams wait."""
+        if not step.takes_prompts:
+            return 0
         gaps = self._estimates.gaps
         if gaps is None or not (self._batcher.has_prompts or self._routed.ops):
             return self.limits.prefill_tokens
+        rows, context = self._decoding
+        if not rows:
+            return self.limits.prefill_tokens
+        return gaps.prompt_tokens(rows, context, self._batcher.prompts)
+
+    @property
+    def _decoding(self) -> tuple[int, int]:
+        """Sequences that decode; the tokens that they read together."""
         rows, context = self._batcher.decoding
         if self._routed.ops:
             more, read = self._routed.decoding
             rows, context = rows + more, context + read
-        if not rows:
-            return self.limits.prefill_tokens
-        return gaps.prompt_tokens(rows, context, self._batcher.prompts)
+        return rows, context
+
+    @property
+    def streams_wait(self) -> bool:
+        """Whether sequences decode, whose gaps have a bound."""
+        return self._estimates.gaps is not None and self._decoding[0] > 0
+
+    @property
+    def beside_steps(self) -> int | None:
+        """Nanoseconds that other work may take between two steps; None: gaps have no bound."""
+        gaps = self._estimates.gaps
+        return None if gaps is None else gaps.beside(*self._decoding)
 
     def _land(self, offload: Offload, step: int) -> None:
         """Copies of steps up to this one have arrived, or are waited for."""

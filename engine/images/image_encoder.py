@@ -1,27 +1,27 @@
-"""Rows of images: computed by a thread beside the step loop, kept under a limit of bytes.
+"""Rows of images: computed in parts between steps, kept under a limit of bytes.
 
     EncodeImages(op) -> rows known? ---------------------------------> kept for op -> ImagesEncoded
                           | no, and no tensors came -----------------> ImagesEncoded(missing)
-                          | no: the thread lets the tower compute them ^
+                          | no: the tower computes them, part by part ^
     Request(images of op) -> its rows become given embeddings; op is forgotten
     DropImages(op)        -> op is forgotten, also while the tower computes
 
-One image at a time goes through the tower, so its rows never depend on its company. On a GPU the
-thread has a stream of its own: steps go on between the tower's kernels.
+One image at a time goes through the tower, so its rows never depend on its company. A thread has
+the stack of the tower's call, which `Turns` cuts between layers: what steps of streams and parts of
+images take stays in order, on a GPU in one queue. It reads files and takes memory on its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ import torch
 from tokenpod.core.images import DropImages, EncodeImages, ImagesEncoded, PreparedImage
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.requests import GivenVectors, Request
+from tokenpod.engine.images.turns import Turns
+from tokenpod.engine.steps.mailbox import Mark
 
 if TYPE_CHECKING:
     from tokenpod.models.towers.tower import Tower
@@ -41,8 +43,23 @@ _AHEAD = 2
 
 #: [n, width] on the host.
 Rows = torch.Tensor
-#: What the thread has made of an image, by key; an exception, if it failed.
-_Made = tuple[bytes, Rows | Exception]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What the thread has made of an image."""
+
+    key: bytes
+    #: Valid once `end` has been passed; an exception, if it failed.
+    rows: Rows | Exception
+    #: Whether all of it is numbers.
+    finite: torch.Tensor | None = None
+    end: Mark | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether the device has sent it."""
+        return self.end is None or self.end.passed
 
 
 @dataclass(slots=True)
@@ -56,7 +73,7 @@ class _Op:
 
 
 class ImageEncoder:
-    """Computes and keeps the rows of images. The step loop alone calls it; it never waits.
+    """Computes and keeps the rows of images. The step loop alone calls it.
 
     Args:
         tower: the model's; None: it has none, and every image is refused.
@@ -85,13 +102,27 @@ class ImageEncoder:
         self._queue: dict[bytes, tuple[PreparedImage, int]] = {}
         self._computing: set[bytes] = set()
         self._jobs: SimpleQueue[tuple[PreparedImage, int]] = SimpleQueue()
-        self._made: SimpleQueue[_Made] = SimpleQueue()
+        self._made: deque[_Made] = deque()
+        self._turns = Turns(on_gpu=device.type == "cuda")
         self._thread: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
         """Whether the tower computes, so that somebody must look for its end."""
         return bool(self._queue or self._computing)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the tower could compute now."""
+        return self._turns.waiting
+
+    def compute(self, most: int | None) -> None:
+        """Let the tower, which is `waiting`, compute for about so many nanoseconds.
+
+        It computes a layer at least; at most, and with None, the image that it is at. On a GPU it
+        queues as much behind the steps that are queued.
+        """
+        self._turns.grant(most)
 
     def take(self, asked: EncodeImages) -> None:
         """Begin to compute what is not known; `ImagesEncoded` follows, now or later."""
@@ -134,19 +165,22 @@ class ImageEncoder:
 
     def settle(self) -> None:
         """Take what the tower has computed, and answer who has waited for it."""
-        while not self._made.empty():
-            key, made = self._made.get()
-            self._computing.discard(key)
+        while self._made and self._made[0].there:
+            made = self._made.popleft()
+            self._computing.discard(made.key)
             self._feed()
-            waiting = [name for name, op in self._ops.items() if key in op.left]
-            if isinstance(made, Exception):
+            rows = made.rows
+            waiting = [name for name, op in self._ops.items() if made.key in op.left]
+            if isinstance(rows, Exception) or not made.finite:
+                if made.finite is not None:
+                    log.error("the image tower has made numbers that are none")
                 self._fail(waiting)
                 continue
-            self._keep(key, made)
+            self._keep(made.key, rows)
             for name in waiting:
                 op = self._ops[name]
-                op.rows[key] = made
-                op.left.discard(key)
+                op.rows[made.key] = rows
+                op.left.discard(made.key)
                 self._answer_if_whole(name)
 
     def given(self, request: Request) -> Request:
@@ -217,44 +251,60 @@ class ImageEncoder:
 
     def _compute(self) -> None:
         """The thread's life."""
-        with self._own_stream():
-            while True:
-                image, descriptor = self._jobs.get()
-                try:
-                    self._made.put((image.key, self._rows(image, descriptor)))
-                except Exception as error:
-                    log.exception("the image tower has failed")
-                    self._made.put((image.key, error))
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device.index or 0)
+        while True:
+            image, descriptor = self._jobs.get()
+            try:
+                self._made.append(self._rows(image, descriptor))
+            except Exception as error:
+                log.exception("the image tower has failed")
+                self._made.append(_Made(image.key, error))
 
-    def _rows(self, image: PreparedImage, descriptor: int) -> Rows:
+    def _rows(self, image: PreparedImage, descriptor: int) -> _Made:
         assert self._tower is not None
+        tower = self._tower
+        tensors = self._read(image, descriptor)
+        # Now: to pin memory takes milliseconds, in which the step loop goes on.
+        shape = image.rows, tower.width
+        on_gpu = self._device.type == "cuda"
+        rows = torch.empty(shape, dtype=tower.dtype, pin_memory=True) if on_gpu else None
+        self._turns.begin(sum(tensor.numel() for tensor in tensors.values()))
+        try:
+            made = tower(tensors, self._turns.piece)
+            if made.shape != shape:
+                raise ValueError(f"the tower made {made.shape} of an image of {image.rows} rows")
+            finite = made.isfinite().all()
+            if rows is None:
+                return _Made(image.key, made, finite)
+            rows.copy_(made, non_blocking=True)
+            sent = torch.empty((), dtype=torch.bool, pin_memory=True)
+            sent.copy_(finite, non_blocking=True)
+            end = Mark(on_gpu)
+            end.record()
+            return _Made(image.key, rows, sent, end)
+        finally:
+            self._turns.end()
+
+    def _read(self, image: PreparedImage, descriptor: int) -> dict[str, torch.Tensor]:
+        """The tensors of a file, which is closed."""
         try:
             size = os.fstat(descriptor).st_size
             with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as data:
-                # A copy: nobody else's memory, and none that ends with the file.
-                tensors = {
-                    each.name: torch.from_numpy(
-                        np.frombuffer(
-                            data, each.dtype, int(np.prod(each.shape, dtype=np.int64)), each.offset
-                        )
-                        .reshape(each.shape)
-                        .copy()
-                    )
-                    for each in image.tensors
-                }
+                tensors = {}
+                for each in image.tensors:
+                    count = int(np.prod(each.shape, dtype=np.int64))
+                    found = np.frombuffer(data, each.dtype, count, each.offset)
+                    # A copy: nobody else's memory, and none that ends with the file.
+                    own = torch.from_numpy(np.empty(each.shape, each.dtype))
+                    if self._device.type == "cuda":
+                        own = torch.empty_like(own, pin_memory=True)
+                    own.numpy()[...] = found.reshape(each.shape)
+                    del found  # else the file can't be closed
+                    tensors[each.name] = own
+                return tensors
         finally:
             os.close(descriptor)
-        rows = self._tower(tensors)
-        if rows.shape != (image.rows, self._tower.width):
-            raise ValueError(f"the tower made {rows.shape} of an image of {image.rows} rows")
-        return rows
-
-    def _own_stream(self) -> Any:
-        if self._device.type != "cuda":
-            return contextlib.nullcontext()
-        torch.cuda.set_device(self._device.index or 0)
-        cuda: Any = torch.cuda
-        return cuda.stream(cuda.Stream(self._device))
 
 
 def _axes(grid: Sequence[int]) -> bytes:

@@ -60,6 +60,8 @@ class PooledRows:
     counts: list[int]
     #: [sum of counts, width] float32.
     numbers: torch.Tensor
+    #: They are weights of tokens.
+    weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)

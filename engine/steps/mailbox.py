@@ -327,6 +327,11 @@ class Mark:
             time.sleep(LOOK_SECONDS)
         self._event.synchronize()
 
+    @property
+    def passed(self) -> bool:
+        """Whether the device has passed it."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def nanoseconds_to(self, later: Mark) -> int:
         """Both must have been passed."""
         if self._event is not None and later._event is not None:

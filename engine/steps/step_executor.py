@@ -278,7 +278,8 @@ class StepExecutor(ABC, Generic[S]):
             self._adapters.fill(self._pool, *ready, windows)
 
     def _take_rows(self, plan: StepPlan) -> None:
-        self._sampler.take_rows(plan)
+        if self._model.pooling is None:  # else no row is sampled
+            self._sampler.take_rows(plan)
         self._take_shifts(plan)
         prompts = [len(new.request.prompt) for new in plan.asks] or [0] * len(plan.n_row)
         for row, prompt in zip(plan.n_row.tolist(), prompts, strict=True):
@@ -288,7 +289,7 @@ class StepExecutor(ABC, Generic[S]):
                 self._wanted[row] = Wanted.of(new.request)
             if (asked := new.request.pooling) is not None:
                 length = len(new.request.prompt)
-                self._texts[row] = TextSoFar(length, asked.left_out, asked.tokens)
+                self._texts[row] = TextSoFar(length, asked.left_out, asked.tokens, asked.weights)
         for row, prefix in _new_rows(plan, plan.prefix_slot):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
@@ -365,6 +366,11 @@ class StepExecutor(ABC, Generic[S]):
         if each:
             counts = [len(own) for own in each.values()]
             found.append(PooledRows([*each], counts, torch.cat([*each.values()])))
+        weighed = {at: piece for at, piece in pieces.items() if piece.text.weights}
+        if weighed:
+            weights = [head.weights(hidden, piece) for piece in weighed.values()]
+            counts = [len(own) for own in weights]
+            found.append(PooledRows([*weighed], counts, torch.cat(weights), weights=True))
         return found
 
     def _enter_drafts(self, integers: Integers) -> None:

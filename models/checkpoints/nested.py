@@ -105,6 +105,7 @@ NESTED: Mapping[str, Nesting] = {
     "Ovis2ForConditionalGeneration": Nesting(
         ("qwen2",), ("vision_tower", "visual_embeddings_table")
     ),
+    "PaliGemmaForConditionalGeneration": Nesting(("gemma", "gemma2")),
     "Qwen2AudioForConditionalGeneration": Nesting(
         ("qwen2",), ("audio_tower", "multi_modal_projector")
     ),
@@ -134,6 +135,8 @@ TEXT_MODELS: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",

@@ -78,7 +78,7 @@ def convert(job: Job, progress: Progress) -> Converted:
         if dtype is not None or isinstance(source, Gguf):
             _note_dtype(folder / "config.json", dtype or _usual(tensors))
         digests = write_tensors(folder, tensors, most=job.shard_bytes, progress=progress)
-        names = small_files(folder)
+        names = [*small_files(folder), *pickles.convert_words(Path(job.source), folder)]
         if (folder / INDEX_NAME).is_file():
             names.append(INDEX_NAME)
         digests |= {name: digest_of(folder / name) for name in names}

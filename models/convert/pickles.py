@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from tokenpod.models.checkpoints.checkpoint import files_of
 from tokenpod.models.checkpoints.errors import ModelError
@@ -19,6 +21,8 @@ SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 #: What Medusa heads are published as.
 HEADS = "medusa_lm_head.pt"
+#: What BGE-M3 weighs tokens with, without its ending.
+WORDS = "sparse_linear"
 
 
 class Pickles:
@@ -53,6 +57,21 @@ class Pickles:
             self._open = None
             self._open = path, load(path)
         return self._open[1]
+
+
+def convert_words(source: Path, folder: Path) -> list[str]:
+    """What weighs tokens as words (BGE-M3), from its file beside a model's to one of safetensors.
+
+    Returns the file's name, if there is one. Raises ModelError for what is no such file.
+    """
+    made = f"{WORDS}.safetensors"
+    if (source / made).is_file():
+        shutil.copyfile(source / made, folder / made)
+    elif (source / f"{WORDS}.pt").is_file():
+        save_file(dict(load(source / f"{WORDS}.pt")), folder / made)
+    else:
+        return []
+    return [made]
 
 
 class _Read:

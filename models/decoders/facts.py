@@ -110,6 +110,11 @@ class ModelFacts(Protocol):
         ...
 
     @property
+    def mutual_prompts(self) -> bool:
+        """Whether all tokens of a prompt see each other."""
+        ...
+
+    @property
     def second_text(self) -> int:
         """What is added to the id of a token of a second text; 0: nothing is."""
         ...

@@ -8,7 +8,14 @@ from typing import Any
 
 from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.models.checkpoints.fields import Fields
-from tokenpod.models.families.family import Family, attention_of, changed, each_layer, gated_decoder
+from tokenpod.models.families.family import (
+    Family,
+    attention_of,
+    changed,
+    each_layer,
+    gated_decoder,
+    with_attention,
+)
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.specs.layer_spec import LayerSpec, Mlp, Norms
 from tokenpod.models.specs.spec import Embedding, ModelSpec
@@ -35,7 +42,6 @@ def gemma_decoder(
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
-    fields.only("use_bidirectional_attention", False)
     name = fields.first("hidden_activation", "hidden_act")
     spec = gemma_decoder(
         fields,
@@ -43,7 +49,16 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
         norms=lambda norm: Norms(attention_in=norm, mlp_in=norm),
         activation=(name, "gelu_pytorch_tanh"),
     )
-    return each_layer(spec, _with_the_approximation)
+    return with_prompts(fields, each_layer(spec, _with_the_approximation))
+
+
+def with_prompts(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """What the text of PaliGemma sees: all of a prompt, which config.json may leave unsaid."""
+    if "PaliGemmaForConditionalGeneration" not in fields.texts("architectures"):
+        fields.only("use_bidirectional_attention", False)
+        return spec
+    fields.only("use_bidirectional_attention", True)
+    return with_attention(spec, mutual=True, mutual_prompts=True)
 
 
 def _with_the_approximation(layer: LayerSpec) -> LayerSpec:

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from tokenpod.models.checkpoints.fields import Fields
 from tokenpod.models.families.family import Family, windows_but_every, with_attention
-from tokenpod.models.families.gemma import gemma_decoder
+from tokenpod.models.families.gemma import gemma_decoder, with_prompts
 from tokenpod.models.specs.layer_spec import Norms
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.names import Names
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
-    fields.only("use_bidirectional_attention", False)
     spec = gemma_decoder(
         fields,
         served,
@@ -24,7 +23,8 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     scale = fields.real("query_pre_attn_scalar", 256.0) ** -0.5
     softcap = fields.optional_real("attn_logit_softcapping", 50.0)
     head = replace(spec.head, softcap=fields.optional_real("final_logit_softcapping", 30.0))
-    return replace(with_attention(spec, scale=scale, softcap=softcap), head=head)
+    spec = replace(with_attention(spec, scale=scale, softcap=softcap), head=head)
+    return with_prompts(fields, spec)
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:

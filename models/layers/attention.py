@@ -74,6 +74,8 @@ class Attention:
     causal: bool = True
     #: Rows of an image see each other, see `ForwardBatch.b_mutual`.
     mutual: bool = False
+    #: And so do all other tokens of a prompt.
+    mutual_prompts: bool = False
     #: What is added to logits by distance; None: nothing is.
     distance_bias: DistanceBias | None = None
     #: Multiplies what the last product says.

@@ -135,6 +135,7 @@ def _sentence_transformer(
         if normalized and kind != "Normalize":
             raise ModelError(f"modules.json: {kind} stands behind Normalize; it must be the last")
     prompts, default = _prompts(folder)
+    words, problem = _word_weights(folder, spec)
     return PoolingSpec(
         Task.EMBED,
         mode,
@@ -147,6 +148,26 @@ def _sentence_transformer(
         _max_tokens(folder),
         prompts,
         default,
+        word_layer=words,
+        sparse_problem=problem,
+    )
+
+
+def _word_weights(folder: Path, spec: ModelSpec) -> tuple[Dense | None, str]:
+    """What weighs tokens as words (BGE-M3), or why it can't be read; no problem: no file says so.
+
+    As the checkpoint is published the file is a pickle, which only `tokenpod convert` reads.
+    """
+    name = "sparse_linear"
+    if not spec.encodes:
+        return None, ""
+    if (folder / f"{name}.safetensors").is_file():
+        return Dense("", f"{name}.safetensors", 1, spec.hidden_size, True, "relu"), ""
+    if not (folder / f"{name}.pt").is_file():
+        return None, ""
+    return None, (
+        f"{name}.safetensors is missing beside {name}.pt, a pickle, which is never read; tokenpod"
+        " convert makes it"
     )
 
 

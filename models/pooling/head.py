@@ -38,6 +38,8 @@ class TextSoFar:
     left_out: int
     #: Vectors of tokens are asked for.
     tokens: bool
+    #: A weight of each token is asked for, too.
+    weights: bool = False
     #: [hidden] float32, of what has been read; or, piece by piece, [n, hidden].
     pooled: torch.Tensor | None = None
     pieces: list[torch.Tensor] | None = None
@@ -96,6 +98,7 @@ class PoolingHead:
         spec: how.
         layers: of the spec, with their tensors on the model's device.
         token_layers: the same of those of each token.
+        word_layer: the same of what weighs tokens as words.
     """
 
     def __init__(
@@ -103,8 +106,10 @@ class PoolingHead:
         spec: PoolingSpec,
         layers: Sequence[DenseWeights] = (),
         token_layers: Sequence[DenseWeights] = (),
+        word_layer: DenseWeights | None = None,
     ) -> None:
         self.spec = spec
+        self._word_layer = word_layer
         self._layers, self._token_layers = layers, token_layers
 
     def texts(self, hidden: torch.Tensor, pieces: Sequence[PieceOfText]) -> torch.Tensor:
@@ -144,6 +149,15 @@ class PoolingHead:
             return None
         found = torch.cat(text.pieces)
         return functional.normalize(found) if self.spec.normalized else found
+
+    def weights(self, hidden: torch.Tensor, piece: PieceOfText) -> torch.Tensor:
+        """[length, 1] float32: what each token of a text weighs as a word, 0 or more.
+
+        The text is an encoder's, which reads it in one piece (BGE-M3: Chen et al. 2024,
+        arXiv 2402.03216).
+        """
+        assert self._word_layer is not None, "the model weighs no words"
+        return self._word_layer(hidden[piece.first : piece.end].float())
 
     def _weight(self, text: TextSoFar) -> float:
         """What the sum of a text is divided by."""
@@ -221,10 +235,14 @@ def pooling_head(
     def weights(layer: Dense) -> DenseWeights:
         if not layer.folder:
             return dense_weights(layer, _reader(checkpoint), device)
-        with Checkpoint(folder / layer.folder) as own:
+        path = folder / layer.folder
+        own_file = path.suffix == ".safetensors"
+        with Checkpoint(folder, layer.folder) if own_file else Checkpoint(path) as own:
             return dense_weights(layer, _reader(own), device)
 
-    return PoolingHead(spec, [*map(weights, spec.layers)], [*map(weights, spec.token_layers)])
+    words = None if spec.word_layer is None else weights(spec.word_layer)
+    layers, token_layers = ([*map(weights, each)] for each in (spec.layers, spec.token_layers))
+    return PoolingHead(spec, layers, token_layers, words)
 
 
 #: The tensor of the first of these names that there is.
@@ -261,8 +279,8 @@ def dense_weights(spec: Dense, read: _Read, device: torch.device) -> DenseWeight
 
     return DenseWeights(
         spec,
-        tensor(f"{spec.name}.weight", (spec.rows, spec.columns), spec.tied),
-        tensor(f"{spec.name}.bias", (spec.rows,), spec.other_bias) if spec.bias else None,
+        tensor(spec.tensor("weight"), (spec.rows, spec.columns), spec.tied),
+        tensor(spec.tensor("bias"), (spec.rows,), spec.other_bias) if spec.bias else None,
         norm("weight"),
         norm("bias") if spec.norm is not None and spec.bias else None,
     )

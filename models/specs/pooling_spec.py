@@ -24,7 +24,8 @@ class Mode(StrEnum):
 class Dense:
     """A product of what was pooled, and what follows it."""
 
-    #: Where its tensors are: names without `.weight`, in the file of this folder; "": the model's.
+    #: Where its tensors are: names without `.weight`, in this file, or in that of this folder; "":
+    #: the model's.
     name: str
     folder: str
     rows: int
@@ -40,6 +41,10 @@ class Dense:
     #: What the weight is where it has no tensor of its own, and another name of the bias.
     tied: str = ""
     other_bias: str = ""
+
+    def tensor(self, kind: str) -> str:
+        """The name of its "weight" or "bias"."""
+        return f"{self.name}.{kind}" if self.name else kind
 
     @property
     def tensors(self) -> list[str]:
@@ -71,6 +76,10 @@ class PoolingSpec:
     default_prompt: str = ""
     labels: tuple[str, ...] = ()
     several_labels: bool = False
+    #: From a token's state to what it weighs as a word of a sparse vector; None: that is not known,
+    #: because of `sparse_problem`, or because no such model is known.
+    word_layer: Dense | None = None
+    sparse_problem: str = ""
     before: str = ""
     behind: str = ""
     template: str = ""
@@ -100,6 +109,8 @@ class PoolingSpec:
             pools_prompts=self.pools_prompts,
             labels=list(self.labels),
             pooling=SPARSE if self.logarithms else self.mode.value,
+            word_weights=self.word_layer is not None,
+            sparse_problem=self.sparse_problem,
             second_text=second_text,
             several_labels=self.several_labels,
             before=self.before,

@@ -170,6 +170,11 @@ class ModelSpec:
         return min((x.window or self.max_positions for x in found), default=0)
 
     @property
+    def mutual_prompts(self) -> bool:
+        """Whether all tokens of a prompt see each other (PaliGemma)."""
+        return any(isinstance(x, Attention) and x.mutual_prompts for x in self.mixers)
+
+    @property
     def second_text(self) -> int:
         """Added to the token ids of the second text of a pair; 0: both texts have the same ids."""
         return self.vocab_size if self.embedding.token_types > 1 else 0

@@ -35,6 +35,7 @@ class TierSpec:
     expansion: Expansion | None = None
     own_positions: bool = False
     mutual: int = 0
+    mutual_prompts: bool = False
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

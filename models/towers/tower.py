@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -70,39 +70,51 @@ class Tower:
     def __init__(self, model: Any, width: int) -> None:
         self._model, self.width = model, width
         parameters = [*model.parameters()]
-        self._dtype, self._device = parameters[0].dtype, parameters[0].device
+        #: Of its rows.
+        self.dtype: torch.dtype = parameters[0].dtype
+        self._device = parameters[0].device
         self.weight_bytes = sum(each.nbytes for each in parameters)
         #: What it computes by; processors say more, of which prompts alone depend.
         self._takes = inspect.signature(model.get_image_features).parameters.keys()
+        self._between: Callable[[], None] = _nothing
+        for layer in _layers(model):
+            layer.register_forward_pre_hook(lambda *_: self._between())
 
     @torch.inference_mode()
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The rows of one image, [rows, width] in the host's memory, which a GPU reads without a
-        copy.
+    def __call__(
+        self, tensors: Mapping[str, torch.Tensor], between: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """The rows of one image, [rows, width] on its device, in the order of the current stream.
 
         Args:
             tensors: what the model's processor made of it, on a CPU.
+            between: is called before each layer.
 
-        Raises what transformers' code does with tensors that are not for it; ValueError if it makes
-        numbers of them that are none.
+        Raises what transformers' code does with tensors that are not for it.
         """
         given = {
             name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
         }
+        self._between = between or _nothing
         made = self._model.get_image_features(**given, **_lengths(self._model, tensors))
         # Of one image: a tensor of tiles, or a list of one image or of its tiles.
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
         parts = [part if isinstance(part, torch.Tensor) else torch.cat([*part]) for part in parts]
-        rows = torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
-        if not rows.isfinite().all():
-            raise ValueError("the tower made numbers that are none")
-        if rows.device.type == "cpu":
-            return rows
-        return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
+        return torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self._device, dtype)
+        there = tensor.to(self._device, non_blocking=True)
+        return there.to(self.dtype) if tensor.is_floating_point() else there
+
+
+def _nothing() -> None:
+    """Between layers, where nobody waits."""
+
+
+def _layers(model: Any) -> list[Any]:
+    """The layers of a tower: of its lists of modules the longest."""
+    lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
+    return [*max(lists, key=len, default=())]
 
 
 def _lengths(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -186,7 +186,8 @@ class Batcher(Planner):
 
     def next_rows(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add its rows to the next step: slots are never too few under exact admission."""
-        portion = self._batching.portion(prompts=self.has_prompts, prompt_tokens=prompt_tokens)
+        prompts = self.has_prompts and step.takes_prompts
+        portion = self._batching.portion(prompts=prompts, prompt_tokens=prompt_tokens)
         beams = self._beams.wanted if portion.decode and self._beams.groups else 0
         sequences, places = self._decoding.next() if portion.decode else ([], _NONE)
         if len(sequences) + beams + self._least_prompt > slots:
@@ -203,7 +204,8 @@ class Batcher(Planner):
             self._batching.decoded()
         if self._kv.offload is not None:
             slots = self._fetch(step, slots, self._kv.offload)
-        self._compute(step, portion.prompt_tokens, slots)
+        if step.takes_prompts:
+            self._compute(step, portion.prompt_tokens, slots)
 
     def inputs_settled(self, sequence: Sequence) -> None:
         """Samples that have waited for its prompt can begin."""

@@ -45,7 +45,7 @@ def never_fits(request: Request, limits: Limits) -> str:
         return problem
     if request.given and (problem := positions_problem(request, served=limits.own_positions)):
         return problem
-    if request.given and (problem := _no_spans(request, limits)):
+    if problem := _no_spans(request, limits):
         return problem
     if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
         return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
@@ -53,15 +53,16 @@ def never_fits(request: Request, limits: Limits) -> str:
 
 
 def _no_spans(request: Request, limits: Limits) -> str:
-    """Why vectors that see each other can't be computed; empty if they can be."""
+    """Why vectors or tokens that see each other can't be computed; empty if they can be."""
     longest = max((end - start for start, end in spans_of(request)), default=0)
     if longest <= min(limits.mutual, limits.prefill_tokens):
         return ""
+    what = "a prompt" if request.mutual else "an image"
     if longest > limits.mutual:
-        return f"{longest} tokens of an image see each other; those of this model: {limits.mutual}"
+        return f"{longest} tokens of {what} see each other; those of this model: {limits.mutual}"
     return (
-        f"an image has {longest} tokens; a step reads {limits.prefill_tokens}, and this model reads"
-        " an image in one (--max-batch-prefill-tokens)"
+        f"{what} has {longest} tokens; a step reads {limits.prefill_tokens}, and this model reads"
+        f" {what} in one (--max-batch-prefill-tokens)"
     )
 
 

@@ -107,6 +107,9 @@ class RadixTree:
         self.tokens = 0
         self.locked_tokens = 0
         self._roots: dict[str, Node] = {}
+        #: Salts of roots, but that of "": these go with their last prefix and their last lock. They
+        #: count locks, too.
+        self._salts: dict[Node, str] = {}
         self._unlisted: set[Node] = set()
         #: Tokens that have been evicted since the start.
         self.evicted = 0
@@ -152,6 +155,8 @@ class RadixTree:
         if node is None:
             node = self._roots[salt] = Node(_NO_TOKENS, _NO_SLOTS, None)
             node.keys = [root_key(salt)]
+            if salt:
+                self._salts[node] = salt
         return node
 
     def known(self, tokens: Tokens, salt: str = "") -> int:
@@ -209,7 +214,8 @@ class RadixTree:
                 each.rank = self._clock + each.uses
 
     def lock(self, node: Node) -> None:
-        """Protect the path to `node`."""
+        """Protect the path to `node`, and its root."""
+        self._root_of(node).locks += 1
         for each in path(node):
             if each.locks == 0:
                 self.locked_tokens += len(each.tokens)
@@ -223,6 +229,9 @@ class RadixTree:
             if each.locks == 0:
                 self.locked_tokens -= len(each.tokens)
                 self._queue_leaf(each)
+        root = self._root_of(node)
+        root.locks -= 1
+        self._forget_root(root)
         if node.listed or node.locks:
             return _NO_SLOTS
         self._unlisted.remove(node)
@@ -285,6 +294,7 @@ class RadixTree:
             else:
                 del parent.children[int(leaf.tokens[0])]
                 self._queue_leaf(parent)
+                self._forget_root(parent)
         return freed
 
     def nodes(self) -> Iterator[Node]:
@@ -303,6 +313,18 @@ class RadixTree:
         assert held == self.tokens, (held, self.tokens)
         locked = sum(len(node.tokens) for node in nodes if node.locks)
         assert locked == self.locked_tokens, (locked, self.locked_tokens)
+
+    def _root_of(self, node: Node) -> Node:
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def _forget_root(self, node: Node) -> None:
+        """Of a salt, if nobody knows or uses anything of it."""
+        if node.parent is None and not (node.children or node.locks):
+            salt = self._salts.pop(node, None)
+            if salt is not None:
+                del self._roots[salt]
 
     def _queue_leaf(self, node: Node) -> None:
         """Queue a node for eviction if it is a leaf without locks."""

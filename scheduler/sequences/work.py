@@ -66,6 +66,8 @@ class Limits:
     whole_prompts: bool = False
     #: How many tokens may see each other, of those that a request brings vectors for.
     mutual: int = 0
+    #: Whether all tokens of a prompt see each other.
+    mutual_prompts: bool = False
     #: Whether requests may bring positions of three axes.
     own_positions: bool = False
     #: Adapters that running sequences can have at once, and those that have been read.

@@ -91,8 +91,7 @@ class GapBound:
         times = self._times
         if times is None:
             return min(_UNKNOWN * self._least_tokens, self._most_tokens)
-        without = times.nanoseconds(StepSize(rows, context)) / 1e9
-        left = max(self._most / self._margin(times) - without, _MORE * without)
+        left = self._left(times, times.nanoseconds(StepSize(rows, context)) / 1e9)
         tokens = 0
         for start, n in chain(prompts, repeat((0, _OTHERS))):
             if tokens >= self._most_tokens:
@@ -106,6 +105,23 @@ class GapBound:
             left -= took
             tokens += n
         return max(min(tokens, self._most_tokens), self._least_tokens)
+
+    def beside(self, rows: int, context: int) -> int:
+        """Nanoseconds that other work may take between a step of such rows and the next.
+
+        No more than the step: on a GPU the host queues it while the step is computed.
+        """
+        times = self._times
+        if not rows:
+            return int(self._most * 1e9)
+        if times is None:
+            return 0
+        step = times.nanoseconds(StepSize(rows, context))
+        return min(int(1e9 * self._left(times, step / 1e9)), step)
+
+    def _left(self, times: MachineTimes, without: float) -> float:
+        """Seconds that a step may take beyond those that it takes without prompts."""
+        return max(self._most / self._margin(times) - without, _MORE * without)
 
     def _margin(self, times: MachineTimes) -> float:
         """What the model's times are multiplied by: it knows lines, and machines have knees."""

@@ -127,8 +127,8 @@ class StepBuilder:
     """
 
     def __init__(self, kv: KV, now: int, limits: StepLimits, free_rows: int) -> None:
-        #: Tokens of prompts (or of preempted sequences) so far.
-        self.prompt_tokens = 0
+        #: Tokens of prompts (or of preempted sequences) so far, and whether there may be any.
+        self.prompt_tokens, self.takes_prompts = 0, True
         #: Drafts that may still be added, forced tokens among them; and forced tokens.
         self.drafts_left = limits.drafts
         self._forced_left = free_rows
@@ -259,7 +259,7 @@ class StepBuilder:
             sequences += [piece.sequence for piece in longer]
             places = _joined([places, _places(longer)])
         columns = self._rows(places, longer) | self._tokens(ones, longer, order)
-        if any(piece.scored or piece.embeds for piece in self._pieces):
+        if any(x.scored or x.embeds or x.sequence.spans for x in self._pieces):
             by_row = _by_row(ones, longer, order)
             self._score(columns, by_row)
             self._embed(columns, by_row, sequences)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tokenpod.core.task import VectorFacts
+from tokenpod.core.task import SPARSE, VectorFacts
 from tokenpod.service.calls.errors import InvalidArgument, Unimplemented
 from tokenpod.service.calls.limits import (
     MOST_PRIORITY,
@@ -17,6 +17,8 @@ from tokenpod.service.calls.limits import (
 
 #: Bytes of all vectors of a call: an answer must fit into the 4 MiB that gRPC's clients take.
 MOST_VECTOR_BYTES = 4 * 1024 * 1024 - 256 * 1024
+#: Of a number of a sparse vector, at most: where it is, and what.
+SPARSE_BYTES = 9
 #: Characters of a query, of which there is a copy for each document.
 MOST_QUERY_CHARACTERS = 16_384
 
@@ -72,6 +74,8 @@ class ReadCall:
     #: Of `VectorFacts.prompts`; None: the default one.
     prompt_name: str | None = None
     token_vectors: bool = False
+    #: Sparse vectors, too.
+    sparse: bool = False
     #: Numbers of a vector; None: all.
     dimensions: int | None = None
     #: None: as the model does.
@@ -120,6 +124,8 @@ class ReadLimits:
             raise InvalidArgument(
                 "prompt_name", f"is {call.prompt_name[:100]!r}; this model has {known}"
             )
+        if call.sparse:
+            self._check_sparse(call)
         if not call.token_vectors:
             self.check_bytes(call, len(call.texts))
         if abs(call.priority) > MOST_PRIORITY:
@@ -149,6 +155,8 @@ class ReadLimits:
 
     def check_bytes(self, call: ReadCall, vectors: int) -> None:
         """Whether so many vectors fit into an answer. Raises InvalidArgument."""
+        if call.sparse and self.facts.pooling == SPARSE:
+            return  # most of their numbers are 0: what is left is counted when it is there
         size = vectors * self.width(call) * call.format.size
         if size > MOST_VECTOR_BYTES:
             raise InvalidArgument(
@@ -156,6 +164,23 @@ class ReadLimits:
                 f"asks for {vectors} vectors of {size} bytes together; at most {MOST_VECTOR_BYTES}"
                 " fit into an answer: ask for fewer, or for a smaller format or fewer dimensions",
             )
+
+    def check_sparse_bytes(self, call: ReadCall, numbers: int) -> None:
+        """Whether sparse vectors of so many numbers fit into an answer. Raises InvalidArgument."""
+        size = numbers * SPARSE_BYTES
+        if size > MOST_VECTOR_BYTES:
+            raise InvalidArgument(
+                call.texts[0].field.partition("[")[0],
+                f"has sparse vectors of {size} bytes together; at most {MOST_VECTOR_BYTES} fit into"
+                " an answer: ask for fewer",
+            )
+
+    def _check_sparse(self, call: ReadCall) -> None:
+        if why := self.facts.no_sparse:
+            raise InvalidArgument("sparse_vectors", f"is set; {why}")
+        if call.token_vectors and not self.facts.word_weights:
+            problem = "is set with `sparse_vectors`, which this model makes of vectors of texts"
+            raise InvalidArgument("token_vectors", problem)
 
     def _check_text(self, asked: AskedText) -> None:
         if asked.text is None:

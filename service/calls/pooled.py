@@ -39,7 +39,8 @@ class PooledTexts:
         self.failure: ServiceError | None = None
         self.started: list[Started] = []
         self._ender = ender
-        self._vectors: dict[int, Vectors] = {}
+        #: By sequence, and whether they are weights of tokens.
+        self._vectors: dict[tuple[int, bool], Vectors] = {}
         self._left = {request.sequence_ids[0] for request in requests}
         self._over = asyncio.Event()
 
@@ -58,7 +59,15 @@ class PooledTexts:
         await self._over.wait()
         if self.failure is not None:
             raise self.failure
-        found = (self._vectors[request.sequence_ids[0]] for request in self.requests)
+        return self._found(weights=False)
+
+    @property
+    def weights(self) -> list[Floats]:
+        """[tokens, 1] of each text that has been read, in order, where they were asked for."""
+        return self._found(weights=True)
+
+    def _found(self, *, weights: bool) -> list[Floats]:
+        found = (self._vectors[each.sequence_ids[0], weights] for each in self.requests)
         return [
             np.frombuffer(each.numbers, "<f4").reshape(each.count, each.width) for each in found
         ]
@@ -79,7 +88,7 @@ class PooledTexts:
 
     def on_vectors(self, vectors: Vectors) -> None:
         """What was asked of a text."""
-        self._vectors[vectors.sequence_id] = vectors
+        self._vectors[vectors.sequence_id, vectors.weights] = vectors
 
     def on_drafted(self, drafted: Drafted) -> None:
         """Nothing is drafted."""

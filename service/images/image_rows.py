@@ -53,7 +53,9 @@ def _classes(config: Any) -> int:
     leaves out.
     """
     classes = config.vision_config.model_type == "clip_vision_model"
-    return int(classes) - int(config.vision_feature_select_strategy == "default")
+    # PaliGemma's config has no such field.
+    strategy = getattr(config, "vision_feature_select_strategy", "full")
+    return int(classes) - int(strategy == "default")
 
 
 def _tiles(config: Any, tensors: Tensors, names: Mapping[str, Any]) -> Layout:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenpod.core.task import VectorFacts
 from tokenpod.service.calls.embedding import ReadCall, ReadLimits, VectorFormat
@@ -35,6 +37,30 @@ def written(vectors: Floats, call: ReadCall, limits: ReadLimits) -> tuple[bytes,
     scales = np.abs(vectors).max(1) / 127
     numbers = np.rint(vectors / np.where(scales, scales, 1)[:, None]).astype(np.int8)
     return numbers.tobytes(), scales.astype(np.float32).tolist()
+
+
+class SparseVector(NamedTuple):
+    """The numbers of a vector that are not 0, by tokens of the vocabulary."""
+
+    #: [n] rising.
+    indices: npt.NDArray[np.int64]
+    #: [n]
+    values: Floats
+
+
+def nonzero(vector: Floats) -> SparseVector:
+    """Of a vector [vocabulary]."""
+    there = np.flatnonzero(vector)
+    return SparseVector(there, vector[there])
+
+
+def of_words(weights: Floats, ids: Sequence[int], special: Collection[int]) -> SparseVector:
+    """Of the weights [n] of a text's tokens: of each the highest; special ones have none."""
+    counts = (weights > 0) & ~np.isin(ids, [*special])
+    indices, which = np.unique(np.asarray(ids, np.int64)[counts], return_inverse=True)
+    values = np.zeros(len(indices), np.float32)
+    np.maximum.at(values, which, weights[counts])
+    return SparseVector(indices, values)
 
 
 def scores(vectors: Sequence[Floats], *, raw: bool) -> Floats:

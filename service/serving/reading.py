@@ -29,6 +29,7 @@ from tokenpod.service.calls.embedding import (
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.calls.pooled import Floats, PooledTexts
 from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.serving.numbers import SparseVector, nonzero, of_words, shown
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.telemetry.server_calls import ServerCall, current_call
 from tokenpod.service.text.encoder import Tokenised
@@ -46,6 +47,8 @@ class ReadText:
     #: Tokens that were read, and those that were left out.
     tokens: int
     left_out: int
+    #: Where it was asked for.
+    sparse: SparseVector | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,11 @@ class AdmittedTexts:
                 priority=call.priority,
                 arrived_at=self._arrived_at,
                 deadline_at=deadline_at,
-                pooling=PoolingParams(call.token_vectors, min(left_out, len(each.ids) - 1)),
+                pooling=PoolingParams(
+                    call.token_vectors,
+                    weights=call.sparse and limits.facts.word_weights,
+                    left_out=min(left_out, len(each.ids) - 1),
+                ),
             )
             for sequence_id, each in zip(ids, framed, strict=True)
         ]
@@ -199,9 +206,24 @@ class AdmittedTexts:
             self._serving.client.submit(request, self._texts)
         found = await self._texts.all()
         self._read_at = time.monotonic_ns()
+        sparse = self._sparse(found, framed, limits) if call.sparse else [None] * len(found)
+        limits.check_sparse_bytes(call, sum(len(each.indices) for each in sparse if each))
         return [
-            ReadText(numbers, len(each.ids), each.left_out)
-            for numbers, each in zip(found, framed, strict=True)
+            ReadText(numbers, len(each.ids), each.left_out, own)
+            for numbers, each, own in zip(found, framed, sparse, strict=True)
+        ]
+
+    def _sparse(
+        self, vectors: list[Floats], framed: list[_Framed], limits: ReadLimits
+    ) -> Sequence[SparseVector | None]:
+        """The sparse vector of each text: its vector, or what its tokens weigh as words."""
+        if not limits.facts.word_weights:
+            return [nonzero(shown(each, ReadCall(()), limits)[0]) for each in vectors]
+        assert self._texts is not None
+        special = self._serving.tokenizer.special_ids
+        return [
+            of_words(weights[:, 0], each.ids, special)
+            for weights, each in zip(self._texts.weights, framed, strict=True)
         ]
 
     def end(self) -> None:

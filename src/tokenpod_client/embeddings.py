@@ -74,6 +74,14 @@ def vectors_of(response: pb.EmbedResponse) -> list[list[Vector]]:
     ]
 
 
+def sparse_of(response: pb.EmbedResponse) -> list[dict[int, float]]:
+    """The sparse vector of each text: a number for each token of the vocabulary that has one."""
+    return [
+        dict(zip(each.sparse_indices, each.sparse_values, strict=True))
+        for each in response.embeddings
+    ]
+
+
 def labels_of(response: pb.ClassifyResponse) -> list[LabelScores]:
     """A number for each label, of each text."""
     return [

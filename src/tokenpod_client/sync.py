@@ -23,6 +23,7 @@ from tokenpod_client.embeddings import (
     embed_request,
     labels_of,
     score_request,
+    sparse_of,
     vectors_of,
 )
 from tokenpod_client.errors import ServerError
@@ -157,6 +158,18 @@ class Client:
         request = embed_request(texts, options)
         request.token_vectors = True
         return vectors_of(self._call(self._embedding.Embed, request, deadline))
+
+    def embed_sparse(
+        self,
+        texts: Sequence[TextInput],
+        *,
+        deadline: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> list[dict[int, float]]:
+        """A sparse vector of each text, of a model that makes these: numbers by token."""
+        request = embed_request(texts, options)
+        request.sparse_vectors = True
+        return sparse_of(self._call(self._embedding.Embed, request, deadline))
 
     def score(
         self,

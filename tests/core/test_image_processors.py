@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from support.images.files import picture
-from tokenpod.core.image_processors import _OWN
+from tokenpod.core.image_processors import _OWN, _look_up
 from tokenpod.core.images import RowCount
 
 RECORDED = json.loads(Path(__file__).with_name("torchvision_processors.json").read_text())
@@ -32,6 +32,24 @@ def test_tensors_are_those_that_torchvision_makes(name: str) -> None:
                 **truth,
                 "means": pytest.approx(truth["means"], abs=ROUNDING / 2),
             }, (settings, width, height)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "LlavaNext", "Idefics3"])
+def test_colours_that_are_looked_up_are_those_that_are_computed(kind: str) -> None:
+    import importlib
+
+    folder = {"Qwen2VL": "qwen2_vl", "LlavaNext": "llava_next", "Idefics3": "idefics3"}[kind]
+    module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    made = []
+    for looks_up in (False, True):
+        process = getattr(module, f"{kind}ImageProcessorPil")()
+        if looks_up:
+            _look_up(process)
+        image = np.asarray(picture(90, 61, 5))
+        made.append(process(image, input_data_format="channels_last", return_tensors="np"))
+    computed, found = (each["pixel_values"] for each in made)
+    assert found.dtype == computed.dtype
+    assert np.array_equal(found, computed)
 
 
 def summary(tensors: dict[str, np.ndarray]) -> dict[str, Any]:

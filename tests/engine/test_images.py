@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.towers.tower import _lengths, largest_image, load_tower, tower_size
+from tokenpod.models.towers.tower import (
+    _layers,
+    _lengths,
+    largest_image,
+    load_tower,
+    tower_size,
+)
 from tokenpod.scheduler.scheduler import Scheduler
 
 #: Their towers or texts differ, and what comes before and behind does not.
@@ -45,11 +52,12 @@ RARER = (
     *("llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"),
     *("glm4v", "glm4.6v", "glm4v-moe", "aya-vision", "idefics3", "internvl", "llava-next"),
     *("llava-onevision", "mistral3", "smolvlm", "gemma4-images", "cohere2-vision"),
-    *("kimi-k2.5", "kimi-k2.5-published", "lfm2-vl", "lighton-ocr"),
+    *("kimi-k2.5", "kimi-k2.5-published", "lfm2-vl", "lighton-ocr", "paligemma2"),
 )
 KINDS = [
     "qwen3-vl",
     "gemma3-images",
+    "paligemma",
     *(pytest.param(x, marks=pytest.mark.slow) for x in RARER),
 ]
 NEW_TOKENS = 10
@@ -62,17 +70,17 @@ class Eyes:
     def __init__(self, seeing: Seeing, cache_bytes: int = 1 << 20) -> None:
         self.seeing = seeing
         # Gemma 4 makes 70 tokens of an image at least, which see each other.
-        more = {"prefill": 80} if seeing.sight.rows is RowCount.SAID else {}
+        more = {"prefill": 80} if seeing.sight.rows is RowCount.SAID or seeing.sees_prompts else {}
         self.engine = Engine(seeing.folder, **more)
         tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
         self.client = Client()
         self.calls = 0
 
-        def counted(tensors):
+        def counted(tensors, between):
             self.calls += 1
-            return tower(tensors)
+            return tower(tensors, between)
 
-        counted.width = tower.width
+        counted.width, counted.dtype, counted.tower = tower.width, tower.dtype, tower
         self.encoder = ImageEncoder(
             *(counted, CPU, cache_bytes, self.client.send),
             mutual=self.engine.limits.mutual > 0,
@@ -166,7 +174,8 @@ LONG = ("def f(x):\n    return x\n" * 2, RED, " and ", WIDE, "what?")
 def test_tokens_are_those_of_transformers(eyes: Eyes) -> None:
     """Two images, one in the middle of pieces of a prompt, and a text beside them."""
     texts = [("A: ", RED, " say"), LONG, ("only text here",), (WIDE, RED, "x")]
-    assert len(eyes.prompt(*LONG)[0]) > eyes.engine.options.max_batch_prefill_tokens
+    if not eyes.seeing.sees_prompts:
+        assert len(eyes.prompt(*LONG)[0]) > eyes.engine.options.max_batch_prefill_tokens
     assert eyes.answer(*(eyes.request(*parts) for parts in texts)) == [
         eyes.truth(*parts) for parts in texts
     ]
@@ -257,6 +266,40 @@ def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:
     assert eyes.answer(eyes.request("A: ", RED)) == [eyes.truth("A: ", RED)]
 
 
+def test_streams_have_steps_between_the_layers_of_an_image(eyes: Eyes) -> None:
+    """A bound of gaps that nothing keeps: the tower computes a layer at a time, and every turn has
+    a step of the stream.
+    """
+    text, image = "only text here", picture(60, 20, 950)
+    stream = eyes.request(text)
+    limits = replace(eyes.engine.limits, max_gap=1)
+    eyes.loop = EngineLoop(
+        eyes.client, Scheduler(limits), eyes.engine.executor, images=eyes.encoder
+    )
+    sequence = stream.sequence_ids[0]
+    longer = structs.replace(stream.stopping, max_new_tokens=200 - len(stream.prompt))
+    eyes.client.inbox.append(structs.replace(stream, stopping=longer))
+    eyes.client.left.add(sequence)
+    while not eyes.client.tokens[sequence]:
+        eyes.loop.turn()
+    steps = []
+    compute = eyes.encoder._turns.grant
+    eyes.encoder._turns.grant = lambda most: (
+        steps.append(len(eyes.client.tokens[sequence])),
+        compute(most),
+    )
+    try:
+        requests = [eyes.request("A: ", image, " say")]
+        assert eyes.client.left == {sequence}, "the stream ended before the image did"
+        assert eyes.answer(*requests) == [eyes.truth("A: ", image, " say")]
+    finally:
+        eyes.encoder._turns.grant = compute
+    layers = len(_layers(eyes.encoder._tower.tower._model))
+    assert len(steps) == layers + 1
+    assert len({*steps}) == len(steps), "two parts without a step between them"
+    assert eyes.client.tokens[sequence][:NEW_TOKENS] == eyes.truth(text)
+
+
 def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
     """The thread ends what it has, and begins nothing else of it."""
     images = [eyes.image(picture(24, 24, 900 + seed)) for seed in range(8)]
@@ -272,7 +315,7 @@ def test_what_nobody_wants_any_more_is_not_computed(eyes: Eyes) -> None:
 def test_every_architecture_is_tried() -> None:
     tried = {
         golden_config(kind)["architectures"][0]
-        for kind in ("qwen3-vl", "gemma3-images", *RARER)
+        for kind in ("qwen3-vl", "gemma3-images", "paligemma", *RARER)
         if not kind.endswith(PUBLISHED)
     }
     assert tried == {*SIGHTS} - {"KimiK25ForConditionalGeneration"}
@@ -324,3 +367,47 @@ def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path
     assert rows >= seeing.rows(picture(400, 400)) // 2
     if kind == "qwen3-vl":
         assert len(tower(largest_image(seeing.folder, 2))) == 1
+
+
+@pytest.fixture(
+    scope="module", params=["paligemma", pytest.param("paligemma2", marks=pytest.mark.slow)]
+)
+def prefixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Eyes:
+    """Of a model whose prompts see themselves."""
+    return Eyes(Seeing(request.param, tmp_path_factory.mktemp("prefixed") / request.param))
+
+
+def test_a_prompt_that_sees_itself_is_known_again_as_a_whole_alone(prefixed: Eyes) -> None:
+    """Keys of what comes first depend on what follows."""
+    image = picture(20, 20, 960)
+    one, other = (image, "describe this now"), (image, "describe this")
+    plain = ("only text", " and more")
+    requests = [prefixed.request(*parts) for parts in (one, other, plain)]
+    assert prefixed.answer(*requests) == [prefixed.truth(*parts) for parts in (one, other, plain)]
+    assert not any(prefixed.client.cached[each.sequence_ids[0]] for each in requests)
+    again = [prefixed.request(*parts) for parts in (one, other, plain)]
+    assert prefixed.answer(*again) == [prefixed.truth(*parts) for parts in (one, other, plain)]
+    for request in again:
+        assert prefixed.client.cached[request.sequence_ids[0]] == len(request.prompt) - 1
+    tree = prefixed.scheduler.kv.tree
+    assert len(tree._roots) == len(tree._salts) + ("" in tree._roots)
+    prefixed.scheduler.flush_cache()
+    assert not tree._salts, "roots outlive what was below them"
+
+
+def test_a_prompt_that_sees_itself_is_refused_if_a_step_is_too_short(prefixed: Eyes) -> None:
+    """The whole of it is in one step, and within a window."""
+    longest = min(prefixed.engine.limits.prefill_tokens, prefixed.engine.limits.mutual)
+    fits, long = ("x " * (longest // 2))[:longest], "x " * longest
+    request = prefixed.request(long)
+    prefixed.client.inbox.append(request)
+    prefixed.client.left.add(request.sequence_ids[0])
+    while prefixed.client.left:
+        prefixed.loop.turn()
+    why = prefixed.client.failures[request.sequence_ids[0]]
+    count = len(request.prompt)
+    assert (
+        why.startswith(f"a prompt has {count} tokens; a step reads {longest}, ")
+        or why == f"{count} tokens of a prompt see each other; those of this model: {longest}"
+    )
+    assert prefixed.answer(prefixed.request(fits)) == [prefixed.truth(fits)]

@@ -95,6 +95,16 @@ def test_while_nothing_is_known_steps_are_small():
     assert GapBound(BOUND, 256, 700).prompt_tokens(1, 10, []) == 700
 
 
+def test_other_work_between_steps_takes_no_longer_than_a_step():
+    """On a GPU the host queues it while the step is computed."""
+    bound, step = learned(), TIMES.nanoseconds(StepSize(16, 16 * 300))
+    assert bound.beside(16, 16 * 300) == pytest.approx(step, rel=0.02)
+    most = TIMES.nanoseconds(StepSize(600, 600 * 1400))
+    assert bound.beside(600, 600 * 1400) == pytest.approx(BOUND - most, rel=0.05)
+    assert bound.beside(0, 0) == BOUND, "nobody waits"
+    assert GapBound(BOUND, 256, 8192).beside(1, 10) == 0, "nothing is known"
+
+
 def test_one_step_that_was_held_up_changes_little():
     bound = learned()
     before = bound.prompt_tokens(100, 30_000, [(0, 100_000)])

@@ -136,6 +136,24 @@ def test_parts_of_a_split_have_been_used_as_often():
     assert {each.rank for each in tree.nodes()} == {2}
 
 
+def test_a_salt_is_forgotten_with_its_last_prefix_and_its_last_lock():
+    tree = RadixTree()
+    root, _ = tree.match(tokens("ab"), "tenant")
+    tree.lock(root)
+    assert tree.root("tenant") is root
+    end = tree.append(root, tokens("ab"), np.arange(2))
+    tree.evict(2)
+    assert tree.root("tenant") is root, "somebody goes on from there"
+    end = tree.append(root, tokens("ab"), np.arange(2))
+    tree.lock(end)
+    tree.unlock(root)
+    tree.unlock(end)
+    assert tree.match(tokens("ab"), "tenant") == (end, 2)
+    tree.evict(2)
+    assert "tenant" not in tree._roots
+    assert not tree._salts
+
+
 @settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_leaves_go_in_the_order_of_their_last_use_whatever_happened_between(data):

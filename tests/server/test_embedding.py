@@ -20,7 +20,14 @@ from support.checkpoints.embedding_models import EmbeddingGolden, save_tokenizer
 from support.clients import wirefuzz
 from support.clients.public_api import violations
 from support.pods.harness import ServerProcess, serve
+from tokenpod.core.task import VectorFacts
+from tokenpod.models.convert.pickles import convert_words
+from tokenpod.models.folder import read_config
+from tokenpod.models.pooling.files import _word_weights
+from tokenpod.service.calls.embedding import AskedText, ReadCall, ReadLimits
+from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod_client import AsyncClient, Client, ServerError
+from tokenpod_client.embeddings import embed_request
 from tokenpod_client.protos.tei.v1 import tei_pb2 as tei_pb
 from tokenpod_client.protos.tei.v1 import tei_pb2_grpc as tei_grpc
 from tokenpod_client.protos.tokenpod.v1 import embedding_service_pb2 as pb
@@ -302,7 +309,61 @@ def test_sparse_vectors_are_their_numbers_that_are_not_zero(tmp_path: Path) -> N
             close([each.value for each in found.sparse_embeddings], expected[text][there])
         assert client.model().embedding.pooling == "splade"
         close(client.embed(TEXTS[:1])[0], expected[TEXTS[0]])
+        (sparse,) = client.embed_sparse(TEXTS[:1])
+        assert [*sparse] == expected[TEXTS[0]].nonzero().flatten().tolist()
         assert running.stop() == 0
+
+
+def test_words_are_weighed_beside_the_vector_of_a_text(tmp_path: Path) -> None:
+    """BGE-M3: relu(linear(state)) of each token, of equal tokens the highest, of special ones none;
+    the published file is a pickle, which is converted first.
+    """
+    golden = EmbeddingGolden("bge-m3", tmp_path / "made")
+    save_tokenizer(golden.folder, "encoder")
+    linear = torch.nn.Linear(32, 1)
+    torch.save(linear.state_dict(), tmp_path / "sparse_linear.pt")
+    assert convert_words(tmp_path, golden.folder) == ["sparse_linear.safetensors"]
+    # A space is token 1, which this model takes for padding.
+    texts = [text.replace(" ", "") for text in (*TEXTS, "aaabca")]
+    expected = []
+    for text in texts:
+        tokens, weights = framed(text), linear(golden.states(framed(text))).relu()[:, 0].tolist()
+        found: dict[int, float] = {}
+        for token, weight in zip(tokens[1:-1], weights[1:-1], strict=True):
+            if weight > 0:
+                found[token] = max(weight, found.get(token, 0.0))
+        expected.append(dict(sorted(found.items())))
+    assert any(expected)
+    with serve("--model-id", str(golden.folder)) as running, Client(running.address) as client:
+        assert client.model().embedding.sparse
+        for found, own in zip(client.embed_sparse(texts), expected, strict=True):
+            assert [*found] == [*own]
+            close(found.values(), torch.tensor([*own.values()]))
+        stub = tei(running.address).Embed
+        answer = stub.EmbedSparse(tei_pb.EmbedSparseRequest(inputs=texts[-1]), timeout=30)
+        told = {each.index: each.value for each in answer.sparse_embeddings}
+        assert [*told] == [*expected[-1]]
+        close(told.values(), torch.tensor([*expected[-1].values()]))
+        request = embed_request(texts[:1], {})
+        request.sparse_vectors = request.token_vectors = True
+        both = client._call(client._embedding.Embed, request, None).embeddings[0]
+        assert both.vector_count == len(framed(texts[0]))
+        assert [*both.sparse_indices] == [*expected[0]]
+        close(client.embed(texts[:1])[0], golden.vector(framed(texts[0])))
+        assert running.stop() == 0
+
+
+def test_a_head_of_words_that_is_a_pickle_is_named(tmp_path: Path) -> None:
+    golden = EmbeddingGolden("bge-m3", tmp_path)
+    spec = read_config(golden.folder)
+    assert _word_weights(golden.folder, spec) == (None, "")
+    (golden.folder / "sparse_linear.pt").write_bytes(b"never read")
+    words, problem = _word_weights(golden.folder, spec)
+    assert words is None
+    limits = ReadLimits(VectorFacts(32, 32, sparse_problem=problem), 101, 64, 8, 64)
+    wanted = ReadCall([AskedText("inputs", "a")], sparse=True)
+    with pytest.raises(InvalidArgument, match=r"sparse_linear\.safetensors is missing.*convert"):
+        limits.check(wanted, "inputs")
 
 
 @pytest.fixture(scope="module")

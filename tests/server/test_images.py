@@ -281,6 +281,7 @@ def test_gateways_send_images_as_tensors(seeing: Seeing, server: ServerProcess) 
         ("qwen2.5-vl", "--num-shard=2"),
         # Rows that see each other, on all ranks.
         ("gemma3-images", "--num-shard=2"),
+        ("paligemma2", "--num-shard=2"),
         ("lfm2-vl", "--num-shard=2"),
         ("qwen2.5-vl", "--front-ends=2"),
         ("qwen2.5-vl", "--image-cache-bytes=0"),

@@ -84,6 +84,7 @@ def embed_sparse_call(request: pb.EmbedSparseRequest) -> ReadCall:
         [AskedText("inputs", request.inputs)],
         _truncation(request),
         prompt_name=_prompt_name(request),
+        sparse=True,
         truncates=TRUNCATES,
     )
 
@@ -136,18 +137,18 @@ def embedded(
 
 
 async def embedded_sparse(
-    call: ReadCall, limits: ReadLimits, read: Sequence[ReadText], times: ReadTimes
+    call: ReadCall, read: Sequence[ReadText], times: ReadTimes
 ) -> pb.EmbedSparseResponse:
     """The numbers of a vector that are not 0, by tokens of the vocabulary.
 
     A text may have very many: others take their turns in between.
     """
-    (vector,) = shown(read[0].vectors, call, limits)
+    sparse = read[0].sparse
+    assert sparse is not None, "the call asks for it"
     response = pb.EmbedSparseResponse(metadata=_metadata(call, read, times))
-    there = np.flatnonzero(vector)
-    for first in range(0, len(there), _SPARSE_AT_ONCE):
-        some = there[first : first + _SPARSE_AT_ONCE]
-        pairs = zip(some.tolist(), vector[some].tolist(), strict=True)
+    for first in range(0, len(sparse.indices), _SPARSE_AT_ONCE):
+        some = slice(first, first + _SPARSE_AT_ONCE)
+        pairs = zip(sparse.indices[some].tolist(), sparse.values[some].tolist(), strict=True)
         response.sparse_embeddings.extend(
             pb.SparseValue(index=index, value=value) for index, value in pairs
         )

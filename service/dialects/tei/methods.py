@@ -7,7 +7,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from tokenpod.core.task import SPARSE, Task
+from tokenpod.core.task import Task
 from tokenpod.service.calls.embedding import ReadCall, ReadLimits
 from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.dialects.fields import copied, field_names
@@ -55,13 +55,11 @@ async def embed_sparse(
     backend: Backend, request: pb.EmbedSparseRequest, context: Context
 ) -> pb.EmbedSparseResponse:
     """The numbers of a vector that are not 0."""
-    if read_limits(backend.generate.serving).facts.pooling != SPARSE:
-        raise FailedPrecondition(
-            "this server's model makes vectors without zeros (a head for others that is a pickle,"
-            " as BGE-M3's sparse_linear.pt, is not read): call tei.v1.Embed/Embed"
-        )
+    if why := read_limits(backend.generate.serving).facts.no_sparse:
+        raise FailedPrecondition(f"{why}: call tei.v1.Embed/Embed")
     call = codec.embed_sparse_call(request)
-    return await codec.embedded_sparse(call, *await _read(backend, call, "inputs", context))
+    _, read, times = await _read(backend, call, "inputs", context)
+    return await codec.embedded_sparse(call, read, times)
 
 
 async def predict(

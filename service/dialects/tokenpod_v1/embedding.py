@@ -51,6 +51,7 @@ async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) ->
         _chosen("truncation", _TRUNCATION, request.truncation),
         prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
         token_vectors=request.token_vectors,
+        sparse=request.sparse_vectors,
         dimensions=request.dimensions if request.HasField("dimensions") else None,
         normalize=request.normalize if request.HasField("normalize") else None,
         format=_chosen("format", _FORMATS, request.format),
@@ -62,15 +63,21 @@ async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) ->
     response = pb.EmbedResponse(
         dimensions=limits.width(call), format=_WRITTEN[call.format], token_count=_tokens(found)
     )
+    # What has a number for each token of the vocabulary is told once.
+    dense = not call.sparse or limits.facts.word_weights
     for each in found:
-        values, scales = written(each.vectors, call, limits)
-        response.embeddings.add(
+        vectors = each.vectors if dense else each.vectors[:0]
+        values, scales = written(vectors, call, limits) if dense else (b"", [])
+        added = response.embeddings.add(
             values=values,
-            vector_count=len(each.vectors),
+            vector_count=len(vectors),
             scales=scales,
             token_count=each.tokens,
             left_out_token_count=each.left_out,
         )
+        if each.sparse is not None:
+            added.sparse_indices.extend(each.sparse.indices.tolist())
+            added.sparse_values.extend(each.sparse.values.tolist())
     return response
 
 

@@ -89,6 +89,7 @@ def _embedding(serving: Serving, facts: VectorFacts) -> model_pb2.EmbeddingFacts
         default_prompt_name=facts.default_prompt,
         labels=facts.labels,
         instruction=facts.instruction,
+        sparse=not facts.no_sparse,
     )
 
 

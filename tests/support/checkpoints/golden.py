@@ -19,6 +19,7 @@ from support.checkpoints.golden_kinds import (
     KINDS,
     NESTED_KINDS,
     PADDED_KINDS,
+    PREFIX_KINDS,
     SMALL,
     TIER_KINDS,
     Kind,
@@ -29,7 +30,7 @@ from support.shared import Shared
 SPREAD = 0.15
 #: The end of a class's name; other names of kinds are those of a family.
 _WHOLE_NAME = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
-_KINDS = {**KINDS, **TIER_KINDS, **PADDED_KINDS, **NESTED_KINDS}
+_KINDS = {**KINDS, **TIER_KINDS, **PADDED_KINDS, **NESTED_KINDS, **PREFIX_KINDS}
 
 
 class Golden:

@@ -60,6 +60,7 @@ class Engine:
             offload_slots=made.offload_slots,
             own_positions=self.model.config.own_positions,
             mutual=self.model.config.mutual,
+            mutual_prompts=self.model.config.mutual_prompts,
         )
 
     def answer(

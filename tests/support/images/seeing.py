@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from support.checkpoints.demo import DEMO
 from support.checkpoints.golden import Golden, golden_config
-from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS
+from support.checkpoints.golden_kinds import KINDS, NESTED_KINDS, PREFIX_KINDS
 from tokenpod.core.image_processors import ImageProcessor
 from tokenpod.core.images import SIGHTS
 from tokenpod.service.images.expansions import Layout, rows_of
@@ -61,6 +61,7 @@ _PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16]]
 _LINED = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": _SIDE}}
 _CROPS = {"size": _TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}
 _CROPS |= {"image_processor_type": "GotOcr2ImageProcessor"}
+_SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": _TILE}
 _FITTING = {"image_processor_type": "Cohere2VisionImageProcessorFast", "size": _TILE}
 
 #: By kind: the token for a row, the template, and the processor.
@@ -144,15 +145,19 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         _LLAVA,
         {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 224}},
     ),
+    "paligemma": ("<image>", _LLAVA, _SIGLIP),
+    "paligemma2": ("<image>", _LLAVA, _SIGLIP),
     "smolvlm": ("<image>", _LLAVA, {"image_processor_type": "SmolVLMImageProcessor", **_LINED}),
 }
 
 
 SEEING_KINDS = (*_KINDS,)
-_KINDS_OF_GOLDEN = {**KINDS, **NESTED_KINDS}
+_KINDS_OF_GOLDEN = {**KINDS, **NESTED_KINDS, **PREFIX_KINDS}
 #: Settings of configs besides those of text alone.
 _MORE: dict[str, dict[str, Any]] = {
     "gemma3-images": {"tie_word_embeddings": False},
+    "paligemma": {"tie_word_embeddings": False, "vocab_size": VOCABULARY},
+    "paligemma2": {"tie_word_embeddings": False, "vocab_size": VOCABULARY},
     "gemma4-images": {
         "vision_config": {
             **NESTED_KINDS["gemma4-images"].settings["vision_config"],
@@ -165,6 +170,8 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 _MORE_OF_TEXT: dict[str, dict[str, Any]] = {
     "gemma3-images": {"tie_word_embeddings": False},
+    "paligemma": {"tie_word_embeddings": False},
+    "paligemma2": {"tie_word_embeddings": False},
     "gemma4-images": {
         "use_bidirectional_attention": "vision",
         "sliding_window": 80,
@@ -243,6 +250,8 @@ class Seeing:
         tokens = ImageTokens.of(self.config, tokenizer.id_to_token)
         assert tokens is not None
         self.tokens = tokens
+        #: All tokens of a prompt see each other.
+        self.sees_prompts = self.config["architectures"][0].startswith("PaliGemma")
         #: What the template writes behind an image.
         self._behind = "\n" if "\\n' }}{% else" in template else ""
 
@@ -292,10 +301,13 @@ class Seeing:
         with torch.no_grad():
             for _ in range(count):
                 tokens = torch.tensor([ids])
-                if tensors:
+                if images:
                     # By which transformers finds the positions of images, and what they see.
                     kinds = {"mm_token_type_ids", "token_type_ids"} & takes
                     tensors |= dict.fromkeys(kinds, (tokens == self.token_id).int())
+                if self.sees_prompts:
+                    # 0 is what sees itself.
+                    tensors["token_type_ids"] = (torch.arange(len(ids)) >= len(prompt))[None].int()
                 logits = self.model(input_ids=tokens, use_cache=False, **tensors).logits
                 ids.append(int(logits[0, -1].argmax()))
         return ids[len(prompt) :]

@@ -288,7 +288,10 @@ type EmbedRequest struct {
 	// Names the call in logs, at most 256 bytes of printable ASCII. Empty: the server makes one.
 	RequestId string `protobuf:"bytes,9,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Calls of higher priority are computed first; from -100 to 100.
-	Priority      int32 `protobuf:"varint,10,opt,name=priority,proto3" json:"priority,omitempty"`
+	Priority int32 `protobuf:"varint,10,opt,name=priority,proto3" json:"priority,omitempty"`
+	// A sparse vector of each text, too: a number for each token of the vocabulary that is not 0. INVALID_ARGUMENT unless
+	// `EmbeddingFacts.sparse`.
+	SparseVectors bool `protobuf:"varint,11,opt,name=sparse_vectors,json=sparseVectors,proto3" json:"sparse_vectors,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -393,6 +396,13 @@ func (x *EmbedRequest) GetPriority() int32 {
 	return 0
 }
 
+func (x *EmbedRequest) GetSparseVectors() bool {
+	if x != nil {
+		return x.SparseVectors
+	}
+	return false
+}
+
 // Vectors.
 type EmbedResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -479,8 +489,13 @@ type Embedding struct {
 	TokenCount uint32 `protobuf:"varint,4,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
 	// Tokens of the text that were left out.
 	LeftOutTokenCount uint32 `protobuf:"varint,5,opt,name=left_out_token_count,json=leftOutTokenCount,proto3" json:"left_out_token_count,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// With `sparse_vectors`: tokens of the vocabulary, rising. Of models whose vectors are sparse (`splade`)
+	// there are no `values` then.
+	SparseIndices []uint32 `protobuf:"varint,6,rep,packed,name=sparse_indices,json=sparseIndices,proto3" json:"sparse_indices,omitempty"`
+	// One for each of `sparse_indices`, not 0.
+	SparseValues  []float32 `protobuf:"fixed32,7,rep,packed,name=sparse_values,json=sparseValues,proto3" json:"sparse_values,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Embedding) Reset() {
@@ -546,6 +561,20 @@ func (x *Embedding) GetLeftOutTokenCount() uint32 {
 		return x.LeftOutTokenCount
 	}
 	return 0
+}
+
+func (x *Embedding) GetSparseIndices() []uint32 {
+	if x != nil {
+		return x.SparseIndices
+	}
+	return nil
+}
+
+func (x *Embedding) GetSparseValues() []float32 {
+	if x != nil {
+		return x.SparseValues
+	}
+	return nil
 }
 
 // A request for how well documents answer a query.
@@ -924,7 +953,7 @@ const file_tokenpod_v1_embedding_service_proto_rawDesc = "" +
 	"\x05input\"\x1e\n" +
 	"\n" +
 	"TextTokens\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\rR\x03ids\"\xbb\x03\n" +
+	"\x03ids\x18\x01 \x03(\rR\x03ids\"\xe2\x03\n" +
 	"\fEmbedRequest\x12.\n" +
 	"\x06inputs\x18\x01 \x03(\v2\x16.tokenpod.v1.TextInputR\x06inputs\x12$\n" +
 	"\vprompt_name\x18\x02 \x01(\tH\x00R\n" +
@@ -942,7 +971,8 @@ const file_tokenpod_v1_embedding_service_proto_rawDesc = "" +
 	"\n" +
 	"request_id\x18\t \x01(\tR\trequestId\x12\x1a\n" +
 	"\bpriority\x18\n" +
-	" \x01(\x05R\bpriorityB\x0e\n" +
+	" \x01(\x05R\bpriority\x12%\n" +
+	"\x0esparse_vectors\x18\v \x01(\bR\rsparseVectorsB\x0e\n" +
 	"\f_prompt_nameB\r\n" +
 	"\v_dimensionsB\f\n" +
 	"\n" +
@@ -956,14 +986,16 @@ const file_tokenpod_v1_embedding_service_proto_rawDesc = "" +
 	"dimensions\x121\n" +
 	"\x06format\x18\x03 \x01(\x0e2\x19.tokenpod.v1.VectorFormatR\x06format\x12\x1f\n" +
 	"\vtoken_count\x18\x04 \x01(\rR\n" +
-	"tokenCount\"\xb0\x01\n" +
+	"tokenCount\"\xfc\x01\n" +
 	"\tEmbedding\x12\x16\n" +
 	"\x06values\x18\x01 \x01(\fR\x06values\x12!\n" +
 	"\fvector_count\x18\x02 \x01(\rR\vvectorCount\x12\x16\n" +
 	"\x06scales\x18\x03 \x03(\x02R\x06scales\x12\x1f\n" +
 	"\vtoken_count\x18\x04 \x01(\rR\n" +
 	"tokenCount\x12/\n" +
-	"\x14left_out_token_count\x18\x05 \x01(\rR\x11leftOutTokenCount\"\x8d\x02\n" +
+	"\x14left_out_token_count\x18\x05 \x01(\rR\x11leftOutTokenCount\x12%\n" +
+	"\x0esparse_indices\x18\x06 \x03(\rR\rsparseIndices\x12#\n" +
+	"\rsparse_values\x18\a \x03(\x02R\fsparseValues\"\x8d\x02\n" +
 	"\fScoreRequest\x12\x14\n" +
 	"\x05query\x18\x01 \x01(\tR\x05query\x12\x1c\n" +
 	"\tdocuments\x18\x02 \x03(\tR\tdocuments\x12\x1d\n" +

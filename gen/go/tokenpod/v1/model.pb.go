@@ -348,7 +348,7 @@ type EmbeddingFacts struct {
 	Dimensions uint32 `protobuf:"varint,1,opt,name=dimensions,proto3" json:"dimensions,omitempty"`
 	// Numbers of a token's vector.
 	TokenDimensions uint32 `protobuf:"varint,2,opt,name=token_dimensions,json=tokenDimensions,proto3" json:"token_dimensions,omitempty"`
-	// How the states of tokens become one: `cls`, `mean`, `max`, `last_token` or `weighted_mean`.
+	// How the states of tokens become one: `cls`, `mean`, `max`, `last_token`, `weighted_mean` or `splade`.
 	Pooling string `protobuf:"bytes,3,opt,name=pooling,proto3" json:"pooling,omitempty"`
 	// Whether vectors are divided by their length.
 	Normalized bool `protobuf:"varint,4,opt,name=normalized,proto3" json:"normalized,omitempty"`
@@ -367,7 +367,9 @@ type EmbeddingFacts struct {
 	// Names of labels, in the order of their numbers.
 	Labels []string `protobuf:"bytes,11,rep,name=labels,proto3" json:"labels,omitempty"`
 	// What a query is about where a request does not say. Empty: the model was not trained with that.
-	Instruction   string `protobuf:"bytes,12,opt,name=instruction,proto3" json:"instruction,omitempty"`
+	Instruction string `protobuf:"bytes,12,opt,name=instruction,proto3" json:"instruction,omitempty"`
+	// Whether `Embed` has sparse vectors of texts, too.
+	Sparse        bool `protobuf:"varint,13,opt,name=sparse,proto3" json:"sparse,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -484,6 +486,13 @@ func (x *EmbeddingFacts) GetInstruction() string {
 		return x.Instruction
 	}
 	return ""
+}
+
+func (x *EmbeddingFacts) GetSparse() bool {
+	if x != nil {
+		return x.Sparse
+	}
+	return false
 }
 
 // How chats become prompts.
@@ -763,7 +772,7 @@ const file_tokenpod_v1_model_proto_rawDesc = "" +
 	"\x0flora_vocabulary\x18\x15 \x01(\bR\x0eloraVocabulary\x12&\n" +
 	"\x0fno_prefix_cache\x18\x16 \x01(\tR\rnoPrefixCache\x12%\n" +
 	"\x04task\x18\x1f \x01(\x0e2\x11.tokenpod.v1.TaskR\x04task\x129\n" +
-	"\tembedding\x18  \x01(\v2\x1b.tokenpod.v1.EmbeddingFactsR\tembedding\"\x8d\x04\n" +
+	"\tembedding\x18  \x01(\v2\x1b.tokenpod.v1.EmbeddingFactsR\tembedding\"\xa5\x04\n" +
 	"\x0eEmbeddingFacts\x12\x1e\n" +
 	"\n" +
 	"dimensions\x18\x01 \x01(\rR\n" +
@@ -782,7 +791,8 @@ const file_tokenpod_v1_model_proto_rawDesc = "" +
 	"\x13default_prompt_name\x18\n" +
 	" \x01(\tR\x11defaultPromptName\x12\x16\n" +
 	"\x06labels\x18\v \x03(\tR\x06labels\x12 \n" +
-	"\vinstruction\x18\f \x01(\tR\vinstruction\x1a:\n" +
+	"\vinstruction\x18\f \x01(\tR\vinstruction\x12\x16\n" +
+	"\x06sparse\x18\r \x01(\bR\x06sparse\x1a:\n" +
 	"\fPromptsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x88\x01\n" +

@@ -14,12 +14,15 @@ KINDS: dict[str, Kind] = {
     **mixtures.KINDS,
 }
 
+PREFIX_KINDS = images.PREFIX_KINDS
+
 __all__ = [
     "BASES",
     "KINDS",
     "MAX_POSITIONS",
     "NESTED_KINDS",
     "PADDED_KINDS",
+    "PREFIX_KINDS",
     "SMALL",
     "TIER_KINDS",
     "VOCABULARY",

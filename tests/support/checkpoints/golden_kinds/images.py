@@ -50,6 +50,28 @@ _GEMMA = {
     "eoi_token_index": 92,
 }
 
+
+def _paligemma(**text: Any) -> dict[str, Any]:
+    return {
+        **_with_text(head_dim=16, tie_word_embeddings=True, **text),
+        "projection_dim": SMALL["hidden_size"],
+        "vision_config": {**_EYES, "model_type": "siglip_vision_model", "vision_use_head": False},
+    }
+
+
+#: Whose prompts see themselves: tests of texts alone compare with models that read causally.
+PREFIX_KINDS: dict[str, Kind] = {
+    "paligemma": Kind("PaliGemmaForConditionalGeneration", _paligemma(model_type="gemma")),
+    "paligemma2": Kind(
+        "PaliGemmaForConditionalGeneration",
+        _paligemma(
+            model_type="gemma2",
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+}
+
 KINDS: dict[str, Kind] = {
     "gemma3-images": Kind("Gemma3ForConditionalGeneration", _GEMMA),
     "gemma3-images-newer": Kind("Gemma3ForConditionalGeneration", _GEMMA, disguise=_newer_layout),

@@ -39,6 +39,7 @@ BLOCK = 512
 #: The same of flagged buffers: more, since a block waits for a fence and a flag.
 FLAGGED_BLOCK = 2048
 _WARPS = 4
+_FLAGGED_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,9 @@ class SymmetricBuffers:
         assert partial.dtype == target.dtype
         assert self.fit(partial), f"{partial.nbytes} bytes; {4 * self.capacity} fit"
         words = partial.nbytes // 4
-        kernel, block = _sum_over_ranks, BLOCK
+        kernel, block, warps = _sum_over_ranks, BLOCK, _WARPS
         if self.flagged:
-            kernel, block = _sum_flagged_over_ranks, FLAGGED_BLOCK
+            kernel, block, warps = _sum_flagged_over_ranks, FLAGGED_BLOCK, _FLAGGED_WARPS
         kernel[(triton.cdiv(min(words, self.capacity), block),)](
             partial.view(torch.int32),
             target.view(torch.int32),
@@ -141,7 +142,7 @@ class SymmetricBuffers:
             RANK=self.rank,
             WORLD=self.world,
             BLOCK=block,
-            num_warps=_WARPS,
+            num_warps=warps,
             **launch_options(partial.device),
         )
 

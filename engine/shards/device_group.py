@@ -26,9 +26,14 @@ from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 LONGEST_SUM = {2: 4 << 20, 4: 1 << 20, 8: 1 << 19}
 #: Words that two ranks send each other at a time of longer sums: enough to be under way, and both
 #: halves of a buffer stay in the L2 cache.
-_FLAGGED_WORDS = 2 << 20
+FLAGGED_WORDS = 2 << 20
 #: Tokens that the leader can broadcast at once without NCCL.
-_MOST_BROADCAST = 4 * BLOCK
+MOST_BROADCAST = 4 * BLOCK
+
+
+def longest_sum(world: int) -> int:
+    """Words of 32 bits of the longest sum of so many ranks that have numbers."""
+    return next((size // 4 for most, size in LONGEST_SUM.items() if world <= most), 0)
 
 
 class DeviceGroup:
@@ -65,12 +70,13 @@ class DeviceGroup:
         #: See `Group.buffers`.
         self.buffers: SymmetricBuffers | None = None
         self._broadcasts: SymmetricBuffers | None = None
-        if short := self._symmetric_buffers(self._longest_sum, device):
+        longest = longest_sum(self.world)
+        if short := self._symmetric_buffers(longest, device):
             self._sums.append(short)
-            self.buffers = self._symmetric_buffers(self._longest_sum, device, together=1)
-            self._broadcasts = self._symmetric_buffers(_MOST_BROADCAST, device)
+            self.buffers = self._symmetric_buffers(longest, device, together=1)
+            self._broadcasts = self._symmetric_buffers(MOST_BROADCAST, device)
             if self.world == 2:
-                long = self._symmetric_buffers(_FLAGGED_WORDS, device, flagged=True)
+                long = self._symmetric_buffers(FLAGGED_WORDS, device, flagged=True)
                 self._sums += [long] if long else []
 
     def sum(self, x: torch.Tensor) -> None:
@@ -110,11 +116,6 @@ class DeviceGroup:
         """Leave. The others' next collective fails."""
         distributed.destroy_process_group()
         self._host.close()
-
-    @property
-    def _longest_sum(self) -> int:
-        """Words of 32 bits."""
-        return next((size // 4 for most, size in LONGEST_SUM.items() if self.world <= most), 0)
 
     def _buffers_for(self, x: torch.Tensor) -> SymmetricBuffers | None:
         """What its sum goes through; None: NCCL."""

@@ -22,11 +22,11 @@ from tokenpod.engine.shards.rendezvous import one_line
 from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 
 #: Bytes of the longest sum whose words have numbers, by how many ranks there are: each sends all of
-#: it to every other one, twice the bytes (benchmarks/gpu_shards.py at 487f27e9).
-LONGEST_SUM = {2: 4 << 20, 4: 1 << 20, 8: 1 << 19}
-#: Words that two ranks send each other at a time of longer sums: enough to be under way, and both
-#: halves of a buffer stay in the L2 cache.
-FLAGGED_WORDS = 2 << 20
+#: it to every other one, twice the bytes. Measured on H200s (docs/measurements/gpu.md).
+LONGEST_SUM = {2: 1 << 20, 4: 1 << 20, 8: 1 << 19}
+#: Words that two ranks send each other at a time of longer sums: the fastest of 2^18 to 2^22, and
+#: both halves of a buffer stay in the L2 cache.
+FLAGGED_WORDS = 1 << 20
 #: Tokens that the leader can broadcast at once without NCCL.
 MOST_BROADCAST = 4 * BLOCK
 

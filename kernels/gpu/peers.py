@@ -37,7 +37,7 @@ from tokenpod.kernels.gpu.launcher import launched
 #: Words of 32 bits that one program sends and sums. A word always belongs to the same program.
 BLOCK = 512
 #: The same of flagged buffers: more, since a block waits for a fence and a flag.
-FLAGGED_BLOCK = 2048
+FLAGGED_BLOCK = 1024
 _WARPS = 4
 _FLAGGED_WARPS = 4
 

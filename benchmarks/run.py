@@ -70,11 +70,10 @@ def main() -> int:
         return module.run(arguments, None) or 0
     from benchmarks.support.report import Report
 
-    report = Report()
-    try:
-        return module.run(arguments, report) or 0
-    finally:
-        report.write(arguments.json)  # what a case that fails has found
+    report = Report(arguments.json)
+    status = module.run(arguments, report) or 0
+    report.write()
+    return status
 
 
 def smoke(kind: str, *only: str) -> int:

@@ -241,6 +241,8 @@ def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloa
     make_tokenizer(folder, vocabulary)
     told = {"torch_dtype": str(dtype).removeprefix("torch."), "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps({**told, **shape}))
+    if device == "cuda":
+        torch.cuda.empty_cache()  # a pod beside this process takes what is free
     return folder
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from tokenpod.core.own_process import die_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -51,7 +53,10 @@ class Pod:
 
     def __enter__(self) -> Self:
         began = time.perf_counter()
-        self._process = subprocess.Popen(self._command, start_new_session=True)
+        # It ends with this process, also where that is killed: a pod keeps a GPU's memory.
+        self._process = subprocess.Popen(
+            self._command, start_new_session=True, preexec_fn=die_with_parent
+        )
         self.pid = self._process.pid
         try:
             self._wait()

@@ -1,4 +1,4 @@
-"""What a run found: Markdown tables as it goes, and JSON at the end."""
+"""What a run found: Markdown tables and JSON as it goes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Report:
-    """Rows of tables. Lists are shown as median (least to most), names with `share` in percent."""
+    """Rows of tables. Lists are shown as median (least to most), names with `share` in percent.
 
-    def __init__(self) -> None:
+    All that there is so far is in the JSON file at `path`, if there is one: also if the run is
+    killed.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
         self.about = about()
+        self._path = path
         self.tables: dict[str, list[dict[str, Any]]] = {}
         self._open: tuple[str, tuple[str, ...]] | None = None
         print(", ".join(f"{name} {value}" for name, value in self.about.items()), flush=True)
@@ -34,18 +39,22 @@ class Report:
             print(f"\n**{table}**\n\n| {' | '.join(names)} |\n|{'---|' * len(names)}")
             self._open = opened
         print("| " + " | ".join(shown(name, cells[name]) for name in cells) + " |", flush=True)
+        self.write()
 
     def note(self, text: str) -> None:
         """Print a line between tables; it is in the JSON too."""
         self.tables.setdefault("notes", []).append({"note": text})
         self._open = None
         print(text, flush=True)
+        self.write()
 
-    def write(self, path: Path | None) -> None:
+    def write(self) -> None:
         """All rows, with what they were measured on and by which command."""
-        if path is not None:
+        if self._path is not None:
             written = json.dumps({"about": self.about, **self.tables}, indent=1, default=str)
-            path.write_text(written + "\n")
+            part = self._path.with_name(self._path.name + ".part")
+            part.write_text(written + "\n")
+            part.replace(self._path)
 
 
 def about() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Collectives on GPUs, in the order of the current stream, so that graphs can hold them.
 
-Short messages go through the peers' memory where GPUs reach it: a decode step's sums take a few
-microseconds there, several times less than NCCL's. Long ones, and other hosts, are NCCL's.
+Sums go through the peers' memory where GPUs reach it: of a decode step they take a few microseconds
+there, several times less than NCCL's, and two ranks' long ones meet the residual stream on their
+way. Long sums of more ranks, and those of other hosts, are NCCL's.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ from tokenpod.engine.shards.cpu_group import CpuGroup
 from tokenpod.engine.shards.rendezvous import one_line
 from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 
-#: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each
-#: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py at 487f27e9).
-LONGEST_SUM = {2: 4 << 20, 4: 1 << 20, 8: 1 << 19}
+#: Bytes of the longest sum whose words have numbers, by how many ranks there are: each sends all of
+#: it to every other one, twice the bytes. Measured on H200s (docs/measurements/gpu.md).
+LONGEST_SUM = {2: 1 << 20, 4: 1 << 20, 8: 1 << 19}
+#: Words that two ranks send each other at a time of longer sums: the fastest of 2^18 to 2^22, and
+#: both halves of a buffer stay in the L2 cache.
+FLAGGED_WORDS = 1 << 20
 #: Tokens that the leader can broadcast at once without NCCL.
-_MOST_BROADCAST = 4 * BLOCK
+MOST_BROADCAST = 4 * BLOCK
+
+
+def longest_sum(world: int) -> int:
+    """Words of 32 bits of the longest sum of so many ranks that have numbers."""
+    return next((size // 4 for most, size in LONGEST_SUM.items() if world <= most), 0)
 
 
 class DeviceGroup:
@@ -56,24 +65,31 @@ class DeviceGroup:
         except RuntimeError as error:
             raise EngineError(f"rank {self.rank} can't use NCCL: {one_line(error)}") from None
         self._memory: list[torch.Tensor] = []
-        self._sums = self._symmetric_buffers(self._longest_sum, device)
+        #: What sums go through, the first that they fit.
+        self._sums: list[SymmetricBuffers] = []
         #: See `Group.buffers`.
-        self.buffers = (
-            self._symmetric_buffers(self._longest_sum, device, together=1) if self._sums else None
-        )
-        self._broadcasts = self._symmetric_buffers(_MOST_BROADCAST, device) if self._sums else None
+        self.buffers: SymmetricBuffers | None = None
+        self._broadcasts: SymmetricBuffers | None = None
+        longest = longest_sum(self.world)
+        if short := self._symmetric_buffers(longest, device):
+            self._sums.append(short)
+            self.buffers = self._symmetric_buffers(longest, device, together=1)
+            self._broadcasts = self._symmetric_buffers(MOST_BROADCAST, device)
+            if self.world == 2:
+                long = self._symmetric_buffers(FLAGGED_WORDS, device, flagged=True)
+                self._sums += [long] if long else []
 
     def sum(self, x: torch.Tensor) -> None:
         """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
-        if self._sums is not None and self._sums.fit(x):
-            self._sums.sum(x)
+        if buffers := self._buffers_for(x):
+            buffers.sum(x)
         else:
             distributed.all_reduce(x)
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`."""
-        if self._sums is not None and self._sums.fit(partial):
-            self._sums.add(partial, residual)
+        if buffers := self._buffers_for(partial):
+            buffers.add(partial, residual)
         else:
             distributed.all_reduce(partial)
             residual += partial
@@ -101,22 +117,20 @@ class DeviceGroup:
         distributed.destroy_process_group()
         self._host.close()
 
-    @property
-    def _longest_sum(self) -> int:
-        """Words of 32 bits."""
-        return next((size // 4 for most, size in LONGEST_SUM.items() if self.world <= most), 0)
+    def _buffers_for(self, x: torch.Tensor) -> SymmetricBuffers | None:
+        """What its sum goes through; None: NCCL."""
+        return next((buffers for buffers in self._sums if buffers.fit(x)), None)
 
     def _symmetric_buffers(
-        self, capacity: int, device: torch.device, *, together: int = BLOCK
+        self, capacity: int, device: torch.device, *, together: int = BLOCK, flagged: bool = False
     ) -> SymmetricBuffers | None:
         """Buffers in memory that all ranks reach; None, on all of them, where one does not."""
         if self.least(int(self.local_ranks == self.world and capacity > 0)) == 0:
             return None
         addresses: list[int] = []
         try:
-            memory = symmetric_memory.empty(
-                SymmetricBuffers.words(self.world, capacity), dtype=torch.int64, device=device
-            )
+            words = SymmetricBuffers.words(self.world, capacity, flagged=flagged)
+            memory = symmetric_memory.empty(words, dtype=torch.int64, device=device)
             everyone: Any = distributed.group.WORLD
             handle: Any = symmetric_memory.rendezvous(memory, everyone)
             memory.zero_()
@@ -133,4 +147,6 @@ class DeviceGroup:
         # Nobody writes before all have zeroed theirs.
         if self.least(len(addresses)) != self.world:
             return None
-        return SymmetricBuffers.at(addresses, self.rank, capacity, device, together=together)
+        return SymmetricBuffers.at(
+            addresses, self.rank, capacity, device, together=together, flagged=flagged
+        )

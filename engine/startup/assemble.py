@@ -22,7 +22,6 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
 from tokenpod.core.windows import WindowRoom
-from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.drafts.draft import DraftModel, draft_of
 from tokenpod.engine.startup.kv_scales import (
     EIGHT_BITS,
@@ -153,6 +152,9 @@ def _on_cpu(
     group: Group | None,
     draft: DraftModel | None,
 ) -> Assembled:
+    # Not on a GPU: it brings numba with it, which compiles a CPU's loops.
+    from tokenpod.engine.cpu.cpu_executor import CpuExecutor
+
     dtype = kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
     offload = make_offload_pool(model, options, dtype, device, group, draft)

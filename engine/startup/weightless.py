@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +25,7 @@ from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
 from tokenpod.kernels.gpu.compiling import Kernel, Notes
 from tokenpod.kernels.gpu.launch import Gpu, stand_in
 from tokenpod.kernels.operations.attention_ops import KVScales
+from tokenpod.kernels.operations.parallel import parallel
 from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.folder import read_layout
@@ -33,6 +34,9 @@ from tokenpod.models.pooling.head import PoolingHead
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.models.weights.weights import Stack
+
+if TYPE_CHECKING:
+    from tokenpod.engine.startup.noted_group import NotedGroup
 
 META = torch.device("meta")
 
@@ -119,26 +123,31 @@ def find_kernels(
 ) -> list[Kernel]:
     """The kernels that serving a model on such a GPU launches, in the order of first launches.
 
-    `found` is called with each as soon as it is known. What adapters, draft models and sums over
-    ranks add is not among them. From then on this process launches no kernels. Raises ModelError
-    for a folder that can't be read.
+    `found` is called with each as soon as it is known. What adapters and draft models add is not
+    among them; of sums over ranks what all ranks of the pod launch is. From then on this process
+    launches no kernels. Raises ModelError for a folder that can't be read.
     """
     stand_in(gpu)
     notes = Notes(gpu.capability, found)
     notes.begin()
-    shard = Shard(options.placement.rank, options.placement.world) if options.placement else WHOLE
+    group: NotedGroup | None = None
+    if (place := options.placement) is not None:
+        # Not above: with it comes what ranks meet by.
+        from tokenpod.engine.startup.noted_group import NotedGroup
+
+        group = NotedGroup(place.rank, place.world, META, one_pod=bool(place.secret))
     with Nothing(), torch.inference_mode():  # type: ignore[no-untyped-call]
-        model = weightless_model(options, shard)
-        _run_steps(model, options)
+        model = weightless_model(options, group)
+        _run_steps(model, options, group)
     return notes.kernels
 
 
-def _run_steps(model: Decoder, options: EngineOptions) -> None:
+def _run_steps(model: Decoder, options: EngineOptions, group: NotedGroup | None) -> None:
     """Steps of every size and kind, as `assemble` and serving run them."""
     config, limits = model.config, step_limits(options)
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     pool = make_pool(model, limits.tokens, META)
-    executor = device_executor(model, options, pool, positions, META)
+    executor = device_executor(model, options, pool, positions, META, group=group)
     rows = 1 if config.own_state is not None else limits.rows
     drafts = limits.drafts, min(options.speculate, positions - 1)
     pools = model.pooling is not None
@@ -169,11 +178,13 @@ def _run_steps(model: Decoder, options: EngineOptions) -> None:
     warm_up(executor, [0] * min(limits.prompt, positions, 64), pools=pools)
 
 
-def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
+def weightless_model(options: EngineOptions, group: NotedGroup | None) -> Decoder:
     """The served model's layers up to the first that is like one of those before, and its ends.
 
-    Raises ModelError as `load_model` does for a folder that it can't read.
+    Of a group, this rank's part. Raises ModelError as `load_model` does for a folder that it can't
+    read.
     """
+    shard = Shard(group.rank, group.world) if group else WHOLE
     folder = Path(options.model_folder)
     override = json.loads(options.config_override) if options.config_override else None
     with _Headers(folder) as checkpoint:
@@ -199,6 +210,8 @@ def weightless_model(options: EngineOptions, shard: Shard) -> Decoder:
         )
     pooling = None if layout.pooling is None else PoolingHead(layout.pooling)
     ops = DETERMINISTIC if options.deterministic else OPERATIONS
+    if group is not None:
+        ops = parallel(group.noting(ops), group)
     return Decoder(spec.on_rank(shard), tensors, ops, pooling=pooling)
 
 

@@ -68,6 +68,14 @@ def test_a_model_that_makes_vectors_has_no_kernels_of_sampling(kind, tmp_path):
     assert not sampling & {*asked.values()}
 
 
+@pytest.mark.slow
+def test_the_sums_of_all_ranks_of_a_pod_are_found_by_its_first(golden):
+    folder = str(golden("llama", num_key_value_heads=4).folder)
+    found = answer_of("noted_sums.py", folder, "2")
+    ranks = {name: {rank for each, rank in found if each == name} for name, _ in found}
+    assert ranks["_sum_over_ranks"] == ranks["_tell"] == ranks["multiply_add"] == {0, 1}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "quantize", [(), pytest.param(("int4",), marks=pytest.mark.slow)], ids=["bf16", "int4"]

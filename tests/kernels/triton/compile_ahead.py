@@ -480,6 +480,8 @@ def others() -> None:
     buffers = peers.SymmetricBuffers.at([0, 0], 0, peers.BLOCK, CPU)
     buffers.add(draw(peers.BLOCK), draw(peers.BLOCK))
     buffers.tell(torch.zeros(3, dtype=torch.int64))
+    long = peers.SymmetricBuffers.at([0, 0], 0, peers.FLAGGED_BLOCK, CPU, flagged=True)
+    long.add(draw(2 * peers.BLOCK), draw(2 * peers.BLOCK))
 
 
 def sample() -> None:

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from support.kernels.interpreted import DEVICE
-from support.kernels.summing_ranks import MATRIX, MULTIPLY_ADD, K, Sum, follow_turns, turn_of
+from support.kernels.summing_ranks import (
+    LONG,
+    MATRIX,
+    MULTIPLY_ADD,
+    K,
+    Sum,
+    follow_turns,
+    long_partial,
+    turn_of,
+)
 from support.steps.rank_processes import run_ranks
 from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
@@ -226,10 +235,15 @@ def test_without_buffers_or_a_way_to_use_them_the_group_adds(lacks):
 def test_ranks_that_run_at_once_never_overtake_each_other():
     world = 2
     memory = torch.zeros((2, world, 2, world, BLOCK), dtype=torch.int64).share_memory_()
-    first, second = run_ranks(follow_turns, [(rank, world, memory) for rank in range(world)])
-    assert len(first) > 20
-    for turn, (got, on_the_other) in enumerate(zip(first, second, strict=True)):
+    words = SymmetricBuffers.words(world, LONG, flagged=True)
+    flagged = torch.zeros((world, words), dtype=torch.int64).share_memory_()
+    jobs = [(rank, world, memory, flagged) for rank in range(world)]
+    first, second = run_ranks(follow_turns, jobs)
+    assert len(first) > 40
+    for got, on_the_other in zip(first, second, strict=True):
         assert (got == on_the_other).all()
+    for turn, (got, long) in enumerate(zip(first[::2], first[1::2], strict=True)):
+        assert (long == (long_partial(turn, 0) + long_partial(turn, 1)).numpy()).all()
         each = turn_of(turn, world)[2]
         expected = each.residual.float()
         for x, weight in zip(each.inputs, each.weights, strict=True):

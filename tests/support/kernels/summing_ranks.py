@@ -14,7 +14,7 @@ import torch
 from triton.runtime import interpreter
 
 from support.kernels.interpreted import DEVICE
-from tokenpod.kernels.gpu.peers import SymmetricBuffers
+from tokenpod.kernels.gpu.peers import FLAGGED_BLOCK, SymmetricBuffers
 from tokenpod.kernels.products import triton_product as product
 from tokenpod.kernels.products.product_tiles import Kind, Tile
 
@@ -23,6 +23,8 @@ MATRIX = Tile(Kind.MATRIX, block_n=32, block_k=32, warps=2, stages=3)
 #: Inputs: no multiple of what a program takes at a time.
 K = 72
 TURNS = 24
+#: Words that ranks send each other at a time of long sums.
+LONG = 2 * FLAGGED_BLOCK
 
 
 @dataclass
@@ -63,32 +65,48 @@ def turn_of(turn: int, world: int) -> tuple[bool, Tile, Sum]:
     return bool(draw.random() < 0.8), tile, each
 
 
+def long_partial(turn: int, rank: int) -> torch.Tensor:
+    """A rank's summand, of up to three times what flagged buffers hold."""
+    words = int(np.random.default_rng(turn).integers(1, 3 * LONG))
+    generator = torch.Generator().manual_seed(2 * turn + rank)
+    return torch.randn(words, generator=generator).to(DEVICE)
+
+
 def _read_late(seed: int) -> None:
-    """Now and then, wait before a message is looked for: long enough for the others to go on."""
-    load = interpreter.InterpreterBuilder.create_masked_load
+    """Now and then, wait before a message is looked for: long enough for the others to go on.
+
+    And always for a moment, in which the others have the processor.
+    """
+    builder = interpreter.InterpreterBuilder
+    load, atomic = builder.create_masked_load, builder.create_atomic_rmw
     draw = random.Random(seed)
 
     def late(self, pointers, mask, other, cache, eviction, is_volatile):
-        if is_volatile and draw.random() < 0.1:
-            time.sleep(0.1)
+        if is_volatile:
+            time.sleep(0.1 if draw.random() < 0.05 else 0.0005)
         return load(self, pointers, mask, other, cache, eviction, is_volatile)
 
-    interpreter.InterpreterBuilder.create_masked_load = late
+    def late_atomic(self, *arguments):
+        time.sleep(0.05 if draw.random() < 0.01 else 0.0005)
+        return atomic(self, *arguments)
+
+    builder.create_masked_load, builder.create_atomic_rmw = late, late_atomic
 
 
-def follow_turns(job: tuple[int, int, torch.Tensor]) -> list[np.ndarray]:
-    """One rank's results.
+def follow_turns(job: tuple[int, int, torch.Tensor, torch.Tensor]) -> list[np.ndarray]:
+    """One rank's results: of each turn a product's sum, then a long one.
 
     Args:
         job: the rank, how many there are, and their memory: [two kinds of buffers, receiver, half,
-            sender, word].
+            sender, word] and [receiver, words of a flagged buffer].
     """
-    rank, world, memory = job
+    rank, world, memory, flagged = job
     torch.set_num_threads(1)
     _read_late(rank)
-    addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in memory]
+    addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in (*memory, flagged)]
     behind = SymmetricBuffers.at(addresses[0], rank, memory.shape[-1], DEVICE)
     at_the_end = SymmetricBuffers.at(addresses[1], rank, memory.shape[-1], DEVICE, together=1)
+    long = SymmetricBuffers.at(addresses[2], rank, LONG, DEVICE, flagged=True)
     totals = []
     for turn in range(TURNS):
         joined, tile, each = turn_of(turn, world)
@@ -98,5 +116,8 @@ def follow_turns(job: tuple[int, int, torch.Tensor]) -> list[np.ndarray]:
             product.multiply(x, weight, None, total, tile, buffers=at_the_end)
         else:
             behind.add(each.partial(rank, tile), total)
+        totals.append(total.numpy())
+        total = long_partial(turn, rank)
+        long.sum(total)
         totals.append(total.numpy())
     return totals

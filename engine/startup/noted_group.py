@@ -1,0 +1,92 @@
+"""A group whose ranks never meet: launches of sums over ranks are noted for all of them.
+
+Kernels have a rank's number in them, so each rank would compile its own. The first rank of a host
+compiles for all of them what goes through their memory; what NCCL does is compiled already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from tokenpod.engine.shards.device_group import FLAGGED_WORDS, MOST_BROADCAST, longest_sum
+from tokenpod.kernels.gpu.peers import SymmetricBuffers
+from tokenpod.kernels.operations.ops import AddLinear, Operations
+
+
+class NotedGroup:
+    """A `Group` whose tensors have no memory; only ranks of one pod reach each other's."""
+
+    def __init__(self, rank: int, world: int, device: torch.device, *, one_pod: bool) -> None:
+        self.rank = rank
+        self.world = self.local_ranks = world
+
+        def of_all(capacity: int, **how: int) -> list[SymmetricBuffers]:
+            return [
+                SymmetricBuffers.at([0] * world, each, capacity, device, **how)  # type: ignore[arg-type]
+                for each in range(world)
+            ]
+
+        short = longest_sum(world) if one_pod else 0
+        self._forms = [of_all(short)] if short else []
+        if short and world == 2:
+            self._forms.append(of_all(FLAGGED_WORDS, flagged=True))
+        #: Of every rank, where products end in sums.
+        self.buffers = of_all(short, together=1) if short else None
+        self._broadcasts = of_all(MOST_BROADCAST)
+
+    def sum(self, x: torch.Tensor) -> None:
+        """Note it for each rank."""
+        for buffers in self._for(x):
+            buffers.sum(x)
+
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+        """Note it for each rank."""
+        for buffers in self._for(partial):
+            buffers.add(partial, residual)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """What has the shape of all ranks' columns."""
+        return x.new_empty(len(x), self.world * x.shape[1])
+
+    def broadcast(self, tokens: torch.Tensor) -> None:
+        """Note it for each rank."""
+        if self._forms and len(tokens) <= MOST_BROADCAST:
+            for buffers in self._broadcasts:
+                buffers.tell(tokens)
+
+    def least(self, number: int) -> int:
+        """The number."""
+        return number
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def noting(self, ops: Operations) -> Operations:
+        """The operations, whose products end in every rank's sums."""
+        prepare = ops.prepare_sum_linear
+        if prepare is None:
+            return ops
+
+        def prepare_all(
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            buffers: list[SymmetricBuffers],
+            apart: AddLinear,
+        ) -> AddLinear:
+            products: list[Callable[..., None]] = [
+                prepare(weight, bias, each, apart) for each in buffers
+            ]
+
+            def add_products(x: torch.Tensor, residual: torch.Tensor) -> None:
+                for product in products:
+                    product(x, residual)
+
+            return add_products
+
+        return replace(ops, prepare_sum_linear=prepare_all)
+
+    def _for(self, x: torch.Tensor) -> list[SymmetricBuffers]:
+        return next((form for form in self._forms if form[0].fit(x)), [])

@@ -137,9 +137,7 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
     torch.set_num_threads(1)
     # What transformers computes launches few of our kernels, and has no shapes without weights.
     native = is_native(Path(options.model_folder))
-    compilers = Compilers(
-        min(len(os.sched_getaffinity(0)), _MOST_PROCESSES), launched_here=architecture is None
-    )
+    compilers = Compilers(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
     kernels = find_kernels(options, gpu, compilers.take) if native else []
     found = time.monotonic()
     compilers.end()

@@ -20,7 +20,6 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key
-from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -51,16 +50,9 @@ class Kernel:
             get_cache_key(self.source, backend, self.options, get_cache_invalidating_env_vars())
         )
 
-    def compile(self, launches: Any = None) -> Any:
-        """Compile it into the cache, unless it is there.
-
-        `launches`: Triton's driver of this machine's GPU. Triton 3.6 has a C program for launches
-        with each kind of arguments, which takes as long to compile as a small kernel.
-        """
-        made = compile_kernel(self.source, target=self.target, options=self.options.__dict__)
-        if launches is not None:
-            launches.launcher_cls(self.source, made.metadata)
-        return made
+    def compile(self) -> Any:
+        """Compile it into the cache, unless it is there."""
+        return compile_kernel(self.source, target=self.target, options=self.options.__dict__)
 
 
 class Notes:
@@ -120,18 +112,12 @@ class Compilers:
     """Processes that compile kernels into the cache, so many at a time.
 
     Each is forked for its kernel, and has all that kernels are full of. No other thread may run.
-
-    Args:
-        processes: at a time.
-        launched_here: whether kernels are for this machine's GPU.
     """
 
-    def __init__(self, processes: int, *, launched_here: bool = False) -> None:
+    def __init__(self, processes: int) -> None:
         #: Kernels that the cache had not.
         self.lacking = 0
         self._processes = processes
-        # Now, once for all: a forked process can't look for GPUs.
-        self._launches = driver.active if launched_here else None
         self._waiting: list[Kernel] = []
         #: By process, what it compiles.
         self._running: dict[int, str] = {}
@@ -157,7 +143,7 @@ class Compilers:
     def _begin(self) -> None:
         while len(self._running) < self._processes and self._waiting:
             kernel = self._waiting.pop(0)
-            self._running[_begun(kernel, self._launches)] = kernel.name
+            self._running[_begun(kernel)] = kernel.name
 
     def _see_ended(self, how: int) -> None:
         while self._running:
@@ -170,7 +156,7 @@ class Compilers:
             how = os.WNOHANG
 
 
-def _begun(kernel: Kernel, launches: Any) -> int:
+def _begun(kernel: Kernel) -> int:
     """A process that compiles it, by its number."""
     process = os.fork()
     if process:
@@ -178,7 +164,7 @@ def _begun(kernel: Kernel, launches: Any) -> int:
     status = 1
     try:
         die_with_parent()
-        kernel.compile(launches)
+        kernel.compile()
         status = 0
     except BaseException:
         traceback.print_exc()

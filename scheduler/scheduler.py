@@ -430,7 +430,7 @@ class Scheduler:
         if self._routed.ops:
             more, read = self._routed.decoding
             rows, context = rows + more, context + read
-        if not rows:
+        if not rows and not self.limits.short_prompts:
             return self.limits.prefill_tokens
         return gaps.prompt_tokens(rows, context, self._batcher.prompts)
 

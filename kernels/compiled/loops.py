@@ -219,8 +219,9 @@ def player(calls: npt.NDArray[np.int64]) -> Callable[[], None]:
         calls: [n, 3], of each its address, that of its arguments, which stay there, and threads;
             to be kept for as long as it is called.
     """
-    team = ctypes.cast(_team(), ctypes.c_void_p).value if (calls[:, 2] > 1).any() else 0
-    return functools.partial(_player(), calls.ctypes.data, len(calls), team)
+    team: Any = _team()
+    entry = 0 if team is None else ctypes.cast(team, ctypes.c_void_p).value
+    return functools.partial(_player(), calls.ctypes.data, len(calls), entry)
 
 
 @functools.cache

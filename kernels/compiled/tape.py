@@ -105,8 +105,20 @@ class Tape(TorchDispatchMode):
         else:
             self.nbytes += found.nbytes
             if func._schema.name.removeprefix("aten::") not in _ALLOCATE:
-                self._calls.append(lambda: found.copy_(func(*args, **named)))
+                self._calls.append(_into(found, func, args, named))
         return found
+
+
+def _into(
+    found: torch.Tensor, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """Computes what was found once more, in the same memory."""
+    out, given = getattr(func.overloadpacket, "out", None), func._schema.arguments
+    if out is None or [a.name for a in out._schema.arguments if not a.is_out] != [
+        a.name for a in given
+    ]:
+        return lambda: found.copy_(func(*args, **named))
+    return functools.partial(out, *args, **named, out=found)
 
 
 def _is_view(found: Any, args: tuple[Any, ...]) -> bool:

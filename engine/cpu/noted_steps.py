@@ -1,14 +1,16 @@
 """Plain decode steps of few rows, each number of which is noted once and then played.
 
-    first step of n rows    computed and noted
-    second                  computed, and played: both must find the same logits
-    all others              played
+    the first steps of n rows    computed
+    the next                     computed and noted
+    the one behind that          computed, and played: both must find the same logits
+    all others                   played
 
 Python is most of such a step: each loop runs for some microseconds.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +21,11 @@ from tokenpod.kernels.compiled.tape import Tape
 from tokenpod.kernels.operations.batch import Run
 
 #: Rows of a noted step: with more of them products take most of the time.
-MOST_ROWS = 8
-#: Bytes that a noted step may keep.
-_MOST_BYTES = 8 << 20
+MOST_ROWS = 32
+#: Steps of a size before one is noted: a batch that dwindles passes through many sizes once.
+_BEFORE = 6
+#: Bytes that all noted steps may keep.
+MOST_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -39,6 +43,9 @@ class NotedSteps:
     def __init__(self) -> None:
         #: By rows; None: steps of so many can't be played.
         self._noted: dict[int, _Noted | None] = {}
+        self._left = MOST_BYTES
+        #: By rows: steps that may still pass before one is noted.
+        self._before: defaultdict[int, int] = defaultdict(lambda: _BEFORE)
         #: By rows: integers as numpy and as torch sees them, where a step finds them each time.
         self._integers: dict[int, tuple[Integers, Integers]] = {}
 
@@ -65,6 +72,9 @@ class NotedSteps:
             b_context: how many there are.
         """
         rows = len(b_runs)
+        if self._before[rows]:
+            self._before[rows] -= 1
+            return compute()
         if rows not in self._noted:
             return self._note(rows, compute)
         noted = self._noted[rows]
@@ -87,6 +97,7 @@ class NotedSteps:
         tape = Tape()
         with tape:
             logits = compute()
-        whole = tape.whole and tape.nbytes <= _MOST_BYTES and logits.is_contiguous()
+        whole = tape.whole and tape.nbytes <= self._left and logits.is_contiguous()
         self._noted[rows] = _Noted(tape, logits) if whole else None
+        self._left -= tape.nbytes * whole
         return logits

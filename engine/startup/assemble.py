@@ -23,6 +23,7 @@ from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
 from tokenpod.core.windows import WindowRoom
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
+from tokenpod.engine.cpu.noted_steps import MOST_BYTES
 from tokenpod.engine.drafts.draft import DraftModel, draft_of
 from tokenpod.engine.startup.kv_scales import (
     EIGHT_BITS,
@@ -213,7 +214,7 @@ def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, r
         item_bytes=item_bytes,
         expanded=expanded,
     )
-    return step + PROCESSES_GROW
+    return step + PROCESSES_GROW + MOST_BYTES
 
 
 def _on_device(

@@ -10,6 +10,7 @@ from support.engines.demo_engine import POSITIONS, SLOTS, VOCABULARY, demo_model
 from support.engines.engine_link import Client
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.cpu import noted_steps
 from tokenpod.engine.cpu.cpu_executor import CpuExecutor
 from tokenpod.engine.cpu.noted_steps import MOST_ROWS, NotedSteps
 from tokenpod.engine.loop import EngineLoop
@@ -28,10 +29,10 @@ def answers(*, noted: bool):
             [i],
             [7 + i + k for k in range(3 + 11 * i)],
             SamplingParams(do_sample=i % 3 == 2, seed=i),
-            StoppingParams(max_new_tokens=5 + 2 * i, eos_token_ids=frozenset()),
+            StoppingParams(max_new_tokens=5 + 4 * i, eos_token_ids=frozenset()),
             logprobs=True,
         )
-        for i in range(5)
+        for i in range(3)
     ]
     link = Client(requests)
     loop = EngineLoop(link, scheduler, executor)
@@ -40,7 +41,8 @@ def answers(*, noted: bool):
     return (link.tokens, link.logprobs), executor
 
 
-def test_played_steps_bring_the_same_tokens_to_the_last_bit():
+def test_played_steps_bring_the_same_tokens_to_the_last_bit(monkeypatch):
+    monkeypatch.setattr(noted_steps, "_BEFORE", 1)
     played, executor = answers(noted=True)
     computed, _ = answers(noted=False)
     assert played == computed
@@ -70,7 +72,7 @@ def test_what_reads_a_number_is_not_noted():
 
 
 @pytest.mark.parametrize("numpy", [False, True])
-def test_a_step_that_finds_other_numbers_than_the_model_is_not_played(numpy):
+def test_a_step_that_finds_other_numbers_than_the_model_is_not_played(numpy, monkeypatch):
     """What numpy computes is not noted; the second step shows it."""
     steps, calls, x = NotedSteps(), [], torch.zeros(1, 8)
 
@@ -80,15 +82,16 @@ def test_a_step_that_finds_other_numbers_than_the_model_is_not_played(numpy):
             return torch.from_numpy(np.exp(x.numpy())) + 1
         return x.exp() + 1
 
-    for number in range(4):
+    monkeypatch.setattr(noted_steps, "_BEFORE", 1)
+    for number in range(5):
         with torch.inference_mode():
             x.fill_(number)
             found = steps.logits(compute, [[(0, 1)]], [1])
         assert torch.allclose(found, torch.full((1, 8), number).exp() + 1)
-    assert len(calls) == (4 if numpy else 2)
+    assert len(calls) == (5 if numpy else 3)
 
 
-def test_more_runs_than_there_is_room_for_are_computed():
+def test_more_runs_than_there_is_room_for_are_computed(monkeypatch):
     class Full:
         def refresh(self, b_runs, b_context):
             return False
@@ -98,6 +101,7 @@ def test_more_runs_than_there_is_room_for_are_computed():
     def compute():
         return x + 1
 
+    monkeypatch.setattr(noted_steps, "_BEFORE", 0)
     steps.logits(compute, [[(0, 1)]], [1])
     steps._noted[1].tape.plans.append(Full())
     x.fill_(5)

@@ -44,8 +44,9 @@ class NotedSteps:
         #: By rows; None: steps of so many can't be played.
         self._noted: dict[int, _Noted | None] = {}
         self._left = MOST_BYTES
-        #: By rows: steps that may still pass before one is noted.
-        self._before: defaultdict[int, int] = defaultdict(lambda: _BEFORE)
+        #: By rows: steps that may still pass before one is noted. One row's is noted as the engine
+        #: warms up, so that what notes and plays is compiled before anybody waits.
+        self._before: defaultdict[int, int] = defaultdict(lambda: _BEFORE, {1: 0})
         #: By rows: integers as numpy and as torch sees them, where a step finds them each time.
         self._integers: dict[int, tuple[Integers, Integers]] = {}
 

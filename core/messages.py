@@ -240,7 +240,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_batch_prefill_tokens: int
     #: Tokens of one sequence, prompt and output; None: as many as the model can address.
     max_total_tokens: int | None = None
-    #: Choose fewer prompt tokens for a step where a CPU takes long for so many.
+    #: A step with prompts keeps `max_gap_seconds` while nobody streams, too.
     short_prompt_steps: bool = False
     #: Choose fewer rows than `max_batch_size` where memory holds fewer well.
     fewer_rows: bool = False

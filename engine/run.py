@@ -253,12 +253,13 @@ def load(
         slots=room.slots,
         max_rows=room.rows,
         max_positions=positions,
-        prefill_tokens=assembled.prefill_tokens,
+        prefill_tokens=options.max_batch_prefill_tokens,
         shortest_first=options.shortest_first,
         # Where nothing is generated, no stream waits for a step.
         max_gap=int(1e9 * options.max_gap_seconds)
         if options.max_gap_seconds is not None and pooling is None
         else None,
+        short_prompts=options.short_prompt_steps,
         prefix_caching=options.prefix_caching,
         prefix_eviction=options.prefix_eviction,
         sharing=own is None,
@@ -308,7 +309,7 @@ def load(
         adapters=adapters,
         quantization=model.quantization,
         offload_slots=assembled.offload_slots,
-        prefill_tokens=assembled.prefill_tokens,
+        prefill_tokens=options.max_batch_prefill_tokens,
         task=Task.GENERATE if pooling is None else pooling.spec.task,
         vectors=None if pooling is None else pooling.spec.facts(config.second_text),
         windows_kept=room.windows_kept,

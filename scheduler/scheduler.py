@@ -443,7 +443,7 @@ class Scheduler:
         if gaps is None or not (self._batcher.has_prompts or self._routed.ops):
             return self.limits.prefill_tokens
         rows, context = self._decoding
-        if not rows:
+        if not rows and not self.limits.short_prompts:
             return self.limits.prefill_tokens
         return gaps.prompt_tokens(rows, context, self._batcher.prompts)
 

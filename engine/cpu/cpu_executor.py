@@ -12,9 +12,11 @@ from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.plan import Ints as PlanInts
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.cpu.cpu_sampler import CpuSampler, cpu_sampler
+from tokenpod.engine.cpu.noted_steps import MOST_ROWS, NotedSteps
+from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
 from tokenpod.engine.steps.drafter import Drafter
-from tokenpod.engine.steps.executor import Masks, Model
+from tokenpod.engine.steps.executor import Masks, Model, PooledRows
 from tokenpod.engine.steps.integers import Counts, Integers, StepWords
 from tokenpod.engine.steps.mailbox import CpuMailbox, Flight, Mailbox
 from tokenpod.engine.steps.offload_copies import OffloadCopies, pools_of
@@ -39,6 +41,7 @@ from tokenpod.kernels.operations.batch import (
 )
 from tokenpod.kernels.operations.group import Group
 from tokenpod.kernels.products.cpu_product import filled_rows
+from tokenpod.models.decoders.decoder import Decoder
 
 _CPU = torch.device("cpu")
 
@@ -83,6 +86,10 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             own_positions=own_positions,
         )
         self._fills = fills
+        #: None: no step of this model can be played.
+        self._noted: NotedSteps | None = None
+        if isinstance(model, Decoder) and model.repeats and draft is None and not own_positions:
+            self._noted = NotedSteps()
         #: How many positions `_runs` has of each row.
         self._known = np.zeros(rows, np.int32)
         self._take_words(Counts.decode(rows).words)
@@ -180,6 +187,24 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         drawing = _CpuDrawing(plan, logits.float(), tokens, self._sampler, self._last_token)
         return self._finish(flight, drawing, unmasked_rounds(plan))
 
+    def _forward(
+        self, plan: StepPlan, mailbox: Mailbox
+    ) -> tuple[torch.Tensor | None, Integers, dict[int, PromptScores], list[PooledRows]]:
+        noted = self._noted
+        if noted is None or not _is_plain(plan) or self._windowed:
+            return super()._forward(plan, mailbox)
+        host, integers = noted.integers(plan.rows)
+        self._fill(host, plan)
+        t_token, _ = self._resolve(integers)
+
+        def compute() -> torch.Tensor:
+            batch = self._batch(integers, self._ragged(host, plan), t_token)
+            return self._model.logits(self._model.forward(batch, self._pool), batch)
+
+        runs = [self._runs[row] for row in plan.r_row.tolist()]
+        logits = noted.logits(compute, runs, host.b_context.tolist())
+        return logits, integers, {}, []
+
     def _draw(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
         """One token for each row that is sampled; none waits for a mask or follows a draft."""
         sampled = plan.r_samples.nonzero()[0]
@@ -206,6 +231,14 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         known = tokens.numpy()
         known[:] = self._resolved(known, integers.t_row.numpy())
         return tokens, self._positions(integers)
+
+
+def _is_plain(plan: StepPlan) -> bool:
+    """Whether few rows have one token each that the next one follows, and nothing else is asked."""
+    if plan.tokens > MOST_ROWS or not plan.tokens == plan.rows == plan.sampling:
+        return False
+    others = plan.r_adapter, plan.r_masked, plan.scored_token, plan.own_token
+    return not (plan.drafts or plan.embeds or any(map(len, others)))
 
 
 def _append(runs: list[list[Run]], rows: list[int], plan: StepPlan, t_slot: PlanInts) -> None:

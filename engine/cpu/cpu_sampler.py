@@ -95,13 +95,14 @@ class CpuSampler(Sampler):
         values = logits.numpy()
         # The lowest id in ties; a NaN counts as highest.
         best = values.argmax(axis=1)
-        bad = torch.from_numpy(~np.isfinite(values[np.arange(len(rows)), best]))
+        none = ~np.isfinite(values[np.arange(len(rows)), best])
         tokens = torch.from_numpy(best)
         if not flags.any():
             # The best tokens are all that anybody wants to know.
-            tokens.masked_fill_(bad, -1)
+            best[none] = -1
             self._broadcast(tokens)
             return Samples.of_tokens(tokens)
+        bad = torch.from_numpy(none)
         is_plain = (flags & (DRAWS | EDITED)) == 0
         logprobs = torch.zeros(len(rows), dtype=torch.float32)
         asked = (is_plain & (columns["logprobs"] != 0)).nonzero()[0]

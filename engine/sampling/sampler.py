@@ -7,6 +7,7 @@ all that the other ranks' next step needs of this one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
@@ -24,6 +25,13 @@ from tokenpod.kernels.operations.group import Group
 #: Rows of columns, [n] of a table's dtype, and one of them.
 Records = npt.NDArray[np.void]
 Record = np.void
+
+
+@functools.cache
+def _unknown(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log probabilities and top tokens of samples of which nobody asks for any; only read."""
+    logprobs = torch.zeros(n, device=device)
+    return logprobs, torch.empty(n, 0, dtype=torch.int64, device=device), logprobs.new_empty(n, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +56,7 @@ class Samples:
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> Samples:
         """Tokens [n] of which no more is known."""
-        n = len(tokens)
-        logprobs = torch.zeros(n, dtype=torch.float32, device=tokens.device)
-        return cls(tokens, logprobs, tokens.new_empty(n, 0), logprobs.new_empty(n, 0))
+        return cls(tokens, *_unknown(len(tokens), tokens.device))
 
     @classmethod
     def nothing(

@@ -42,10 +42,7 @@ from tokenpod.engine.startup.room import Room, room_for, rows_for
 from tokenpod.engine.steps.drafter import Drafter
 from tokenpod.engine.steps.executor import CapturesLater, Executor
 from tokenpod.engine.steps.first_steps import (
-    TIMED_BEHIND,
-    prompt_seconds,
     run_worst_steps,
-    short_prompt,
     timed_steps,
     warm_copies,
     warm_up,
@@ -75,8 +72,6 @@ class Assembled:
     kv_dtype: torch.dtype
     #: Whether a step can be launched before the one before has been waited for.
     overlap: bool
-    #: Prompt tokens of a step, at most.
-    prefill_tokens: int
     #: None: the model takes none.
     adapters: AdapterStore | None = None
     #: Tokens whose keys and values the host's memory holds.
@@ -192,20 +187,11 @@ def _on_cpu(
     if pools:
         # A text of one token attends by a loop that others don't call.
         warm_up(executor, first[:1], pools=True)
-    prefill_tokens = options.max_batch_prefill_tokens
-    # Where nothing is generated, no stream waits for long steps.
-    if options.short_prompt_steps and not pools:
-        most = min(prefill_tokens, room.slots, positions)
-        # Where a row has a state of its own, no slots can stand for what it has computed.
-        cached = TIMED_BEHIND if model.config.own_state is None else 0
-        cached = min(cached, room.slots - most, positions - most)
-        prefill_tokens = short_prompt(lambda n: prompt_seconds(executor, n, cached, group), most)
     return Assembled(
         executor,
         room,
         dtype,
         overlap=False,
-        prefill_tokens=prefill_tokens,
         adapters=model.adapters,
         offload_slots=0 if offload is None else offload.slots,
     )
@@ -213,6 +199,8 @@ def _on_cpu(
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
+    from tokenpod.engine.cpu.noted_steps import MOST_BYTES
+
     config, item_bytes = model.config, model.dtype.itemsize
     if config.expansion is not None:
         expanded = config.expansion.numbers(positions, options.device)
@@ -229,7 +217,7 @@ def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, r
         item_bytes=item_bytes,
         expanded=expanded,
     )
-    return step + PROCESSES_GROW
+    return step + PROCESSES_GROW + MOST_BYTES
 
 
 def _on_device(
@@ -325,7 +313,6 @@ def _on_device(
         room,
         dtype,
         overlap=True,
-        prefill_tokens=options.max_batch_prefill_tokens,
         adapters=model.adapters,
         offload_slots=0 if offload is None else offload.slots,
         measured=measured,

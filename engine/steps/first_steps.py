@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from tokenpod.core.capacity import BLOCK
 from tokenpod.core.errors import EngineError
@@ -16,19 +14,10 @@ from tokenpod.core.plan import LAST, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import PoolingParams, Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.steps.executor import Executor, Launched
-from tokenpod.kernels.operations.group import Group
 from tokenpod.scheduler.steps.machine_times import StepSize
 
-#: Seconds that a step with prompts may take on a CPU, because running streams wait for it.
-_PROMPT_SECONDS = 0.05
-#: Prompt tokens of a step at least: with fewer, products cost more per token.
-_LEAST_PROMPT = 64
-#: Tokens in front of those that are timed, at most: attention to these costs about as much again.
-TIMED_BEHIND = 1024
 #: Of prompts that are timed to know what plain steps take, and in front of one of them.
 _TIMED_PROMPT, _TIMED_CONTEXT = 512, 16_384
-#: Timed steps of one size; the first one generates code and does not count.
-_TIMED_STEPS = 3
 
 
 def run_worst_steps(
@@ -110,21 +99,6 @@ def warm_up(executor: Executor, tokens: list[int], *, pools: bool = False) -> No
     executor.release([0])
 
 
-def short_prompt(seconds: Callable[[int], float], most: int) -> int:
-    """How many prompt tokens a step should take at most: as many as take 50 ms, 64 at least.
-
-    Larger steps save little on a CPU, and each running stream waits for every one of them.
-
-    Args:
-        seconds: of a step of so many prompt tokens.
-        most: no more than these.
-    """
-    tokens = min(_LEAST_PROMPT, most)
-    while tokens < most and seconds(larger := min(2 * tokens, most)) <= _PROMPT_SECONDS:
-        tokens = larger
-    return tokens
-
-
 def timed_steps(
     executor: Executor, *, rows: int, prompt: int, positions: int, slots: int, stateless: bool
 ) -> list[tuple[StepSize, float]]:
@@ -177,27 +151,6 @@ def _plain_step(executor: Executor, asked: list[tuple[int, int]]) -> float:
     seconds = time.perf_counter() - began
     executor.release(range(len(asked)))
     return seconds
-
-
-def prompt_seconds(
-    executor: Executor, tokens: int, cached: int, group: Group | None = None
-) -> float:
-    """Seconds that a CPU's step takes with `tokens` of one prompt behind `cached` ones.
-
-    By the time that its threads run: what else the machine does at the moment does not count. Of
-    several ranks, the slowest one's.
-    """
-    took, prompt = [], [0] * (cached + tokens)
-    for number in range(_TIMED_STEPS):
-        slots = range(cached, cached + tokens)
-        new, prefix = _new_row(prompt), np.arange(cached)
-        row = PlanRow(0, cached, slots, prompt[cached:], new=new, prefix=prefix)
-        began = time.process_time_ns()
-        executor.launch(plan_of(number, [row])).wait()
-        took.append((time.process_time_ns() - began) // torch.get_num_threads())
-        executor.release([0])
-    least = min(took[1:])
-    return (least if group is None else -group.least(-least)) / 1e9
 
 
 def worst_step(

@@ -294,7 +294,7 @@ class Flight:
         assert self._posted is not None
         # What follows a row with drafts is launched when these are known, and what masks follow
         # are made then.
-        urgent = bool((self.plan.r_samples > 1).any()) or self.plan.waits_for_masks
+        urgent = self.plan.drafts > 0 or self.plan.waits_for_masks
         result = self._mailbox.receive(self._posted, urgent=urgent)
         if self._there or self.plan.drafts:
             result = row_after_row(self.plan, result, self._there)

@@ -8,6 +8,7 @@ are widened in registers; their scales meet the scores, and the weights.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,8 @@ from tokenpod.kernels.attention.cpu_attention import (
     are_fast,
     attend_extends,
     attend_rows,
+    last_runs,
     plan_extends,
-    visible_runs,
 )
 from tokenpod.kernels.cache.kv_rounding import refuse_other_scales
 from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
@@ -41,10 +42,12 @@ from tokenpod.kernels.operations.attention_ops import (
     AttentionPlan,
     KVScales,
 )
-from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.batch import ForwardBatch, Run
 
 #: Positions whose scores are made before their values are read.
 BLOCK = 64
+#: Runs of a row, more than at first, that a noted step has room for.
+_SPARE = 4
 
 _F = np.float32
 _LEAST = _F(-1e30)
@@ -64,22 +67,44 @@ class LoopPlan(AttentionPlan):
     window: int | None
     causal: bool = True
 
+    def refresh(self, b_runs: Sequence[list[Run]], b_context: Sequence[int]) -> bool:
+        """See `Refreshed`; of steps in which every row has one token."""
+        first, runs = _seen(b_runs, b_context, self.window)
+        if len(runs) > len(self.runs):
+            return False
+        self.runs.numpy()[: len(runs)] = runs
+        self.b_first.numpy()[:] = first
+        return True
+
 
 def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> LoopPlan:
     """What layers with this window share of a step."""
-    firsts, runs = [0], []
-    for row in range(batch.single_rows):
-        runs += visible_runs(batch, row, 1, window)
-        firsts.append(len(runs))
-    return LoopPlan(
-        single_rows=batch.single_rows,
-        runs=torch.tensor(runs, dtype=torch.int64),
-        b_first=torch.tensor(firsts, dtype=torch.int64),
+    singles = batch.single_rows
+    first, runs = _seen(batch.b_runs[:singles], batch.b_context, window)
+    spare = 0 if Loop.tape is None else _SPARE * singles
+    plan = LoopPlan(
+        single_rows=singles,
+        runs=torch.tensor(runs + [(0, 0)] * spare, dtype=torch.int64),
+        b_first=torch.tensor(first, dtype=torch.int64),
         extends=plan_extends(batch, window, causal=causal),
         batch=batch,
         window=window,
         causal=causal,
     )
+    if Loop.tape is not None:
+        Loop.tape.plans.append(plan)
+    return plan
+
+
+def _seen(
+    b_runs: Sequence[list[Run]], b_context: Sequence[int], window: int | None
+) -> tuple[list[int], list[Run]]:
+    """Where each row's runs begin, and all that the last token of each sees."""
+    firsts, runs = [0], []
+    for row, context in zip(b_runs, b_context, strict=False):
+        runs += last_runs(row, context if window is None else min(context, window))
+        firsts.append(len(runs))
+    return firsts, runs
 
 
 def attention(

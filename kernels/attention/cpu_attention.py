@@ -81,7 +81,7 @@ def plan_extends(batch: ForwardBatch, window: int | None, *, causal: bool = True
 
 def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None) -> list[Run]:
     """Where the positions lie that any of the last `queries` tokens of `row` sees."""
-    return _cut(batch.b_runs[row], _seen(batch.b_context[row], queries, window))
+    return last_runs(batch.b_runs[row], _seen(batch.b_context[row], queries, window))
 
 
 def are_fast(options: AttentionOptions) -> bool:
@@ -120,7 +120,7 @@ def attend_rows(
             last = min(first + at_once, end)
             runs = _drop(batch.b_runs[row], end - last)
             context = batch.b_context[row] - (end - last)
-            slots = _slots(_cut(runs, _seen(context, last - first, window)))
+            slots = _slots(last_runs(runs, _seen(context, last - first, window)))
             k, v = (read.to(exact) for read in pools.gather(slots))
             out[first:last] = attend(q[first:last].to(exact), k, v, window, options).to(q.dtype)
     return out.flatten(1)
@@ -153,7 +153,7 @@ def _seen(context: int, queries: int, window: int | None) -> int:
     return context if window is None else min(context, window + queries - 1)
 
 
-def _cut(runs: list[Run], length: int) -> list[Run]:
+def last_runs(runs: list[Run], length: int) -> list[Run]:
     """The last `length` positions of `runs`."""
     if len(runs) == 1:
         end = runs[0][1]
@@ -181,7 +181,7 @@ def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
     queries = end - start
     seen = _seen(context, queries, window)
     runs = visible_runs(batch, row, queries, window)
-    own = _cut(runs, queries)
+    own = last_runs(runs, queries)
     prefix = _drop(runs, queries)
     windowed = window is not None and context > window
     mutual = is_mutual(batch, row)

@@ -29,14 +29,19 @@ import functools
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numba
+import numpy as np
+import numpy.typing as npt
 import torch
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from tokenpod.kernels.compiled.tape import Tape
 
 #: Where a loop finds the number of its items, and its first own argument.
 END, FIRST = 2, 3
@@ -119,15 +124,12 @@ def bits(number: float) -> int:
 class Loop:
     """A compiled loop; calling it runs all its items and returns when they are done."""
 
+    #: Notes the calls of all loops; None: nobody does.
+    tape: ClassVar[Tape | None] = None
+
     def __init__(self, body: Callable[[Any], None]) -> None:
-        compile_body = functools.partial(
-            cfunc, types.void(types.voidptr), fastmath=ARITHMETIC, error_model="numpy"
-        )
-        try:
-            compiled = compile_body(cache=True)(body)
-        except RuntimeError:  # no folder to keep it in: it is compiled again at every start
-            compiled = compile_body()(body)
-        self._address, self._run = compiled.address, compiled.ctypes
+        compiled = _compiled(types.void(types.voidptr), body)
+        self.address, self._run = compiled.address, compiled.ctypes
         #: Memory for arguments that no call has just now: making some takes longer than a call.
         self._free: list[tuple[Any, int]] = []
 
@@ -144,17 +146,82 @@ class Loop:
         if team is None:
             self._run(address)
         else:
-            team(self._address, address, threads, 0)
-        self._free.append((memory, address))
+            team(self.address, address, threads, 0)
+        if self.tape is None:
+            self._free.append((memory, address))
+        else:
+            self.tape.called(self, memory, address, 1 if team is None else threads)
 
 
 #: By how many arguments a body has of its own: writes all arguments into memory.
 _PACKS = [struct.Struct(f"{FIRST + own}q").pack_into for own in range(_MOST_ARGUMENTS - FIRST + 1)]
 
 
+def _compiled(signature: Any, body: Callable[..., None]) -> Any:
+    compile_body = functools.partial(cfunc, signature, fastmath=ARITHMETIC, error_model="numpy")
+    try:
+        return compile_body(cache=True)(body)
+    except RuntimeError:  # no folder to keep it in: it is compiled again at every start
+        return compile_body()(body)
+
+
 def loop(body: Callable[[Any], None]) -> Loop:
     """Compile `body(address)` on first use of its module."""
     return Loop(body)
+
+
+@intrinsic
+def _call(typing_context: Any, function: Any, address: Any) -> Any:
+    """Run a loop's body here."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del context, signature
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(operands[0], kind.as_pointer()), operands[1:])
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _call_team(typing_context: Any, team: Any, function: Any, address: Any, threads: Any) -> Any:
+    """Run a loop's body on a team's threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del context, signature
+        word, narrow = ir.IntType(64), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [word, word, narrow, narrow])
+        threads = builder.trunc(operands[3], narrow)
+        given = [*operands[1:3], threads, ir.Constant(narrow, 0)]
+        builder.call(builder.inttoptr(operands[0], kind.as_pointer()), given)
+
+    return types.void(*[types.int64] * 4), generate
+
+
+def _play(table, loops, team):
+    calls = carray(pointer(table), (loops, 3), numba.int64)
+    for i in range(loops):
+        carray(pointer(calls[i, 1]), (1,), numba.int64)[_COUNTER] = 0
+        if calls[i, 2] > 1:
+            _call_team(team, calls[i, 0], calls[i, 1], calls[i, 2])
+        else:
+            _call(calls[i, 0], calls[i, 1])
+
+
+@functools.cache
+def _player() -> Any:
+    return _compiled(types.void(*[types.int64] * 3), _play).ctypes
+
+
+def player(calls: npt.NDArray[np.int64]) -> Callable[[], None]:
+    """What runs loops one after the other.
+
+    Args:
+        calls: [n, 3], of each its address, that of its arguments, which stay there, and threads;
+            to be kept for as long as it is called.
+    """
+    team: Any = _team()
+    entry = 0 if team is None else ctypes.cast(team, ctypes.c_void_p).value
+    return functools.partial(_player(), calls.ctypes.data, len(calls), entry)
 
 
 @functools.cache

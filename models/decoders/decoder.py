@@ -17,10 +17,12 @@ from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.decoders.ends import PerLayerEmbedding, TextHead, TokenEmbedding
 from tokenpod.models.decoders.layer import make_layer
 from tokenpod.models.decoders.step_plans import StepPlans
+from tokenpod.models.layers.attention import Attention
 from tokenpod.models.layers.linear import Delta, Products, Weights, no_delta
 from tokenpod.models.layers.mixer import MixerParts
 from tokenpod.models.layers.norms import make_norm
 from tokenpod.models.pooling.head import PoolingHead
+from tokenpod.models.specs.layer_spec import Mlp
 from tokenpod.models.specs.spec import ModelSpec
 
 
@@ -78,6 +80,13 @@ class Decoder:
             )
         # What is pooled are hidden states, which captured steps keep to themselves.
         self.captures = pooling is None
+        #: Whether a step of single tokens runs the same operations whatever they are.
+        self.repeats = ops.group is None and all(
+            isinstance(layer.mixer, Attention)
+            and layer.beside is None
+            and isinstance(layer.mlp, Mlp)
+            for layer in config.layers
+        )
         self._plans = StepPlans(config.mixers, ops, self._dtype, self.device)
         self._layers = [
             make_layer(

@@ -26,9 +26,10 @@ class SnapshotLimits:
     per_path: int = 16
 
 
-#: A step is cut to this part of its prompt tokens, but to no fewer than that, to keep gaps short.
-_GAP_PARTS = 16
-_LEAST_PIECE = 32
+#: A step is cut to this part of its prompt tokens, but to no fewer than that, to keep gaps short:
+#: so few that they take hardly longer than none, and that prompts are sure to go on.
+_GAP_PARTS = 64
+_LEAST_PIECE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Limits:
     #: Nanoseconds that a step with prompts takes at most while others stream, as far as
     #: `least_prompt_tokens` allow it; None: it has no bound.
     max_gap: int | None = None
+    #: Such a step keeps that bound while nobody streams, too.
+    short_prompts: bool = False
     #: Keep keys and values for later prompts with the same prefix.
     prefix_caching: bool = True
     #: What is forgotten first: "lru" what was used longest ago, "lfu" what few requests have used.

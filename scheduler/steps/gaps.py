@@ -16,8 +16,8 @@ from tokenpod.scheduler.steps.machine_times import MachineTimes, StepSize, fitte
 _KEPT = 16
 #: The model is fitted again after so many of them; before the first time nothing is known.
 _REFITTED = 4
-#: Times the least number of prompt tokens, while nothing is known.
-_UNKNOWN = 4
+#: Times the prompt tokens of the largest step so far a step may have.
+_GROWTH = 2
 #: What follows the prompts that are known: prompts of this length.
 _OTHERS = 512
 #: What prompts may add to a step that takes longer than it may without: else they would hardly go
@@ -58,6 +58,8 @@ class GapBound:
         self._times: MachineTimes | None = None
         #: Steps that it was fitted to, and those that have settled since then.
         self._fitted_to = self._new = 0
+        #: Prompt tokens of the largest step so far.
+        self._largest = 0
         for size, seconds in measured:
             self._add(size, seconds)
         #: The last steps beside streams, and their nanoseconds.
@@ -74,6 +76,7 @@ class GapBound:
             self._last.append((size, took))
 
     def _add(self, size: StepSize, seconds: float) -> None:
+        self._largest = max(self._largest, size.prompt_tokens)
         self._seen[size.prompt_tokens.bit_length()].append((size, seconds))
         self._new += 1
 
@@ -90,7 +93,7 @@ class GapBound:
             self._times, self._fitted_to, self._new = fitted(steps), len(steps), 0
         times = self._times
         if times is None:
-            return min(_UNKNOWN * self._least_tokens, self._most_tokens)
+            return self._least_tokens
         left = self._left(times, times.nanoseconds(StepSize(rows, context)) / 1e9)
         tokens = 0
         for start, n in chain(prompts, repeat((0, _OTHERS))):
@@ -104,7 +107,9 @@ class GapBound:
                 break
             left -= took
             tokens += n
-        return max(min(tokens, self._most_tokens), self._least_tokens)
+        # What is far from all that was seen is not known.
+        most = min(_GROWTH * self._largest, self._most_tokens)
+        return max(min(tokens, most), self._least_tokens)
 
     def beside(self, rows: int, context: int) -> int:
         """Nanoseconds that other work may take between a step of such rows and the next.

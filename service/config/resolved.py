@@ -101,7 +101,7 @@ class ResolvedSettings(Settings):
 
     @property
     def resolved_prefill_tokens(self) -> int:
-        """Prompt tokens of one step; fewer if the engine finds that they take too long."""
+        """Prompt tokens of one step, at most."""
         if self.max_batch_prefill_tokens is not None:
             return self.max_batch_prefill_tokens
         usual = 512 if self.resolved_device == "cpu" else 4096
@@ -109,7 +109,10 @@ class ResolvedSettings(Settings):
 
     @property
     def short_prompt_steps(self) -> bool:
-        """Whether the engine may choose smaller steps. `alternate` computes prompts whole."""
+        """Whether steps keep `max_gap_seconds` while nobody streams, too.
+
+        `alternate` computes prompts whole.
+        """
         chosen = self.max_batch_prefill_tokens is not None or self.batching == "alternate"
         return self.resolved_device == "cpu" and not chosen
 

@@ -287,14 +287,14 @@ class Settings(BaseSettings):
     )
     """Sequences that run at once."""
     max_batch_prefill_tokens: int | None = _memory(
-        derived="4096 on a GPU; on a CPU what takes 50 ms, 64 to 512 (512 with batching alternate);"
-        " max-batch-total-tokens at most",
+        derived="4096 on a GPU, 512 on a CPU; max-batch-total-tokens at most",
         ge=1,
     )
-    """Prompt tokens of one step; a longer prompt takes several."""
+    """Prompt tokens of one step; a longer prompt takes several. If this is not set, steps on a CPU
+    keep max-gap-ms also while nobody streams."""
     max_gap_ms: float | None = _memory(derived="120 on a GPU, 100 on a CPU", ge=0, le=60_000)
     """Milliseconds that a step with prompts may take while others stream, by estimate: it has fewer
-    prompt tokens then, a sixteenth of max-batch-prefill-tokens or 32 at least. If it takes so long
+    prompt tokens then, a 64th of max-batch-prefill-tokens or 8 at least. If it takes so long
     without prompts, they may add half of that. 0: no bound. Not with batching alternate."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
     """Size of the KV cache in tokens: all running requests and the prefixes kept."""

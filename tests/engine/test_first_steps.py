@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 
@@ -12,7 +11,7 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.run import load
 from tokenpod.engine.startup.assemble import assemble
-from tokenpod.engine.steps.first_steps import prompt_seconds, short_prompt, timed_steps
+from tokenpod.engine.steps.first_steps import timed_steps
 
 OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_tokens=64)
 
@@ -23,41 +22,6 @@ def test_a_model_that_computes_no_numbers_does_not_start(monkeypatch):
     monkeypatch.setattr(model, "logits", lambda *inputs: computed(*inputs) * torch.nan)
     with pytest.raises(EngineError, match=r"computes NaN or Inf of a prompt of 62 tokens.*--dtype"):
         assemble(model, OPTIONS, positions=64, device=CPU)
-
-
-@pytest.mark.parametrize(
-    ("per_token", "most", "expected"),
-    [
-        (1e-6, 512, 512),
-        (1e-6, 300, 300),
-        (0.0003, 512, 128),
-        (0.0002, 512, 128),
-        (0.00019, 512, 256),
-        # However slow a model is: smaller steps would make its prompts cost more.
-        (1.0, 512, 64),
-        (1.0, 40, 40),
-    ],
-)
-def test_a_step_holds_the_prompt_tokens_that_take_50_ms(per_token, most, expected):
-    tried = []
-
-    def seconds(tokens):
-        tried.append(tokens)
-        return per_token * tokens
-
-    assert short_prompt(seconds, most) == expected
-    assert max(tried, default=0) <= min(2 * expected, most)
-
-
-@pytest.mark.parametrize("cached", [0, 30])
-def test_steps_are_timed_without_a_trace(cached):
-    options = msgspec.structs.replace(OPTIONS, short_prompt_steps=True)
-    made = assemble(demo_model(), options, positions=64, device=CPU)
-    # More than 64 tokens have no room here.
-    assert made.prefill_tokens == 64
-    assert prompt_seconds(made.executor, 32, cached) > 0
-    # Rows were given back: the same one is taken again.
-    assert prompt_seconds(made.executor, 32, cached) > 0
 
 
 @pytest.mark.parametrize("stateless", [True, False])
@@ -75,10 +39,6 @@ def test_plain_steps_of_prompts_and_rows_are_timed(stateless, prompt, slots):
         if stateless and prompt > 8:
             # One of them is behind a text.
             assert any(size.pairs > size.prompt_tokens**2 for size in sizes if size.prompt_tokens)
-
-
-def test_what_an_operator_has_chosen_is_kept():
-    assert assemble(demo_model(), OPTIONS, positions=64, device=CPU).prefill_tokens == 64
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ import functools
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numba
 import numpy as np
@@ -39,9 +39,6 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-if TYPE_CHECKING:
-    from tokenpod.kernels.compiled.tape import Tape
 
 #: Where a loop finds the number of its items, and its first own argument.
 END, FIRST = 2, 3
@@ -121,11 +118,22 @@ def bits(number: float) -> int:
     return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
+class Notes(Protocol):
+    """Who notes what loops are called with: see `Tape`."""
+
+    #: What steps have found out before their first loop.
+    plans: list[Any]
+
+    def called(self, loop: Loop, memory: Any, address: int, threads: int) -> None:
+        """A loop ran with the arguments in `memory`, which nobody else gets."""
+        ...
+
+
 class Loop:
     """A compiled loop; calling it runs all its items and returns when they are done."""
 
     #: Notes the calls of all loops; None: nobody does.
-    tape: ClassVar[Tape | None] = None
+    tape: ClassVar[Notes | None] = None
 
     def __init__(self, body: Callable[[Any], None]) -> None:
         compiled = _compiled(types.void(types.voidptr), body)

@@ -31,9 +31,11 @@ from tokenpod.kernels.compiled.loops import (
     FIRST,
     Loop,
     arguments,
+    bits,
     floats,
     integers,
     loop,
+    real,
     take,
 )
 from tokenpod.kernels.operations.attention_ops import (
@@ -139,11 +141,11 @@ def attention(
         # Few rows are shared out by their heads, so that every thread has something to do.
         parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
         scale = options.scale_of(head_dim)
-        _decode(heads // kv_heads, head_dim, value_dim, scale, keys.dtype)(
+        _decode(heads // kv_heads, head_dim, value_dim, keys.dtype)(
             rows * parts,
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
-            *(rows, slots, kv_heads, parts, plan.runs.shape[0]),
+            *(rows, slots, kv_heads, parts, plan.runs.shape[0], bits(scale * LOG2_E)),
             *(scale.data_ptr() for scale in scales or ()),
         )
         if sums is not out:
@@ -154,9 +156,9 @@ def attention(
 
 
 @functools.cache
-def _decode(group: int, head_dim: int, value_dim: int, factor: float, dtype: torch.dtype) -> Loop:
+def _decode(group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Loop:
     """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
-    scale, kind, scaled = _F(factor) * LOG2_E, KINDS[dtype], dtype == torch.int8
+    kind, scaled = KINDS[dtype], dtype == torch.int8
 
     def body(address):
         a = arguments(address)
@@ -167,8 +169,9 @@ def _decode(group: int, head_dim: int, value_dim: int, factor: float, dtype: tor
         out = floats(a[FIRST + 3], (rows, kv_heads, group, value_dim))
         runs = integers(a[FIRST + 4], (a[FIRST + 10], 2))
         b_first = integers(a[FIRST + 5], (rows + 1,))
-        key_scales = floats(a[FIRST + 11], (slots, kv_heads))
-        value_scales = floats(a[FIRST + 12], (slots, kv_heads))
+        scale = real(a, FIRST + 11)
+        key_scales = floats(a[FIRST + 12], (slots, kv_heads))
+        value_scales = floats(a[FIRST + 13], (slots, kv_heads))
         heads = kv_heads * group
         scores = np.empty((heads, BLOCK), np.float32)
         highest = np.empty(heads, np.float32)

@@ -2,7 +2,7 @@
 
     the first steps of n rows    computed
     the next                     computed and noted
-    the one behind that          computed, and played: both must find the same logits
+    the one behind that          played, and computed: both must find the same logits
     all others                   played
 
 Python is most of such a step: each loop runs for some microseconds.
@@ -86,10 +86,12 @@ class NotedSteps:
         if noted.proved:
             noted.tape.play()
             return noted.logits
-        found = compute()
         noted.tape.play()
+        played = noted.logits.clone()
+        # Behind it: what a wrong tape has written of keys and values is written over.
+        found = compute()
         # The same bits, those of NaN too.
-        noted.proved = torch.equal(found.view(torch.uint8), noted.logits.view(torch.uint8))
+        noted.proved = torch.equal(found.view(torch.uint8), played.view(torch.uint8))
         if not noted.proved:
             self._noted[rows] = None
         return found

@@ -125,10 +125,12 @@ def attention(
     assert isinstance(plan, LoopPlan)
     refuse_other_scales(keys, scales)
     pools = Pools(keys, values, scales, q.dtype)
-    if not are_fast(options):
-        return attend_rows(q, pools, plan.batch, plan.window, options, causal=plan.causal)
     tokens, heads, head_dim = q.shape
     slots, kv_heads, value_dim = values.shape
+    if not are_fast(options) or not all(map(_is_worth_compiling, (head_dim, value_dim))):
+        if Loop.tape is not None:
+            Loop.tape.whole = False  # what it gathers differs from step to step
+        return attend_rows(q, pools, plan.batch, plan.window, options, causal=plan.causal)
     out = q.new_empty((tokens, heads, value_dim))
     if tokens > plan.batch.tokens:
         out[plan.batch.tokens :] = 0
@@ -153,6 +155,11 @@ def attention(
     if plan.extends:
         attend_extends(plan.extends, q, pools, out, options.scale)
     return out.view(tokens, heads * value_dim)
+
+
+def _is_worth_compiling(numbers: int) -> bool:
+    """Heads of other sizes are in no published model, and a loop takes seconds to compile."""
+    return numbers >= 32 and numbers % 8 == 0
 
 
 @functools.cache

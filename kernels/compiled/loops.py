@@ -24,7 +24,9 @@ Compiled code is kept on disk, by source file: after a change in this file delet
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import struct
 from collections.abc import Callable
@@ -123,6 +125,8 @@ class Notes(Protocol):
 
     #: What steps have found out before their first loop.
     plans: list[Any]
+    #: Whether all that has been computed can be computed again.
+    whole: bool
 
     def called(self, loop: Loop, memory: Any, address: int, threads: int) -> None:
         """A loop ran with the arguments in `memory`, which nobody else gets."""
@@ -167,10 +171,12 @@ _PACKS = [struct.Struct(f"{FIRST + own}q").pack_into for own in range(_MOST_ARGU
 
 def _compiled(signature: Any, body: Callable[..., None]) -> Any:
     compile_body = functools.partial(cfunc, signature, fastmath=ARITHMETIC, error_model="numpy")
-    try:
+    with contextlib.ExitStack() as held, contextlib.suppress(RuntimeError, OSError):
+        # Processes that start together find what one of them has compiled.
+        source = held.enter_context(open(body.__code__.co_filename))
+        fcntl.flock(source, fcntl.LOCK_EX)
         return compile_body(cache=True)(body)
-    except RuntimeError:  # no folder to keep it in: it is compiled again at every start
-        return compile_body()(body)
+    return compile_body()(body)  # no folder to keep it in: it is compiled again at every start
 
 
 def loop(body: Callable[[Any], None]) -> Loop:

@@ -90,6 +90,22 @@ def test_a_step_that_finds_other_numbers_than_the_model_is_not_played(numpy):
     assert len(calls) == (4 if numpy else 2)
 
 
+def test_a_wrong_tape_leaves_nothing_behind():
+    """What it has written, into keys and values say, the model writes over."""
+    steps, kept = NotedSteps(), torch.zeros(1, 8)
+    for number in range(3):
+
+        def compute(number=number):
+            kept.fill_(number)
+            return kept + 1
+
+        with torch.inference_mode():
+            found = steps.logits(compute, [[(0, 1)]], [1])
+        assert float(kept[0, 0]) == number
+        assert float(found[0, 0]) == number + 1
+    assert steps._noted[1] is None
+
+
 def test_more_runs_than_there_is_room_for_are_computed():
     class Full:
         def refresh(self, b_runs, b_context):

@@ -205,7 +205,6 @@ def as_on_a_gpu(
         Room(slots, options.max_batch_size, "asked for"),
         model.dtype,
         overlap=True,
-        prefill_tokens=options.max_batch_prefill_tokens,
     )
 
 

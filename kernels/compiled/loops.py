@@ -24,9 +24,7 @@ Compiled code is kept on disk, by source file: after a change in this file delet
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import struct
 from collections.abc import Callable
@@ -171,12 +169,10 @@ _PACKS = [struct.Struct(f"{FIRST + own}q").pack_into for own in range(_MOST_ARGU
 
 def _compiled(signature: Any, body: Callable[..., None]) -> Any:
     compile_body = functools.partial(cfunc, signature, fastmath=ARITHMETIC, error_model="numpy")
-    with contextlib.ExitStack() as held, contextlib.suppress(RuntimeError, OSError):
-        # Processes that start together find what one of them has compiled.
-        source = held.enter_context(open(body.__code__.co_filename))
-        fcntl.flock(source, fcntl.LOCK_EX)
+    try:
         return compile_body(cache=True)(body)
-    return compile_body()(body)  # no folder to keep it in: it is compiled again at every start
+    except RuntimeError:  # no folder to keep it in: it is compiled again at every start
+        return compile_body()(body)
 
 
 def loop(body: Callable[[Any], None]) -> Loop:

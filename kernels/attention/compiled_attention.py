@@ -127,15 +127,21 @@ def attention(
     pools = Pools(keys, values, scales, q.dtype)
     tokens, heads, head_dim = q.shape
     slots, kv_heads, value_dim = values.shape
-    if not are_fast(options) or not all(map(_is_worth_compiling, (head_dim, value_dim))):
-        if Loop.tape is not None:
-            Loop.tape.whole = False  # what it gathers differs from step to step
+    rows, fast = plan.single_rows, are_fast(options)
+    compiled = fast and all(map(_is_worth_compiling, (head_dim, value_dim)))
+    if Loop.tape is not None and not compiled:
+        Loop.tape.whole = False  # what is gathered differs from step to step
+    if not fast:
         return attend_rows(q, pools, plan.batch, plan.window, options, causal=plan.causal)
     out = q.new_empty((tokens, heads, value_dim))
     if tokens > plan.batch.tokens:
         out[plan.batch.tokens :] = 0
-    rows = plan.single_rows
-    if rows:
+    if rows and not compiled:
+        found = attend_rows(
+            q[:rows], pools, plan.batch, plan.window, options, causal=plan.causal, rows=rows
+        )
+        out[:rows] = found.view(rows, heads, value_dim)
+    elif rows:
         # Sums are float32; where queries are too, they are made in place.
         queries, sums = q, out
         if q.dtype != torch.float32:

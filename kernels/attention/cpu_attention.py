@@ -98,16 +98,17 @@ def attend_rows(
     options: AttentionOptions,
     *,
     causal: bool = True,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Attention of q [T, H, D] over the pool: [T, H · V].
 
     Row by row by the definition, what a window hides left out. A row that is not causal is in the
-    step as a whole.
+    step as a whole. `rows`: of the first rows alone, whose tokens q has; None: of all.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty((*q.shape[:2], pools.values.shape[2]))
     out[batch.tokens :] = 0
-    for row in range(batch.rows):
+    for row in range(batch.rows if rows is None else rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
         if not causal or is_mutual(batch, row):
             runs = visible_runs(batch, row, end - start, window if causal else None)

@@ -153,7 +153,7 @@ def attention(
             rows * parts,
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
-            *(rows, slots, kv_heads, parts, plan.runs.shape[0], bits(scale * LOG2_E)),
+            *(rows, slots, kv_heads, parts, plan.runs.shape[0], bits(float(scale * LOG2_E))),
             *(scale.data_ptr() for scale in scales or ()),
         )
         if sums is not out:

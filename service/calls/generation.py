@@ -209,8 +209,9 @@ class Generation:
             error = InvalidArgument(self._constraint_field, problem)
         if self._failures_last and failure.code is FailureCode.DATA_LOSS:
             self._by_id[failure.sequence_id].failed = True
+            # Also of the last: who writes the stream may look at samples before it hears of it.
+            self.late_failure = error
             if not all(sample.failed for sample in self.samples):
-                self.late_failure = error
                 return
         self.failure = error
 

@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from support.engines.engine_link import QuietEngine
-from tokenpod.core.outputs import FinishCode, StepOutputs, Top
+from tokenpod.core.outputs import Failure, FailureCode, FinishCode, StepOutputs, Top
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.calls.call import GenerateCall, Output, Sampling, Stopping
-from tokenpod.service.calls.errors import Internal
+from tokenpod.service.calls.errors import DataLoss, Internal
 from tokenpod.service.calls.generation import UNREAD_BYTES, Generation
 from tokenpod.service.calls.sample import Sample
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
@@ -55,6 +55,7 @@ class Call:
         top_n: int = 0,
         first: int = 0,
         detokenizer: type[Detokenizer] = Words,
+        failures_last: bool = False,
     ) -> None:
         engine = QuietEngine()
         self.aborted = engine.aborted
@@ -79,6 +80,7 @@ class Call:
             samples,
             engine,
             streamed=stream,
+            failures_last=failures_last,
         )
         asked = GenerateCall(
             prompt="x",
@@ -155,6 +157,19 @@ async def test_no_sample_waits_for_another_that_always_has_news():
         told.append(event.tokens.index)
         call.step()
     assert sorted(told) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_samples_that_fail_while_their_tokens_are_written_are_no_whole_answer(n):
+    call = Call(n, failures_last=True)
+    call.step()
+    for _ in range(n):
+        assert call.writer.next().HasField("tokens")
+    for index in range(n):
+        call.generation.on_failure(Failure(index, FailureCode.DATA_LOSS, "NaN"))
+    # Before the writer waits for news, where it would hear of it.
+    with pytest.raises(DataLoss):
+        call.read()
 
 
 async def test_one_answer_for_all_may_be_as_long_as_it_gets():

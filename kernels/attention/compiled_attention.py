@@ -164,7 +164,7 @@ def attention(
 
 
 def _is_worth_compiling(numbers: int) -> bool:
-    """Heads of other sizes are in no published model, and a loop takes seconds to compile."""
+    """Heads of other sizes are those of toy models, and a loop takes seconds to compile."""
     return numbers >= 32 and numbers % 8 == 0
 
 

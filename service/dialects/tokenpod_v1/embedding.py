@@ -63,7 +63,7 @@ async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) ->
     response = pb.EmbedResponse(
         dimensions=limits.width(call), format=_WRITTEN[call.format], token_count=_tokens(found)
     )
-    # What has a number for each token of the vocabulary is told once.
+    # What has a number for each token of the vocabulary is sent once.
     dense = not call.sparse or limits.facts.word_weights
     for each in found:
         vectors = each.vectors if dense else each.vectors[:0]

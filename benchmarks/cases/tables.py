@@ -162,13 +162,15 @@ def run(asked: argparse.Namespace, report: Report) -> int:
 
 
 def free_bytes() -> int:
-    """Of the first GPU's memory, by the driver; 0 without one.
+    """Of the memory of the first GPU that cases see, by the driver; 0 without one.
 
     Not by torch: its context would take memory from what is measured.
     """
     asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run([*asked, "--id=0"], capture_output=True, text=True, check=True).stdout
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        asked.append(f"--id={first}")
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
         return int(said.split()[0]) << 20
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
         return 0

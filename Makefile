@@ -23,7 +23,8 @@ help: ## This list
 
 setup: $(STAMP) $(STUBS) ## The virtual environment in .venv with everything locked in requirements/dev.txt
 
-# Not compiled: of 16,000 modules few are ever imported, and those are compiled then.
+# Not compiled: of 16,000 modules few are ever imported. Those of torch and transformers that servers import are compiled
+# here once, beside the last installations, since tests import them in several processes at once.
 $(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml client/pyproject.toml client/setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
@@ -32,8 +33,9 @@ $(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml client/pypro
 	@echo "Installing the locked dependencies (the first time takes a minute or two)"
 	@$(BIN)/python -m pip install -qq --no-compile --requirement requirements/dev.txt
 	@$(BIN)/python -m pip install -qq --no-compile --no-deps --ignore-requires-python --requirement requirements/helm.txt
-	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
-	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable client
+	@$(BIN)/python -P -c 'import torch, transformers.modeling_utils' & \
+	$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable . && \
+	$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable client && wait
 	@touch $(STAMP) $(STUBS)
 
 $(STUBS): $(PROTOS) client/stubs.py | $(STAMP)

@@ -122,6 +122,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._captured = CapturedSteps(
             rows=rows,
             max_tokens=max_tokens,
+            captured=model.captures,
             tiles=self._tiles.count,
             drafts=drafts,
             adapted=adapted,
@@ -129,6 +130,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             behind=draft is not None and draft.behind,
             windowed=windowed,
             flat=flat,
+            texts=model.pooling is not None,
         )
         words = self._captured.words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -150,7 +152,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             self._copies.use(pools_of(pool, self._draft))
 
     def capture(self, *, some: bool = False) -> None:
-        """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly.
+        """Capture steps of up to the model's `captures` tokens; others' kernels go singly.
 
         `some`: a few sizes of these alone; each call of `capture_next` captures one of the others.
         """
@@ -194,6 +196,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if captured is not None:
             logits = captured.replay(mailbox.words[: captured.counts.words], self._enter_drafts)
             integers = captured.integers
+            if self._texts:
+                pooled = self._pooled(plan, logits)
         else:
             logits, integers, scored, pooled = self._forward(plan, mailbox)
         mailbox.forwarded()
@@ -267,12 +271,14 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def computed(
         self, integers: Integers, rows: RaggedRows, *, decode: bool, follow: bool
     ) -> torch.Tensor:
-        """Launch the model, and the first draw, which is that of greedy rows.
+        """Launch the model, and the first draw, which is that of greedy rows; of texts no draw.
 
         Of mixed steps, rows that decode are fewer than there is room for; what their kernel writes
         beyond them, zeros, is overwritten by the one that follows, for rows of several tokens.
         """
         batch = self._batch(integers, rows)
+        if self._model.pooling is not None:
+            return self._model.forward(batch, self._pool)
         if decode:
             # Every token's logits are wanted: there is nothing to gather.
             batch = replace(batch, logit_index=None)

@@ -42,6 +42,7 @@ from tokenpod.kernels.operations.batch import (
     ForwardBatch,
     PagedRows,
     RaggedRows,
+    Run,
     append_slots,
     cut_runs,
 )
@@ -353,15 +354,23 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         """
         ends = plan.r_tokens.cumsum()
         prompts = plan.t_token[ends - plan.r_tokens] != LAST
+        if not prompts.any():
+            return
+        self._note_prompts(plan, prompts, self._runs, plan.t_slot)
+        if self._windowed:
+            windows = self._in_windows(plan.t_window, plan.t_slot)
+            self._note_prompts(plan, prompts, self._window_runs, windows)
+
+    def _note_prompts(
+        self, plan: StepPlan, prompts: np.ndarray, runs: list[list[Run]], slots: np.ndarray
+    ) -> None:
+        """Add a step's slots [T] to the runs of these rows of the plan [B], where they go on."""
+        goes_on = prompts.copy()
         for at in np.flatnonzero(prompts).tolist():
-            runs = self._runs[plan.r_row[at]]
-            tokens = slice(ends[at] - plan.r_tokens[at], ends[at])
-            if cut_runs(runs, int(plan.r_start[at])):
-                append_slots(runs, plan.t_slot[tokens])
-            runs = self._window_runs[plan.r_row[at]]
-            if self._windowed and cut_runs(runs, int(plan.r_start[at])):
-                windows = self._in_windows(plan.t_window, plan.t_slot)
-                append_slots(runs, windows[tokens])
+            goes_on[at] = cut_runs(runs[plan.r_row[at]], int(plan.r_start[at]))
+        tokens = slots[np.repeat(goes_on, plan.r_tokens)]
+        rows = [runs[row] for row in plan.r_row[goes_on].tolist()]
+        append_slots(rows, plan.r_tokens[goes_on], tokens)
 
     def _resolve(self, integers: Integers) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The slots of a step's tokens are entered in the row table on the way."""

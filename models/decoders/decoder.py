@@ -28,9 +28,9 @@ from tokenpod.models.specs.spec import ModelSpec
 #: Steps of more tokens than this take a GPU longer than Python takes to launch them, where texts
 #: are generated: of 8B weights. Larger ones of smaller models have few rows that decode.
 _MOST_CAPTURED = 1024
-#: What it takes Python to launch a layer's kernels, and how many operations the matrix units of a
-#: GPU have ended by then (some 100 launches of 10 layers a 10 ms; 400 TFLOP/s).
-_OPERATIONS_PER_LAYER = 4e11
+#: Seconds that Python takes to launch a layer's kernels, and for what else there is in a step; and
+#: operations per second of the matrix units of a GPU, in steps of small models.
+_LAYER_SECONDS, _STEP_SECONDS, _RATE = 0.45e-3, 3e-3, 4e14
 
 
 class Decoder:
@@ -180,4 +180,5 @@ def _captured_tokens(config: ModelSpec, parameters: int, *, texts: bool) -> int:
     if config.own_state is not None:
         return 0  # chunks of rows are counted for steps of few texts
     weights = max(parameters - config.vocab_size * config.hidden_size, 1)
-    return int(len(config.layers) * _OPERATIONS_PER_LAYER / (2 * weights))
+    seconds = len(config.layers) * _LAYER_SECONDS + _STEP_SECONDS
+    return int(seconds * _RATE / (2 * weights))

@@ -47,6 +47,8 @@ _CUT_ON_HOST = (
 )
 _GRID = "image_grid_thw"
 _LENGTHS = {"cu_seqlens", "cu_window_seqlens"}
+#: Of which a tower keeps what follows from them: 50 bytes for each patch.
+_MOST_GRIDS = 32
 #: Whether this version of transformers takes what is known of a grid.
 _TAKES_LENGTHS = hasattr(vision_utils, "get_vision_cu_seqlens") and (
     "kwargs" in inspect.signature(vision_utils.get_vision_cu_seqlens).parameters
@@ -94,6 +96,8 @@ class Tower:
         #: What it computes by; processors say more, of which prompts alone depend.
         self._takes = inspect.signature(model.get_image_features).parameters.keys()
         self._between: Callable[[], None] = _nothing
+        #: What follows from the last grids.
+        self._grids: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         #: None: layers are called as they are.
         self.calls: LayerCalls | None = None
         for at, layer in enumerate(_layers(model)):
@@ -111,14 +115,12 @@ class Tower:
 
         Raises what transformers' code does with tensors that are not for it.
         """
-        known = _of_grid(self._model, tensors)
+        known = self._of_grid(tensors)
         given = {
-            name: tensor if name == _GRID and known else self._there(tensor)
+            name: tensor if name == _GRID and known else self._there(tensor, self.dtype)
             for name, tensor in tensors.items()
             if name in self._takes
         }
-        for name in known.keys() - _LENGTHS:
-            known[name] = self._there(known[name])
         self._between = between or _nothing
         if self.calls is not None:
             self.calls.begin()
@@ -134,11 +136,26 @@ class Tower:
             return forward(*args, **named)
         return self.calls.call(at, forward, args, named)
 
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_grid(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `_of_grid` finds, lengths on the host, all else on the device."""
+        grid = tensors.get(_GRID)
+        key = () if grid is None else (*grid.flatten().tolist(),)
+        known = self._grids.get(key)
+        if known is None:
+            known = _of_grid(self._model, tensors)
+            for name in known.keys() - _LENGTHS:
+                known[name] = self._there(known[name])
+            self._grids[key] = known
+            if len(self._grids) > _MOST_GRIDS:
+                self._grids.pop(next(iter(self._grids)))
+        return known
+
+    def _there(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """On the device; numbers that are no integers in `dtype`, unless that is None."""
         if self._device.type == "cuda" and not tensor.is_pinned():
             tensor = tensor.pin_memory()  # else the copy waits for the device
         there = tensor.to(self._device, non_blocking=True)
-        return there.to(self.dtype) if tensor.is_floating_point() else there
+        return there.to(dtype) if tensor.is_floating_point() and dtype else there
 
 
 def _nothing() -> None:

@@ -75,9 +75,10 @@ class CapturedLayers:
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._memory: Any = None
         self._works = True
-        #: Of this image: its shape, if that is captured; layers that were called; what was copied
-        #: where; and what the last layer left.
+        #: Of this image: its shape, if that is captured; whether it is with this image; layers that
+        #: were called; what was copied where; and what the last layer left.
         self._shape: _Shape | None = None
+        self._is_new = False
         self._called: set[int] = set()
         self._copied: dict[int, torch.Tensor] = {}
         self._left: set[int] = set()
@@ -89,7 +90,7 @@ class CapturedLayers:
 
     def begin(self) -> None:
         """A new image comes."""
-        self._shape = None
+        self._shape, self._is_new = None, False
         self._called, self._copied, self._left = set(), {}, set()
 
     def call(
@@ -106,6 +107,10 @@ class CapturedLayers:
         if self._shape is None or signature is None or again:
             return forward(*args, **named)
         layer = self._shape.layers.get(at)
+        if layer is None and not self._is_new:
+            # An image failed half-way. What replayed layers leave is nobody's memory: to capture
+            # another one might take it for what that computes with.
+            return forward(*args, **named)
         if layer is None:
             return self._captured(self._shape, at, signature, forward, leaves, form)
         if layer.signature != signature:
@@ -127,6 +132,7 @@ class CapturedLayers:
         elif signature in self._seen:
             del self._seen[signature]
             shape = self._shapes[signature] = _Shape()
+            self._is_new = True
             if len(self._shapes) > MOST_SHAPES:
                 self._shapes.popitem(last=False)
         else:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,25 @@ def test_captured_layers_make_the_same_rows(eyes: Eyes) -> None:
     for shape in calls.shapes:
         _, *behind = shape.layers.values()
         assert all(any(hasattr(read, "address") for read in layer.reads) for layer in behind)
+
+
+def test_what_an_image_leaves_uncaptured_is_called_as_it_is() -> None:
+    """One fails between layers; a layer's second result must not take its first one's place."""
+    calls, layers = CapturedLayers(CPU), [torch.nn.Linear(4, 4) for _ in range(3)]
+
+    def image(x: torch.Tensor, last: int) -> list[torch.Tensor]:
+        calls.begin()
+        found = [x]
+        for at in (*range(last), 0):
+            found.append(calls.call(at, layers[at], (found[-1],), {}))
+        return found
+
+    with torch.inference_mode():
+        for turn, last in enumerate((3, 2, 3, 3)):
+            found = image(torch.full((2, 4), float(turn)), last)
+            for at, (before, behind) in zip((*range(last), 0), pairwise(found), strict=True):
+                assert torch.equal(behind, layers[at](before))
+    assert [*calls.shapes[0].layers] == [0, 1]
 
 
 def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:

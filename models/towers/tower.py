@@ -138,9 +138,9 @@ class Tower:
 
     def _of_grid(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What `_of_grid` finds, lengths on the host, all else on the device."""
-        grid = tensors.get(_GRID)
-        key = () if grid is None else (*grid.flatten().tolist(),)
-        known = self._grids.get(key)
+        if (grid := tensors.get(_GRID)) is None:
+            return {}
+        known = self._grids.get(key := (*grid.flatten().tolist(),))
         if known is None:
             known = _of_grid(self._model, tensors)
             for name in known.keys() - _LENGTHS:

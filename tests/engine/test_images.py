@@ -260,6 +260,23 @@ def test_a_tower_cuts_attention_where_it_is_told(eyes: Eyes, monkeypatch: Any) -
     assert not torch.allclose(other(image), right)
 
 
+def test_what_follows_from_a_grid_is_kept_for_that_grid_alone(eyes: Eyes) -> None:
+    """Images of other grids come between, one of them of as many patches."""
+    tower = eyes.encoder._tower.tower
+    images = [
+        {name: torch.from_numpy(x) for name, x in eyes.seeing.prepared(picture(*size, at)).items()}
+        for at, size in enumerate([(60, 20), (20, 60), (20, 20), (20, 60), (60, 20)], 990)
+    ]
+    expected = []
+    for image in images:
+        tower._grids.clear()
+        expected.append(tower(image))
+    tower._grids.clear()
+    assert all(torch.equal(tower(x), y) for x, y in zip(images, expected, strict=True))
+    grids = {tuple(x["image_grid_thw"].flatten().tolist()) for x in images if "image_grid_thw" in x}
+    assert tower._grids.keys() == grids
+
+
 def test_captured_layers_make_the_same_rows(eyes: Eyes) -> None:
     """Of images of two shapes by turns, whose layers are captured when they come again."""
     tower = eyes.encoder._tower.tower

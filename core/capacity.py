@@ -281,6 +281,9 @@ def capacity(
     if model.tower_numbers and options.image_cache_bytes is not None:
         reserve["image tower"] = model.tower_numbers * item_bytes
         reserve["an image"] = model.tower_working * item_bytes
+        if options.device != "cpu":
+            # Captured layers have memory of their own.
+            reserve["captured layers"] = reserve["an image"]
     slot_bytes = model.slot_bytes(ranks, kv_dtype)
     if draft is not None:
         own_slot = draft.slot_bytes(1, dtype)

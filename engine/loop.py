@@ -426,15 +426,16 @@ def _vectors(step: Step, result: StepResult) -> tuple[list[Vectors], set[int]]:
     found, spoiled = list[Vectors](), set[int]()
     for part in result.pooled:
         width, first = part.numbers.shape[1], 0
+        numbers = part.numbers.numpy().astype("<f4", copy=False)
+        finite = np.isfinite(numbers).all(1).tolist()
         for row, count in zip(part.rows, part.counts, strict=True):
-            own = part.numbers[first : first + count].numpy()
+            own = slice(first, first + count)
             first += count
-            if not np.isfinite(own).all():
+            if not all(finite[own]):
                 spoiled.add(row)
-            elif not step.sequences[row].dead:
-                numbers = own.astype("<f4", copy=False).tobytes()
-                own_id = step.sequences[row].id
-                found.append(Vectors(own_id, count, width, numbers, part.weights))
+            elif not (sequence := step.sequences[row]).dead:
+                vectors = numbers[own].tobytes()
+                found.append(Vectors(sequence.id, count, width, vectors, part.weights))
     return found, spoiled
 
 

@@ -238,9 +238,13 @@ def load(
     tower = None
     if options.image_cache_bytes is not None and shard.rank == 0 and sees_images(folder):
         # Not above: transformers takes its time to load.
-        from tokenpod.models.towers.tower import load_tower
+        from tokenpod.models.towers.tower import largest_image, load_tower
 
-        tower = load_tower(folder, dtype=model.dtype, device=device, most_rows=positions)
+        tower = load_tower(folder, dtype=model.dtype, device=device)
+        if device.type == "cuda":
+            from tokenpod.engine.images.captured_layers import capture_largest
+
+            capture_largest(tower, largest_image(folder, positions), device)
     loaded = time.monotonic()
     if ahead is not None:
         ahead.wait()

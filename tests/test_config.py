@@ -282,12 +282,15 @@ def test_an_empty_token_file_is_refused(tmp_path):
     assert "the file is empty" in fault(auth_token_file=tmp_path / "tokens")
 
 
-def test_what_is_derived_fits_what_is_given():
+def test_what_is_derived_fits_what_is_given(monkeypatch):
     on_cpu = load_settings(device="cpu", max_batch_total_tokens=100)
     assert (on_cpu.resolved_prefill_tokens, on_cpu.resolved_batch_size) == (100, 64)
     assert on_cpu.resolved_dtype == "float32"
     on_gpu = load_settings(device="cuda")
     assert (on_gpu.resolved_prefill_tokens, on_gpu.resolved_batch_size) == (4096, 1024)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    assert (on_cpu.resolved_image_workers, on_gpu.resolved_image_workers) == (2, 5)
+    assert load_settings(device="cuda", image_workers=1).resolved_image_workers == 1
     assert on_gpu.resolved_dtype is None
     assert load_settings(device="cuda", dtype="float16").resolved_dtype == "float16"
 

@@ -247,10 +247,7 @@ def _append(runs: list[list[Run]], rows: list[int], plan: StepPlan, t_slot: Plan
         for row, slot in zip(rows, t_slot.tolist(), strict=True):
             append_run(runs[row], slot, slot + 1)
         return
-    start = 0
-    for row, tokens in zip(rows, plan.r_tokens.tolist(), strict=True):
-        append_slots(runs[row], t_slot[start : start + tokens])
-        start += tokens
+    append_slots([runs[row] for row in rows], plan.r_tokens, t_slot)
 
 
 class _CpuDrawing(Drawing):

@@ -19,13 +19,13 @@ from tokenpod.engine.gpu.graphs import (
     mixed_counts,
     mixed_rows,
     single_rows,
+    text_counts,
+    text_rows,
     with_columns,
 )
 from tokenpod.engine.steps.integers import Counts, Integers
 from tokenpod.kernels.operations.batch import RaggedRows
 
-#: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
-_MOST_CAPTURED_TOKENS = 1024
 #: Of the captured steps with drafts: as many tokens as drafts, and rows that have them.
 _MOST_DRAFTED_TOKENS = 384
 #: In those of fewer tokens each is a row of its own, whose context many programs share: a row of a
@@ -39,7 +39,7 @@ class CapturableSteps(Protocol):
     def computed(
         self, integers: Integers, rows: RaggedRows, *, decode: bool, follow: bool
     ) -> torch.Tensor:
-        """[n, vocabulary] logits of a padded step, by its integers on the device.
+        """[n, vocabulary] logits of a padded step, or [T, hidden] states where texts are read.
 
         Args:
             integers: of the step.
@@ -63,10 +63,10 @@ class CapturableSteps(Protocol):
 
 
 class _Kinds(NamedTuple):
-    """Mixed steps, those that decode alone, and those with drafts, few and many."""
+    """Mixed steps or texts, those that decode alone, and those with drafts, few and many."""
 
     mixed: Graphs
-    decode: Graphs
+    decode: Graphs | None
     few: Graphs | None
     many: Graphs | None
 
@@ -77,6 +77,7 @@ class CapturedSteps:
     Args:
         rows: sequences that can be live at once.
         max_tokens: most tokens of a step.
+        captured: most tokens of a captured one.
         tiles: how many numbers describe the tiles of a step of so many tokens.
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
@@ -85,6 +86,7 @@ class CapturedSteps:
             nobody waits.
         windowed: whether tokens may have window slots.
         flat: whether tokens of one row may be rows of their own, as few tokens with drafts are.
+        texts: whether texts are read for their vectors, and nothing is sampled.
     """
 
     def __init__(
@@ -92,17 +94,20 @@ class CapturedSteps:
         *,
         rows: int,
         max_tokens: int,
+        captured: int,
         tiles: Callable[[int], int],
         drafts: int,
         adapted: bool,
         behind: bool,
         windowed: bool,
         flat: bool,
+        texts: bool,
     ) -> None:
-        self._windowed = windowed
+        self._windowed, self._texts = windowed, texts
         #: Tokens of the largest step in which each is a row of its own.
         self._most_flat = _MOST_FLAT_TOKENS if flat else 0
         self._rows, self._max_tokens, self._tiles = rows, max_tokens, tiles
+        self._most = min(max_tokens, captured)
         self._drafts, self._adapted, self._behind = drafts, adapted, behind
         #: By whether some row has an adapter.
         self._kinds: dict[bool, _Kinds] = {}
@@ -114,7 +119,7 @@ class CapturedSteps:
     @property
     def words(self) -> int:
         """int64 words that hold the integers of any step, captured or not."""
-        tiles = self._tiles(min(self._max_tokens, _MOST_CAPTURED_TOKENS))
+        tiles = self._tiles(self._most)
         columns = {"adapters": True, "windows": self._windowed}
         most = Counts(self._max_tokens, self._rows, self._rows, tiles, self._drafts, **columns)
         flat = flat_counts(self._rows, self._most_flat, self._drafts) if self._drafts else {}
@@ -123,19 +128,25 @@ class CapturedSteps:
     def capture(
         self, steps: CapturableSteps, *, windows: bool = False, some: bool = False
     ) -> object:
-        """Capture steps of up to 1,024 tokens; returns the memory that graphs share.
+        """Capture steps of the sizes that there are to be; returns the memory that graphs share.
 
         Args:
             steps: runs them.
             windows: whether tokens have window slots.
             some: capture a few sizes alone; the others with `capture_next`.
         """
-        kept = self._drafts > 0
-        most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
+        kept, most = self._drafts > 0, self._most
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
         for adapted in (False, True)[: 1 + self._adapted]:
             columns = {"adapters": adapted, "windows": windows}
+            if self._texts:
+                texts = with_columns(text_counts(self._rows, most, self._tiles), **columns)
+                with torch.inference_mode():
+                    graphs = _graphs(steps, texts, memory, text_rows, kept=False, some=some)
+                memory = graphs.memory
+                self._kinds[adapted] = _Kinds(graphs, None, None, None)
+                continue
             mixed = with_columns(mixed_counts(self._rows, most, self._tiles), **columns)
             decode = with_columns(decode_counts(self._rows), **columns)
             # Each draft is a token of the step.
@@ -162,7 +173,7 @@ class CapturedSteps:
         """Capture one size of steps that has not been captured; False: all have been."""
         kinds = [(kinds.decode, kinds.mixed) for kinds in self._kinds.values()]
         with torch.inference_mode():
-            return any(graphs.capture_next() for graphs in chain(*kinds))
+            return any(graphs.capture_next() for graphs in chain(*kinds) if graphs)
 
     def fitting(self, plan: StepPlan) -> Captured | None:
         """The captured step that a plan fits; None: there is none."""
@@ -171,7 +182,7 @@ class CapturedSteps:
             return None
         if len(plan.r_mutual):
             return None
-        if plan.rows == plan.tokens == plan.sampling:
+        if kinds.decode and plan.rows == plan.tokens == plan.sampling:
             return kinds.decode.fitting(plan.rows)
         if not plan.drafts:
             return kinds.mixed.fitting(plan.tokens)

@@ -42,6 +42,7 @@ from tokenpod.kernels.operations.batch import (
     ForwardBatch,
     PagedRows,
     RaggedRows,
+    Run,
     append_slots,
     cut_runs,
 )
@@ -122,6 +123,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._captured = CapturedSteps(
             rows=rows,
             max_tokens=max_tokens,
+            captured=model.captures,
             tiles=self._tiles.count,
             drafts=drafts,
             adapted=adapted,
@@ -129,6 +131,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             behind=draft is not None and draft.behind,
             windowed=windowed,
             flat=flat,
+            texts=model.pooling is not None,
         )
         words = self._captured.words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -150,7 +153,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             self._copies.use(pools_of(pool, self._draft))
 
     def capture(self, *, some: bool = False) -> None:
-        """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly.
+        """Capture steps of up to the model's `captures` tokens; others' kernels go singly.
 
         `some`: a few sizes of these alone; each call of `capture_next` captures one of the others.
         """
@@ -194,6 +197,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if captured is not None:
             logits = captured.replay(mailbox.words[: captured.counts.words], self._enter_drafts)
             integers = captured.integers
+            if self._texts:
+                pooled = self._pooled(plan, logits)
         else:
             logits, integers, scored, pooled = self._forward(plan, mailbox)
         mailbox.forwarded()
@@ -267,12 +272,14 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def computed(
         self, integers: Integers, rows: RaggedRows, *, decode: bool, follow: bool
     ) -> torch.Tensor:
-        """Launch the model, and the first draw, which is that of greedy rows.
+        """Launch the model, and the first draw, which is that of greedy rows; of texts no draw.
 
         Of mixed steps, rows that decode are fewer than there is room for; what their kernel writes
         beyond them, zeros, is overwritten by the one that follows, for rows of several tokens.
         """
         batch = self._batch(integers, rows)
+        if self._model.pooling is not None:
+            return self._model.forward(batch, self._pool)
         if decode:
             # Every token's logits are wanted: there is nothing to gather.
             batch = replace(batch, logit_index=None)
@@ -347,15 +354,23 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         """
         ends = plan.r_tokens.cumsum()
         prompts = plan.t_token[ends - plan.r_tokens] != LAST
+        if not prompts.any():
+            return
+        self._note_prompts(plan, prompts, self._runs, plan.t_slot)
+        if self._windowed:
+            windows = self._in_windows(plan.t_window, plan.t_slot)
+            self._note_prompts(plan, prompts, self._window_runs, windows)
+
+    def _note_prompts(
+        self, plan: StepPlan, prompts: np.ndarray, runs: list[list[Run]], slots: np.ndarray
+    ) -> None:
+        """Add a step's slots [T] to the runs of these rows of the plan [B], where they go on."""
+        goes_on = prompts.copy()
         for at in np.flatnonzero(prompts).tolist():
-            runs = self._runs[plan.r_row[at]]
-            tokens = slice(ends[at] - plan.r_tokens[at], ends[at])
-            if cut_runs(runs, int(plan.r_start[at])):
-                append_slots(runs, plan.t_slot[tokens])
-            runs = self._window_runs[plan.r_row[at]]
-            if self._windowed and cut_runs(runs, int(plan.r_start[at])):
-                windows = self._in_windows(plan.t_window, plan.t_slot)
-                append_slots(runs, windows[tokens])
+            goes_on[at] = cut_runs(runs[plan.r_row[at]], int(plan.r_start[at]))
+        tokens = slots[np.repeat(goes_on, plan.r_tokens)]
+        rows = [runs[row] for row in plan.r_row[goes_on].tolist()]
+        append_slots(rows, plan.r_tokens[goes_on], tokens)
 
     def _resolve(self, integers: Integers) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The slots of a step's tokens are entered in the row table on the way."""

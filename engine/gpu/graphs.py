@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tokenpod.engine.steps.integers import Counts, Integers, views
 from tokenpod.kernels.operations.batch import RaggedRows, Run
@@ -24,7 +25,7 @@ LEAST_MIXED = 16
 
 T = TypeVar("T")
 
-#: From a step's integers on the device to [n, vocab] logits.
+#: From a step's integers on the device to [n, vocab] logits, or to [T, hidden] states of texts.
 Forward = Callable[[Counts, Integers], torch.Tensor]
 
 
@@ -46,7 +47,8 @@ class Captured:
     #: What the graph reads, and its fields.
     words: torch.Tensor
     integers: Integers
-    #: Runs it: [counts.samples, vocab] logits, overwritten by the next run.
+    #: Runs it: [counts.samples, vocab] logits, or [counts.tokens, hidden] states of texts,
+    #: overwritten by the next run.
     run: Callable[[], torch.Tensor]
     #: What is left to be run behind it, before any other step; None: nothing is.
     run_behind: Callable[[], object] | None = None
@@ -56,7 +58,7 @@ class Captured:
     def replay(
         self, words: torch.Tensor, enter: Callable[[Integers], None] | None = None
     ) -> torch.Tensor:
-        """Run the step whose integers are in `words`; its logits, until the next replay.
+        """Run the step whose integers are in `words`; what it makes, until the next replay.
 
         Args:
             words: pinned, laid out for `counts`.
@@ -68,7 +70,7 @@ class Captured:
         return self.run()
 
 
-class _Replay(Generic[T]):
+class Replay(Generic[T]):
     """A graph, and what it makes."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, made: T) -> None:
@@ -81,8 +83,7 @@ class _Replay(Generic[T]):
 
     def let_go(self) -> None:
         """Let later graphs have the memory of what it makes: it is overwritten when they run."""
-        if isinstance(self._made, torch.Tensor):
-            self._made = _unowned(self._made)
+        self._made = tree_map_only(torch.Tensor, _unowned, self._made)
 
 
 class _Bytes:
@@ -109,6 +110,23 @@ def _unowned(made: torch.Tensor) -> Any:
 def _capturing() -> torch.cuda.Stream:
     """The stream on which all graphs are captured: they share memory."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def record(step: Callable[[], T], memory: Any) -> tuple[Replay[T], Any]:
+    """Capture what a step launches, which has run before, without running it.
+
+    `memory`: of graphs captured before, to be shared, or None; returned for the next.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps.
+    with torch.cuda.stream(_capturing()):
+        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+        try:
+            made = step()
+        finally:
+            graph.capture_end()
+    return Replay(graph, made), memory or graph.pool()
 
 
 def _coarse(size: int, most: int) -> bool:
@@ -168,7 +186,7 @@ class Graphs:
         run = self._captured_of(functools.partial(self._forward, *given), words)
         after = self._behind and self._captured_of(functools.partial(self._behind, *given), words)
         made = self._on and self._on_logits(functools.partial(self._on, *given), run, words)
-        if not self._kept and isinstance(run, _Replay):
+        if not self._kept and isinstance(run, Replay):
             run.let_go()
         self._captured[size] = Captured(counts, words, integers, run, after, made)
         bisect.insort(self._sizes, size)
@@ -177,7 +195,10 @@ class Graphs:
         # Interpreted, all sizes are one program: the largest shows that padding can be run.
         if words.device.type != "cpu" or not self._captured:
             step()  # compiles and loads what capturing must not
-        return self._capture(step) if words.is_cuda else step
+        if not words.is_cuda:
+            return step
+        replay, self.memory = record(step, self.memory)
+        return replay
 
     def _on_logits(
         self,
@@ -188,19 +209,6 @@ class Graphs:
         logits = forward()  # in the same memory each time, where it is captured
         run = self._captured_of(functools.partial(step, logits), words)
         return (lambda logits: run()) if words.is_cuda else step
-
-    def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps.
-        with torch.cuda.stream(_capturing()):
-            graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
-            try:
-                made = step()
-            finally:
-                graph.capture_end()
-        self.memory = self.memory or graph.pool()
-        return _Replay(graph, made)
 
     def fitting(self, size: int) -> Captured | None:
         """The smallest captured step of at least `size`; None if there is none."""
@@ -237,6 +245,12 @@ def mixed_counts(rows: int, tokens: int, numbers_of: Callable[[int], int]) -> di
     }
 
 
+def text_counts(rows: int, tokens: int, numbers_of: Callable[[int], int]) -> dict[int, Counts]:
+    """Steps of up to `tokens` tokens of texts, of which nothing is sampled; see `mixed_counts`."""
+    sizes = mixed_counts(rows, tokens, numbers_of)
+    return {size: replace(counts, samples=0) for size, counts in sizes.items()}
+
+
 def with_columns(ladder: dict[int, Counts], *, adapters: bool, windows: bool) -> dict[int, Counts]:
     """The same with these columns, or without."""
     columns = {"adapters": adapters, "windows": windows}
@@ -253,6 +267,11 @@ def mixed_rows(counts: Counts) -> RaggedRows:
     """Rows of one token each, and one of all other tokens."""
     n = counts.rows
     return RaggedRows([*range(n + 1), counts.tokens], *_unknown(n + 1), n)
+
+
+def text_rows(counts: Counts) -> RaggedRows:
+    """One row of all tokens: of which there are more, tiles say."""
+    return RaggedRows([0, counts.tokens], *_unknown(1), 0)
 
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:

@@ -274,7 +274,7 @@ def _on_device(
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
     pool.reserve(room.states)
     # Ranks would have to capture the others at the same time, and drafts have graphs of their own.
-    some = model.captures and group is None and not options.speculate
+    some = model.captures > 0 and group is None and not options.speculate
     if model.captures:
         executor.capture(some=some)
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.

@@ -46,6 +46,9 @@ class Model(Protocol):
 class CapturableModel(Model, Protocol):
     """What more a model must know so that mixed steps can be captured."""
 
+    #: Tokens of the largest that are; 0: none.
+    captures: int
+
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""
         ...

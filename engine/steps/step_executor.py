@@ -290,14 +290,10 @@ class StepExecutor(ABC, Generic[S]):
             if (asked := new.request.pooling) is not None:
                 length = len(new.request.prompt)
                 self._texts[row] = TextSoFar(length, asked.left_out, asked.tokens, asked.weights)
-        for row, prefix in _new_rows(plan, plan.prefix_slot):
-            self._runs[row] = []
-            append_slots(self._runs[row], prefix)
+        _begin_runs(plan, self._runs, plan.prefix_slot)
         if self._windowed:
             windows = self._in_windows(plan.prefix_window, plan.prefix_slot)
-            for row, prefix in _new_rows(plan, windows):
-                self._window_runs[row] = []
-                append_slots(self._window_runs[row], prefix)
+            _begin_runs(plan, self._window_runs, windows)
         if len(plan.prefix_slot) and self._row_table.numel():
             self._enter_prefixes(plan)
 
@@ -471,11 +467,12 @@ class StepExecutor(ABC, Generic[S]):
         return flight
 
 
-def _new_rows(plan: StepPlan, slots: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each row that a sequence takes, and those of its cached prefix, of slots of all."""
-    ends = plan.n_prefix.cumsum().tolist()
-    for row, n, end in zip(plan.n_row.tolist(), plan.n_prefix.tolist(), ends, strict=True):
-        yield row, slots[end - n : end]
+def _begin_runs(plan: StepPlan, runs: list[list[Run]], slots: Ints) -> None:
+    """Let the runs of rows that sequences take begin with their cached prefixes, at these slots."""
+    rows = plan.n_row.tolist()
+    for row in rows:
+        runs[row] = []
+    append_slots([runs[row] for row in rows], plan.n_prefix, slots)
 
 
 def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:

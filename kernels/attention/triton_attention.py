@@ -7,7 +7,7 @@ does not matter where a row's KV lies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from tokenpod.kernels.attention.attention_decode import choose_splits, decode
 from tokenpod.kernels.attention.attention_extend import extend, extend_single
 from tokenpod.kernels.attention.attention_plan import (
     FIELDS,
+    WHOLE_FIELDS,
     TileList,
     cut_rows,
     list_tiles,
@@ -30,7 +31,7 @@ from tokenpod.kernels.attention.attention_tiles import (
     single_tile,
 )
 from tokenpod.kernels.gpu.launch import Gpu, gpu_of
-from tokenpod.kernels.mixers.recurrent_plan import cut_chunks
+from tokenpod.kernels.mixers.recurrent_plan import CHUNK, cut_chunks
 from tokenpod.kernels.operations.attention_ops import (
     NO_OPTIONS,
     AttentionOptions,
@@ -50,9 +51,8 @@ from tokenpod.kernels.operations.batch import (
 LARGEST_HEAD_DIM = 512
 LARGEST_GROUP = 128
 
-#: A captured step has room for so many rows with several tokens, and for tiles of so many queries.
+#: A captured step has room for so many rows with several tokens, unless all rows are texts.
 MOST_CAPTURED_EXTENDS = 64
-LEAST_CAPTURED_TILE = 8
 
 #: Where there is no GPU to ask: kernels are interpreted.
 INTERPRETED = Gpu(HOPPER, processors=8)
@@ -75,7 +75,7 @@ class PagedPlan(AttentionPlan):
     def tiles(self, queries: int, *, causal: bool) -> TileList:
         """Tiles of up to `queries` queries, of the rows that are, or are not, causal."""
         if self.paged.tiles is not None:
-            return unpack_tiles(self.paged.tiles[self.window, queries])
+            return unpack_tiles(self.paged.tiles[self.window, queries], causal=causal)
         kind = queries, causal
         if kind not in self._tiles:
             self._tiles[kind] = list_tiles(self.batch, self.window, queries, causal=causal)
@@ -113,24 +113,36 @@ class CapturedTiles:
     rows: int
     #: Whether there are chunks.
     chunks: bool = False
+    #: Whether each row has tiles, also one of a single token.
+    texts: bool = False
+    causal: bool = True
 
     @property
     def _lists(self) -> int:
         return 2 * len(self.kinds) + self.chunks
 
+    @property
+    def _fields(self) -> int:
+        return FIELDS if self.causal else WHOLE_FIELDS
+
     def count(self, tokens: int) -> int:
-        """Tiles have several queries, but for a row's last."""
-        tiles = tokens // LEAST_CAPTURED_TILE + self.rows
-        return self._lists * tiles * FIELDS
+        """Tiles are full, but for each row's last."""
+        sizes = [queries for _, queries in self.kinds] + [CHUNK] * self.chunks
+        tiles = tokens // min(sizes, default=1) + self.rows
+        return self._lists * tiles * self._fields
 
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
         """Write the tiles of these rows; False: there is no room for them."""
-        found = [tiles for kind in self.kinds for tiles in cut_rows(rows, *kind)]
+        if self.texts:
+            rows = replace(rows, single_rows=0)
+        found: list[npt.NDArray[np.int32]] = []
+        for kind in self.kinds:
+            found += cut_rows(rows, *kind, causal=self.causal)
         if self.chunks:
             if rows.rows - rows.single_rows > self.rows:
                 return False
             found.append(cut_chunks(rows))
-        for tiles, room in zip(found, into.reshape(self._lists, -1, FIELDS), strict=True):
+        for tiles, room in zip(found, into.reshape(self._lists, -1, self._fields), strict=True):
             if len(tiles) > len(room):
                 return False
             room[: len(tiles)], room[len(tiles) :] = tiles, 0
@@ -144,12 +156,15 @@ class CapturedTiles:
         return {**found, CHUNKS: lists[-1]} if self.chunks else found
 
 
-def prepare_capture(shapes: Sequence[Heads | TileKind], rows: int) -> CapturedTiles:
+def prepare_capture(
+    shapes: Sequence[Heads | TileKind], rows: int, *, texts: bool = False
+) -> CapturedTiles:
     """Room for the tiles of layers of these shapes, in steps of up to so many rows."""
     heads = [shape for shape in shapes if isinstance(shape, Heads)]
     kinds = dict.fromkeys((each.window, _queries_per_tile(each)) for each in heads)
-    room = min(rows, MOST_CAPTURED_EXTENDS) if shapes else 0
-    return CapturedTiles(tuple(kinds), room, CHUNKS in shapes)
+    most = rows if texts else min(rows, MOST_CAPTURED_EXTENDS)
+    causal = all(each.causal for each in heads)
+    return CapturedTiles(tuple(kinds), most if shapes else 0, CHUNKS in shapes, texts, causal)
 
 
 def _queries_per_tile(heads: Heads) -> int:

@@ -24,6 +24,7 @@ from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import (
     act_mul,
     activate,
+    add_layer_norm,
     embed,
     layer_norm,
     rms_norm,
@@ -48,6 +49,7 @@ OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
+    add_layer_norm=add_layer_norm,
     rotate=rotate,
     store_key_value=store_key_value,
     plan_attention=plan_attention,

@@ -152,8 +152,13 @@ class StepTiles(Protocol):
 class PrepareCapture(Protocol):
     """Choose, once, how a model's steps are captured."""
 
-    def __call__(self, shapes: Sequence[Heads | TileKind], rows: int) -> StepTiles:
-        """For layers of these shapes, or kinds of tiles, and steps of up to so many rows."""
+    def __call__(
+        self, shapes: Sequence[Heads | TileKind], rows: int, *, texts: bool = False
+    ) -> StepTiles:
+        """For layers of these shapes, or kinds of tiles, and steps of up to so many rows.
+
+        `texts`: no row decodes, and each of them has tiles, also one of a single token.
+        """
         ...
 
 
@@ -167,6 +172,8 @@ class Heads(NamedTuple):
     window: int | None
     dtype: torch.dtype
     device: torch.device
+    #: Off: a token sees those behind it, too; of one model all layers do, or none.
+    causal: bool = True
 
 
 class Attend(Protocol):

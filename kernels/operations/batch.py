@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.kernels.operations.adapter_ops import AdapterPlan
+
+Slots = npt.NDArray[np.integer[Any]]
 
 #: A run of adjacent KV slots: [first, end).
 Run = tuple[int, int]
@@ -207,15 +209,24 @@ def cut_runs(runs: list[Run], length: int) -> bool:
     return length == 0
 
 
-def append_slots(runs: list[Run], slots: npt.NDArray[np.integer[Any]]) -> None:
-    """Add `slots` at the end of `runs`, joining what is adjacent."""
+def append_slots(b_runs: Sequence[list[Run]], lengths: Slots, slots: Slots) -> None:
+    """Add slots at the end of each row's runs, joining what is adjacent.
+
+    Args:
+        b_runs: of B rows.
+        lengths: [B] how many of the slots are each row's.
+        slots: of all rows, row after row.
+    """
     if not len(slots):
         return
-    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-    firsts = slots[np.concatenate(([0], breaks))].tolist()
-    lasts = slots[np.concatenate((breaks - 1, [len(slots) - 1]))].tolist()
-    for first, last in zip(firsts, lasts, strict=True):
-        append_run(runs, first, last + 1)
+    ends = np.cumsum(lengths)
+    begins = np.zeros(len(slots) + 1, np.bool_)
+    begins[1:-1] = np.diff(slots) != 1
+    begins[ends - lengths] = True
+    first = np.flatnonzero(begins[:-1])
+    rows, counts = np.searchsorted(ends, first, side="right"), np.diff(first, append=len(slots))
+    for row, slot, n in zip(rows.tolist(), slots[first].tolist(), counts.tolist(), strict=True):
+        append_run(b_runs[row], slot, slot + n)
 
 
 def append_run(runs: list[Run], first: int, end: int) -> None:

@@ -36,6 +36,7 @@ from tokenpod.kernels.operations.pointwise_ops import (
     Activate,
     Activation,
     ActMul,
+    AddLayerNorm,
     Embed,
     LayerNorm,
     RmsNorm,
@@ -197,5 +198,7 @@ class Operations:
     prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.
     prepare_capture: PrepareCapture | None = None
+    #: None: the sum is made where a product ends.
+    add_layer_norm: AddLayerNorm | None = None
     #: The ranks that divide the model; None if there is one.
     group: Group | None = None

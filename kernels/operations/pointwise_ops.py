@@ -70,6 +70,21 @@ class RmsNorm(Protocol):
         ...
 
 
+class AddLayerNorm(Protocol):
+    """A sum and its layer norm in one pass over memory."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        epsilon: float,
+    ) -> None:
+        """Change x [T, n] to what `LayerNorm` makes of x + y, which is rounded before."""
+        ...
+
+
 class LayerNorm(Protocol):
     """Layer norm (Ba et al. 2016), its mean and variance taken in float32."""
 

@@ -51,22 +51,46 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
     """Rows of x less their mean, divided by their deviation, times weight [n] plus bias [n]."""
-    rows, n = x.shape
     out = torch.empty_like(x)
+    _norm_rows(x, None, weight, bias, out, epsilon)
+    return out
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> None:
+    """Change x [T, n] to the layer norm of x + y."""
+    _norm_rows(x, y, weight, bias, x, epsilon)
+
+
+def _norm_rows(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    epsilon: float,
+) -> None:
+    rows, n = x.shape
     block = triton.next_power_of_2(n)
     _layer_norm[(rows,)](
         x,
+        y,
         weight,
         bias,
         out,
         x.stride(0),
+        out.stride(0),
         n,
         epsilon,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
         **launch_options(x.device),
     )
-    return out
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -122,20 +146,24 @@ def _rms_norm(
 @launched
 @triton.jit
 def _layer_norm(
-    x, weight, bias, out, x_stride, n, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    x, y, weight, bias, out, x_stride, out_stride, n, epsilon,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     await_inputs(OVERLAP)
     values = tl.load(x + row * x_stride + i, mask=i < n, other=0.0)
     wide = values.to(tl.float32)
+    if y is not None:
+        wide += tl.load(y + row * n + i, mask=i < n, other=0.0).to(tl.float32)
+        wide = wide.to(values.dtype).to(tl.float32)
     centred = tl.where(i < n, wide - tl.sum(wide) / n, 0.0)
     normed = rms_normalised(centred, n, epsilon)
     if weight is not None:
         normed *= tl.load(weight + i, mask=i < n, other=0.0).to(tl.float32)
     if bias is not None:
         normed += tl.load(bias + i, mask=i < n, other=0.0).to(tl.float32)
-    tl.store(out + row * n + i, normed.to(values.dtype), mask=i < n)
+    tl.store(out + row * out_stride + i, normed.to(values.dtype), mask=i < n)
 
 
 @launched

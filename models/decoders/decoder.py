@@ -25,6 +25,13 @@ from tokenpod.models.pooling.head import PoolingHead
 from tokenpod.models.specs.layer_spec import Mlp
 from tokenpod.models.specs.spec import ModelSpec
 
+#: Steps of more tokens than this take a GPU longer than Python takes to launch them, where texts
+#: are generated: of 8B weights. Larger ones of smaller models have few rows that decode.
+_MOST_CAPTURED = 1024
+#: Seconds that Python takes to launch a layer's kernels, and for what else there is in a step; and
+#: operations per second of the matrix units of a GPU, in steps of small models.
+_LAYER_SECONDS, _STEP_SECONDS, _RATE = 0.45e-3, 3e-3, 4e14
+
 
 class Decoder:
     """The `LoadedModel` of a family that we have.
@@ -78,8 +85,7 @@ class Decoder:
             self.pool_class = partial(
                 StatePool, state_layouts=config.state_layouts, state_dtype=self._dtype
             )
-        # What is pooled are hidden states, which captured steps keep to themselves.
-        self.captures = pooling is None
+        self.captures = _captured_tokens(config, self.parameters_count, texts=pooling is not None)
         #: Whether a step of single tokens runs the same operations whatever they are.
         self.repeats = ops.group is None and all(
             isinstance(layer.mixer, Attention)
@@ -149,7 +155,7 @@ class Decoder:
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""
-        return self._plans.tiles(rows)
+        return self._plans.tiles(rows, texts=self.pooling is not None)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, step: ForwardBatch | None = None) -> torch.Tensor:
@@ -162,3 +168,17 @@ class Decoder:
             step = step.at(step.logit_index)
         assert self._head is not None, "a model that makes vectors samples nothing"
         return self._head(hidden, step)
+
+
+def _captured_tokens(config: ModelSpec, parameters: int, *, texts: bool) -> int:
+    """Tokens of the largest steps that are captured.
+
+    Of `texts` those that take Python longer than a GPU: all that a small encoder has.
+    """
+    if not texts:
+        return _MOST_CAPTURED
+    if config.own_state is not None:
+        return 0  # chunks of rows are counted for steps of few texts
+    weights = max(parameters - config.vocab_size * config.hidden_size, 1)
+    seconds = len(config.layers) * _LAYER_SECONDS + _STEP_SECONDS
+    return int(seconds * _RATE / (2 * weights))

@@ -131,8 +131,8 @@ class LoadedModel(Protocol):
     #: Makes the pool that it runs with, of what `KVPool` takes.
     pool_class: Callable[..., KVPool]
 
-    #: Whether steps can be captured.
-    captures: bool
+    #: Tokens of the largest steps that are captured, where there are GPUs; 0: none are.
+    captures: int
     #: Each layer's, for keys and values of 8 bits; None: the checkpoint has none.
     kv_scales: Sequence[KVScales] | None
     #: Of the whole model.

@@ -19,7 +19,13 @@ from tokenpod.kernels.operations.pointwise_ops import RowNorm
 from tokenpod.models.layers.linear import AddProduct, Product, Products
 from tokenpod.models.layers.mixer import Mix, Mixer, MixerParts
 from tokenpod.models.layers.normed import ActivatedProduct, NormedProduct, normed_product
-from tokenpod.models.layers.norms import Norm, NormRows, make_norm
+from tokenpod.models.layers.norms import (
+    Norm,
+    NormOfSum,
+    NormRows,
+    make_norm,
+    make_norm_of_sum,
+)
 from tokenpod.models.layers.step import Step
 from tokenpod.models.specs.layer_spec import (
     BESIDE,
@@ -72,7 +78,7 @@ def make_layer(spec: LayerSpec, parts: MixerParts) -> Layer:
         if norms.mlp_in is SAME:
             shared = make_norm(norms.attention_in, products, parts.named("attention_in"))
         return _followed(ParallelLayer(shared, first, mlp), spec, parts)
-    if not post:
+    if not post or _norms_sums(spec, parts):
         return _followed(SequentialLayer(first, mlp), spec, parts)
     return PostNormLayer(
         first,
@@ -82,12 +88,23 @@ def make_layer(spec: LayerSpec, parts: MixerParts) -> Layer:
     )
 
 
+def _norms_sums(spec: LayerSpec, parts: MixerParts) -> bool:
+    """Whether the stream is normed behind each branch, in one operation with the sum."""
+    norms = spec.norms.attention_out, spec.norms.mlp_out
+    fused = parts.products.ops.add_layer_norm is not None and isinstance(spec.mlp, Mlp)
+    layer_norms = all(norm is not None and norm.kind == "layer" for norm in norms)
+    return spec.join is Join.POST_NORM and fused and layer_norms and spec.branch_scale == 1.0
+
+
 def _mixer(mixer: Mixer, spec: LayerSpec, parts: MixerParts) -> Branch:
     norms = spec.norms
     norm_in = None if norms.mlp_in is SAME else norms.attention_in
+    mix = mixer.make(parts, norm_in)
+    if _norms_sums(spec, parts):
+        return MixerBranch(mix, _normed_sum(parts, "output", norms.attention_out, "attention_out"))
     norm_out = None if spec.join is Join.POST_NORM else norms.attention_out
     output = _output(parts, "output", norm_out, "attention_out", spec.branch_scale)
-    return MixerBranch(mixer.make(parts, norm_in), output)
+    return MixerBranch(mix, output)
 
 
 def _mlp(spec: LayerSpec, parts: MixerParts) -> Branch:
@@ -95,6 +112,9 @@ def _mlp(spec: LayerSpec, parts: MixerParts) -> Branch:
     norm_in = None if isinstance(norms.mlp_in, Same) else norms.mlp_in
     norm_out = None if spec.join is Join.POST_NORM else norms.mlp_out
     assert spec.mlp is not None, "a layer has one branch at least"
+    if isinstance(spec.mlp, Mlp) and _norms_sums(spec, parts):
+        up = _up(spec.mlp, parts.products, parts.named("up"), norm_in, parts.named("mlp_in"))
+        return MlpBranch(up, _normed_sum(parts, "down", norms.mlp_out, "mlp_out"))
     if isinstance(spec.mlp, Experts):
         return ExpertsBranch(spec.mlp, parts, norm_in, norm_out, scale)
     return mlp_branch(spec.mlp, parts, norm_in, norm_out, scale)
@@ -260,6 +280,24 @@ class ScaledOutput:
     def __call__(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
         """The product, normed and scaled, is added to the stream."""
         x.add_(self.norm(self.product(inner, step.batch)), alpha=self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedSum:
+    """A product that is added to the stream, which is normed then."""
+
+    product: Product
+    norm: NormOfSum
+
+    def __call__(self, inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        """The stream becomes the norm of its sum with the product."""
+        self.norm(x, self.product(inner, step.batch))
+
+
+def _normed_sum(parts: MixerParts, name: str, norm: Norm | None, norm_name: str) -> Output:
+    assert norm is not None, "a stream without a norm is not normed"
+    product = parts.products.sum_linear(parts.named(name))
+    return NormedSum(product, make_norm_of_sum(norm, parts.products, parts.named(norm_name)))
 
 
 def _output(

@@ -68,12 +68,16 @@ class StepPlans:
         ]
         return Step(batch, pool, plans, rotations, windows, per_layer)
 
-    def tiles(self, rows: int) -> StepTiles:
-        """How captured steps of up to so many rows describe rows with several tokens."""
+    def tiles(self, rows: int, *, texts: bool = False) -> StepTiles:
+        """How captured steps of up to so many rows describe rows with several tokens.
+
+        `texts`: none of them ever decodes.
+        """
         assert self._ops.prepare_capture is not None, "these operations are not captured"
         mixers = self._planners.values()
         shapes = [mixer.captured(self._dtype, self._device) for mixer in mixers]
-        return self._ops.prepare_capture([shape for shape in shapes if shape is not None], rows)
+        found = [shape for shape in shapes if shape is not None]
+        return self._ops.prepare_capture(found, rows, texts=texts)
 
 
 def _of_ropes(turned: Turned) -> Turned:

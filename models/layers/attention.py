@@ -239,7 +239,8 @@ class Attention:
 
     def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:
         """Tiles of queries follow from the shape of heads, and from the window."""
-        return Heads(self.heads, self.kv_heads, self.head_dim, self.window, dtype, device)
+        shape = self.heads, self.kv_heads, self.head_dim
+        return Heads(*shape, self.window, dtype, device, self.causal)
 
     def make(self, parts: MixerParts, norm: Norm | None) -> AttentionLayer:
         """With the layer's weights."""

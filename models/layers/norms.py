@@ -14,6 +14,9 @@ from tokenpod.models.layers.linear import Products
 #: [T, n] -> the same, normed.
 NormRows = Callable[[torch.Tensor], torch.Tensor]
 
+#: Changes the first [T, n] to the sum of both, normed.
+NormOfSum = Callable[[torch.Tensor, torch.Tensor], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -40,14 +43,26 @@ def make_norm(norm: Norm | None, products: Products, name: str) -> NormRows:
     """The norm whose weight is `name`; without one, nothing is done."""
     if norm is None:
         return _as_it_is
-    weight, bias = (
-        products.tensor(at) if has else None
-        for at, has in ((name, norm.weight), (f"{name}_bias", norm.bias))
-    )
+    weight, bias = _weights(norm, products, name)
     if norm.kind == "layer":
         return partial(products.ops.layer_norm, weight=weight, bias=bias, epsilon=norm.epsilon)
     assert weight is not None, "an rms norm has one"
     return partial(products.ops.rms_norm, weight=weight, epsilon=norm.epsilon)
+
+
+def make_norm_of_sum(norm: Norm, products: Products, name: str) -> NormOfSum:
+    """The layer norm whose weight is `name`, of a sum."""
+    add = products.ops.add_layer_norm
+    assert add is not None, "other sums are made where a product ends"
+    weight, bias = _weights(norm, products, name)
+    return partial(add, weight=weight, bias=bias, epsilon=norm.epsilon)
+
+
+def _weights(
+    norm: Norm, products: Products, name: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    of_bias = products.tensor(f"{name}_bias") if norm.bias else None
+    return products.tensor(name) if norm.weight else None, of_bias
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,9 @@ class PoolingHead:
         Returns [length, hidden] float32 where the text ends with it.
         """
         text = piece.text
-        text.pieces = [*(text.pieces or ()), hidden[piece.first : piece.end].float()]
+        # Of a text that goes on a copy: the next step may overwrite the states of this one.
+        states = hidden[piece.first : piece.end].to(torch.float32, copy=not piece.last)
+        text.pieces = [*(text.pieces or ()), states]
         if not piece.last:
             return None
         found = torch.cat(text.pieces)

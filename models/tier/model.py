@@ -109,7 +109,7 @@ class TransformersModel(ABC):
     """
 
     #: Steps are launched call by call: transformers' code may look at values on the host.
-    captures = False
+    captures = 0
     #: None: pools of 8 bits are refused.
     kv_scales: Sequence[KVScales] | None = None
     pool_class: Callable[..., KVPool] = KVPool

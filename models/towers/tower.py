@@ -1,7 +1,7 @@
 """A model's tower and projector for images: transformers' own modules, by the checkpoint's names.
 
-A tower runs once per image, where the text model runs once per token, so its Python costs little;
-what it makes are rows that stand in for those of the embedding's table (`GivenEmbeddings`).
+A tower runs once per image, where the text model runs once per token; what it makes are rows that
+stand in for those of the embedding's table (`GivenEmbeddings`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -38,13 +39,17 @@ _FEW_TOKENS = 8
 _MOST_PIXELS = 28 * 28 * 1280
 #: Heights and widths of images that processors cut into as many tiles as into any.
 _LARGE = ((2048, 2048), (1536, 2048), (512, 6144))
-#: Kinds of models whose towers read lengths of attention on the host alone; GLM-4V's also adds
-#: positions by them, on the device.
+#: Kinds of models whose towers read grids and lengths of attention on the host alone; GLM-4V's also
+#: adds positions by them, on the device.
 _CUT_ON_HOST = (
     *("kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("qwen3_5", "qwen3_5_moe"),
 )
-#: Whether this version of transformers takes them.
+_GRID = "image_grid_thw"
+_LENGTHS = {"cu_seqlens", "cu_window_seqlens"}
+#: Of which a tower keeps what follows from them: 50 bytes for each patch.
+_MOST_GRIDS = 32
+#: Whether this version of transformers takes what is known of a grid.
 _TAKES_LENGTHS = hasattr(vision_utils, "get_vision_cu_seqlens") and (
     "kwargs" in inspect.signature(vision_utils.get_vision_cu_seqlens).parameters
 )
@@ -56,6 +61,20 @@ class TowerSize(NamedTuple):
     weights: int
     #: While it computes the largest image, at most; about.
     working: int
+
+
+class LayerCalls(Protocol):
+    """What calls a tower's layers in their place."""
+
+    def begin(self) -> None:
+        """A new image comes."""
+        ...
+
+    def call(
+        self, at: int, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """What `forward(*args, **named)` of layer `at` yields."""
+        ...
 
 
 class Tower:
@@ -77,8 +96,12 @@ class Tower:
         #: What it computes by; processors say more, of which prompts alone depend.
         self._takes = inspect.signature(model.get_image_features).parameters.keys()
         self._between: Callable[[], None] = _nothing
-        for layer in _layers(model):
-            layer.register_forward_pre_hook(lambda *_: self._between())
+        #: What follows from the last grids.
+        self._grids: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        #: None: layers are called as they are.
+        self.calls: LayerCalls | None = None
+        for at, layer in enumerate(_layers(model)):
+            layer.forward = partial(self._layer, at, layer.forward)
 
     @torch.inference_mode()
     def __call__(
@@ -92,19 +115,47 @@ class Tower:
 
         Raises what transformers' code does with tensors that are not for it.
         """
+        known = self._of_grid(tensors)
         given = {
-            name: self._there(tensor) for name, tensor in tensors.items() if name in self._takes
+            name: tensor if name == _GRID and known else self._there(tensor, self.dtype)
+            for name, tensor in tensors.items()
+            if name in self._takes
         }
         self._between = between or _nothing
-        made = self._model.get_image_features(**given, **_lengths(self._model, tensors))
+        if self.calls is not None:
+            self.calls.begin()
+        made = self._model.get_image_features(**given, **known)
         # Of one image: a tensor of tiles, or a list of one image or of its tiles.
         parts = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
         parts = [part if isinstance(part, torch.Tensor) else torch.cat([*part]) for part in parts]
         return torch.cat([part.flatten(0, -2) for part in parts], dim=-1)
 
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _layer(self, at: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        self._between()
+        if self.calls is None:
+            return forward(*args, **named)
+        return self.calls.call(at, forward, args, named)
+
+    def _of_grid(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `_of_grid` finds, lengths on the host, all else on the device."""
+        if (grid := tensors.get(_GRID)) is None:
+            return {}
+        known = self._grids.get(key := (*grid.flatten().tolist(),))
+        if known is None:
+            known = _of_grid(self._model, tensors)
+            for name in known.keys() - _LENGTHS:
+                known[name] = self._there(known[name])
+            self._grids[key] = known
+            if len(self._grids) > _MOST_GRIDS:
+                self._grids.pop(next(iter(self._grids)))
+        return known
+
+    def _there(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """On the device; numbers that are no integers in `dtype`, unless that is None."""
+        if self._device.type == "cuda" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()  # else the copy waits for the device
         there = tensor.to(self._device, non_blocking=True)
-        return there.to(self.dtype) if tensor.is_floating_point() else there
+        return there.to(dtype) if tensor.is_floating_point() and dtype else there
 
 
 def _nothing() -> None:
@@ -117,16 +168,30 @@ def _layers(model: Any) -> list[Any]:
     return [*max(lists, key=len, default=())]
 
 
-def _lengths(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Where attention begins anew in an image's patches, on the host.
+def _of_grid(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What follows from an image's grid alone, computed on the host.
 
-    transformers cuts queries, keys and values there, and to read it from the device it would wait
-    three times per layer, behind all that steps have queued.
+    Where attention begins anew in the patches: transformers cuts queries, keys and values there,
+    and to read it from the device it would wait three times per layer, behind all that steps have
+    queued. And where patches are: some 40 small launches on the device, and waits for counts.
     """
-    grid, config = tensors.get("image_grid_thw"), model.config
+    grid, config = tensors.get(_GRID), model.config
     if grid is None or config.model_type not in _CUT_ON_HOST or not _TAKES_LENGTHS:
         return {}
     found = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grid)}
+    visual = getattr(model, "visual", None)
+    if visual is not None:
+        merge = visual.spatial_merge_size
+        found["position_ids"] = vision_utils.get_vision_position_ids(grid, merge)
+        if hasattr(visual, "interpolation_mode"):  # Qwen3-VL's: of a table of positions
+            taps = vision_utils.get_vision_interpolation_indices_and_weights(
+                grid,
+                visual.num_grid_per_side,
+                visual.interpolation_mode,
+                visual.interpolation_align_corners,
+                merge,
+            )
+            found["interp_indices"], found["interp_weights"] = taps
     if window := getattr(config.vision_config, "window_size", None):  # Qwen2.5-VL's
         vision = config.vision_config
         index, cut = vision_utils.get_vision_window_index(
@@ -136,21 +201,15 @@ def _lengths(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     return found
 
 
-def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device, most_rows: int) -> Tower:
+def load_tower(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Tower:
     """The tower of a checkpoint that `sees_images`.
-
-    On a GPU it takes its largest image once, so that what it needs for one is taken from then on;
-    one of more than `most_rows` fits into no prompt.
 
     Raises ModelError if tensors are missing or left over.
     """
     nesting = text_of(read_fields(folder / "config.json")).nesting
     assert nesting is not None
     with Checkpoint(folder) as checkpoint:
-        tower = _read(folder, checkpoint, nesting, dtype, device)
-    if device.type == "cuda":
-        tower(largest_image(folder, most_rows))
-    return tower
+        return _read(folder, checkpoint, nesting, dtype, device)
 
 
 def largest_image(folder: Path, most_rows: int) -> dict[str, torch.Tensor]:

@@ -142,6 +142,13 @@ class ResolvedSettings(Settings):
         return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
 
     @property
+    def resolved_image_workers(self) -> int:
+        """Of each front end: one client's connection, and so all its images, may be of one."""
+        if self.image_workers is not None or self.resolved_device == "cpu":
+            return self.image_workers or 2
+        return min(max(len(os.sched_getaffinity(0)) // 3, 2), 6)
+
+    @property
     def resolved_max_connections(self) -> int:
         """Connections to the port at once, of all front ends together."""
         if self.max_connections is not None:

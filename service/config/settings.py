@@ -234,7 +234,9 @@ class Settings(BaseSettings):
     the port is not that of http or https. Their addresses must be public. None: none is fetched."""
     image_url_timeout: float = _limit(5.0, gt=0, le=600)
     """Seconds that fetching an image may take."""
-    image_workers: int = _limit(2, ge=1, le=64)
+    image_workers: int | None = _limit(
+        derived="2 on a CPU; on a GPU one for 3 cores, 2 to 6", ge=1, le=64
+    )
     """Processes of each front end that decode images."""
     image_timeout: float = _limit(10.0, gt=0, le=3600)
     """Seconds that decoding and preparing an image may take; it is killed then."""

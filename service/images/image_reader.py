@@ -397,7 +397,7 @@ class ImageWorkers(WorkerPool[ReadImage, ProcessorLoaded, ImageRead]):
 
     def __init__(self, folder: Path, settings: ServerSettings) -> None:
         limits = PoolLimits(
-            settings.image_workers,
+            settings.resolved_image_workers,
             settings.image_timeout,
             "--image-timeout",
             settings.image_memory_bytes,

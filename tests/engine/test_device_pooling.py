@@ -43,9 +43,17 @@ if DEVICE.type == "cpu":
 
 
 @pytest.mark.parametrize(
-    ("kind", "prefill"), [("minilm", 64), ("mpnet", 64), ("gte-modernbert", 64), ("qwen3-mean", 10)]
+    ("kind", "prefill", "captured"),
+    [
+        ("minilm", 64, False),
+        ("minilm", 64, True),
+        ("mpnet", 64, True),
+        ("gte-modernbert", 64, True),
+        ("qwen3-mean", 10, False),
+        ("qwen3-mean", 10, True),
+    ],
 )
-def test_vectors_are_those_of_the_modules(tmp_path, kind, prefill):
+def test_vectors_are_those_of_the_modules(tmp_path, kind, prefill, captured):
     golden = EmbeddingGolden(kind, tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         layout = read_layout(tmp_path, checkpoint)
@@ -71,6 +79,8 @@ def test_vectors_are_those_of_the_modules(tmp_path, kind, prefill):
         max_tokens=prefill + PROBE_TOKENS + ROWS + 1,
         device=DEVICE,
     )
+    if captured:
+        executor.capture()
     encodes = model.config.encodes
     limits = Limits(
         SLOTS - PROBE_TOKENS, ROWS, POSITIONS, prefill, pools=True, whole_prompts=encodes

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from tokenpod.core.images import (
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.requests import ImageRows, ImageRun, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.images.captured_layers import CapturedLayers
 from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.towers.tower import (
     _layers,
-    _lengths,
+    _of_grid,
     largest_image,
     load_tower,
     tower_size,
@@ -72,7 +74,7 @@ class Eyes:
         # Gemma 4 makes 70 tokens of an image at least, which see each other.
         more = {"prefill": 80} if seeing.sight.rows is RowCount.SAID or seeing.sees_prompts else {}
         self.engine = Engine(seeing.folder, **more)
-        tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+        tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU)
         self.client = Client()
         self.calls = 0
 
@@ -243,18 +245,79 @@ def test_one_file_is_enough_for_an_image_that_is_there_twice(
 def test_a_tower_cuts_attention_where_it_is_told(eyes: Eyes, monkeypatch: Any) -> None:
     """On a GPU it would otherwise ask the device for it in each layer."""
     seeing = eyes.seeing
-    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU)
     image = {name: torch.from_numpy(x) for name, x in seeing.prepared(WIDE).items()}
-    told = _lengths(tower._model, image)
+    told = _of_grid(tower._model, image)
     assert bool(told) == ("qwen" in seeing.folder.name or "kimi" in seeing.folder.name)
     if not told:
         return
     right, end = tower(image), int(told["cu_seqlens"][-1])
     monkeypatch.setattr(
-        "tokenpod.models.towers.tower._lengths",
+        "tokenpod.models.towers.tower._of_grid",
         lambda *_: told | {"cu_seqlens": torch.tensor([0, 4, end], dtype=torch.int32)},
     )
-    assert not torch.allclose(tower(image), right)
+    other = load_tower(seeing.folder, dtype=torch.float32, device=CPU)
+    assert not torch.allclose(other(image), right)
+
+
+def test_what_follows_from_a_grid_is_kept_for_that_grid_alone(eyes: Eyes) -> None:
+    """Images of other grids come between, one of them of as many patches."""
+    tower = eyes.encoder._tower.tower
+    images = [
+        {name: torch.from_numpy(x) for name, x in eyes.seeing.prepared(picture(*size, at)).items()}
+        for at, size in enumerate([(60, 20), (20, 60), (20, 20), (20, 60), (60, 20)], 990)
+    ]
+    expected = []
+    for image in images:
+        tower._grids.clear()
+        expected.append(tower(image))
+    tower._grids.clear()
+    assert all(torch.equal(tower(x), y) for x, y in zip(images, expected, strict=True))
+    grids = {tuple(x["image_grid_thw"].flatten().tolist()) for x in images if "image_grid_thw" in x}
+    assert tower._grids.keys() == grids
+
+
+def test_captured_layers_make_the_same_rows(eyes: Eyes) -> None:
+    """Of images of two shapes by turns, whose layers are captured when they come again."""
+    tower = eyes.encoder._tower.tower
+    shapes = [(20, 20), (60, 20)]
+    images = [picture(*shapes[turn % 2], 970 + turn) for turn in range(8)]
+    tensors = [
+        {name: torch.from_numpy(x) for name, x in eyes.seeing.prepared(image).items()}
+        for image in images
+    ]
+    expected = [tower(each) for each in tensors]
+    tower.calls = calls = CapturedLayers(CPU)
+    try:
+        found = [tower(each) for each in tensors]
+    finally:
+        tower.calls = None
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert calls.shapes
+    assert all(len(shape.layers) == len(_layers(tower._model)) for shape in calls.shapes)
+    # A layer reads what the one before has left where that is.
+    for shape in calls.shapes:
+        _, *behind = shape.layers.values()
+        assert all(any(hasattr(read, "address") for read in layer.reads) for layer in behind)
+
+
+def test_what_an_image_leaves_uncaptured_is_called_as_it_is() -> None:
+    """One fails between layers; a layer's second result must not take its first one's place."""
+    calls, layers = CapturedLayers(CPU), [torch.nn.Linear(4, 4) for _ in range(3)]
+
+    def image(x: torch.Tensor, last: int) -> list[torch.Tensor]:
+        calls.begin()
+        found = [x]
+        for at in (*range(last), 0):
+            found.append(calls.call(at, layers[at], (found[-1],), {}))
+        return found
+
+    with torch.inference_mode():
+        for turn, last in enumerate((3, 2, 3, 3)):
+            found = image(torch.full((2, 4), float(turn)), last)
+            for at, (before, behind) in zip((*range(last), 0), pairwise(found), strict=True):
+                assert torch.equal(behind, layers[at](before))
+    assert [*calls.shapes[0].layers] == [0, 1]
 
 
 def test_a_tower_that_fails_fails_who_asked(eyes: Eyes) -> None:
@@ -324,10 +387,10 @@ def test_every_architecture_is_tried() -> None:
 def test_the_tower_of_a_quantised_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
     """Of the text model alone it says how it is held; a tower that is quantised is refused."""
     seeing = Seeing("llava", tmp_path / "llava")
-    plain = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    plain = load_tower(seeing.folder, dtype=torch.float32, device=CPU)
     config = seeing.config | {"quantization_config": {"quant_method": "fp8"}}
     (seeing.folder / "config.json").write_text(json.dumps(config))
-    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU)
     image = {"pixel_values": torch.from_numpy(seeing.prepared(RED)["pixel_values"])}
     assert torch.equal(tower(image), plain(image))
     tensors = load_file(seeing.folder / "model.safetensors")
@@ -335,7 +398,7 @@ def test_the_tower_of_a_quantised_checkpoint_is_read_as_it_is(tmp_path: Path) ->
     tensors[f"{name}_scale_inv"] = torch.ones(1)
     save_file(tensors, seeing.folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"_scale_inv is none of those .* --max-images 0"):
-        load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+        load_tower(seeing.folder, dtype=torch.float32, device=CPU)
 
 
 def _of_text(seeing: Seeing) -> int:
@@ -354,7 +417,7 @@ LARGEST = ["llava", "qwen3-vl", "gemma3-images"]
 def test_the_largest_image_is_one_that_the_tower_takes(kind: str, tmp_path: Path) -> None:
     """A GPU is given it first, so that later ones need no more memory."""
     seeing = Seeing(kind, tmp_path / kind)
-    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU, most_rows=64)
+    tower = load_tower(seeing.folder, dtype=torch.float32, device=CPU)
     with LiveTensors() as live:
         rows = len(tower(largest_image(seeing.folder, 64)))
     size = tower_size(seeing.folder, 64)

@@ -467,6 +467,7 @@ def others() -> None:
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN, dtype=torch.float32), 1e-6)
     pointwise.layer_norm(draw(3, HIDDEN), draw(HIDDEN), draw(HIDDEN), 1e-6)
     pointwise.layer_norm(draw(3, HIDDEN), None, None, 1e-6)
+    pointwise.add_layer_norm(draw(3, HIDDEN), draw(3, HIDDEN), draw(HIDDEN), draw(HIDDEN), 1e-6)
     pointwise.act_mul(draw(3, HIDDEN), Activation.SILU)
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)

@@ -74,6 +74,16 @@ def test_layer_norm(affine, n, dtype, draw, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_is_normed_in_its_place(dtype, draw, device):
+    """As the sum and the norm one after the other: the sum is rounded before."""
+    x, y = (draw(2, 5, 72, dtype=dtype) * 3 + 1).to(device)
+    weight, bias = draw(2, 72, dtype=dtype).to(device)
+    expected = pointwise.layer_norm(x + y, weight, bias, 1e-5)
+    pointwise.add_layer_norm(x, y, weight, bias, 1e-5)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ALONE)
 def test_an_activation_by_itself(activation, dtype, draw, device):
     x = (draw(3, 1500, dtype=dtype) * 4).to(device)

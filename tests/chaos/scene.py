@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chaos.waiting import PATIENCE_SECONDS, wait_for
 from support.clients.public_api import text_request
-from support.pods.harness import SERVING, ServerProcess, children_of, free_port, serve
+from support.pods.harness import SERVING, ServerProcess, free_port, serve
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: What innocent clients ask.
@@ -72,13 +72,12 @@ class Pod:
 
     def further(self) -> list[int]:
         """Process ids of the further front ends."""
-        return [pid for pid in self.server.children() if _runs(pid, b"pod.front_end")]
+        return self.server.front_end_pids()
 
     def text_workers(self) -> list[int]:
         """Process ids of all front ends' text workers."""
         fronts = [self.server.process.pid, *self.further()]
-        found = [pid for front in fronts for pid in children_of(front)]
-        return [pid for pid in found if _runs(pid, b"text_worker")]
+        return [pid for front in fronts for pid in self.server.text_worker_pids(front)]
 
     def engines(self) -> list[int]:
         """Process ids of the engine, or of its ranks."""
@@ -263,10 +262,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def _runs(pid: int, module: bytes) -> bool:
-    return module in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _hint(error: Any) -> float:

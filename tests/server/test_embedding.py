@@ -210,6 +210,7 @@ def test_another_rpc_is_refused_with_the_right_one(pod: ServerProcess) -> None:
 def test_info_says_what_the_model_is_for(pod: ServerProcess) -> None:
     with Client(pod.address) as client:
         model = client.model()
+        assert not model.features, "fields of Generate, which is refused"
     assert model.task == model_pb2.TASK_EMBED
     facts = model.embedding
     assert (facts.dimensions, facts.pooling, facts.normalized) == (32, "mean", True)

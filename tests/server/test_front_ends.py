@@ -48,15 +48,6 @@ KNOWN = (("authorization", "Bearer open-sesame"),)
 TGIS_PORT = free_port()
 
 
-def further(server: ServerProcess) -> list[int]:
-    """Process ids of the further front ends, in order."""
-    return [
-        pid
-        for pid in server.children()
-        if b"front_end" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-
-
 def connected(server: ServerProcess) -> dict[int, set[int]]:
     """Front end's process id -> remote ports of the public port's connections that it has."""
     mine = f":{server.port:04X}"
@@ -67,7 +58,7 @@ def connected(server: ServerProcess) -> dict[int, set[int]]:
         if local.endswith(mine) and state == "01":
             remote_of[f"socket:[{rest[5]}]"] = int(remote.rpartition(":")[2], 16)
     found: dict[int, set[int]] = {}
-    for pid in (server.process.pid, *further(server)):
+    for pid in (server.process.pid, *server.front_end_pids()):
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
         found[pid] = {remote_of[link] for link in links if link in remote_of}
     return found
@@ -123,7 +114,7 @@ def one_each(server: ServerProcess) -> list[Client]:
         client = Client(server)
         found.setdefault(client.front_end, client)
         if len(found) == FRONT_ENDS:
-            return [found[pid] for pid in (server.process.pid, *further(server))]
+            return [found[pid] for pid in (server.process.pid, *server.front_end_pids())]
     raise AssertionError(f"100 connections reached {len(found)} front ends")
 
 
@@ -389,7 +380,7 @@ def test_a_second_server_cannot_share_the_port(pod: ServerProcess) -> None:
 def test_a_front_end_that_hangs_is_replaced_and_costs_its_own_streams_alone(
     pod: ServerProcess, clients: list[Client]
 ) -> None:
-    before = further(pod)
+    before = pod.front_end_pids()
     streams = [Stream(client, max_new_tokens=700) for client in clients]
     os.kill(before[0], signal.SIGSTOP)
     # Whoever waits for nobody hears of it too.
@@ -398,8 +389,8 @@ def test_a_front_end_that_hangs_is_replaced_and_costs_its_own_streams_alone(
     for stream in (streams[0], streams[2]):
         assert len(collect(stream.rest(), 1).samples[0].token_ids) == 700
     wait_for(lambda: "a front end serves again" in pod.log.read_text())
-    assert before[1] in further(pod)
-    (new,) = set(further(pod)) - set(before)
+    assert before[1] in pod.front_end_pids()
+    (new,) = set(pod.front_end_pids()) - set(before)
     request = text_request(PROMPT, stopping=SHORT)
     texts = {
         generate(client.stub, request).samples[0].text
@@ -412,7 +403,7 @@ def test_a_front_end_that_hangs_is_replaced_and_costs_its_own_streams_alone(
 
 def test_nobody_outlives_a_killed_first_front_end(pod: ServerProcess) -> None:
     children = pod.children()
-    children += [pid for each in further(pod) for pid in children_of(each)]
+    children += [pid for each in pod.front_end_pids() for pid in children_of(each)]
     assert len(children) == FRONT_ENDS * (1 + TEXT_WORKERS)
     pod.process.kill()
     pod.process.wait()
@@ -439,7 +430,7 @@ def test_a_drain_finishes_streams_and_routers_batches_of_all_and_leaves_nobody(
     streams = [Stream(client, max_new_tokens=200) for client in clients]
     held = clients[1].shard.Prefill(pb.PrefillRequest(batch=batch(1, 11)), metadata=KNOWN).batch
     guarded.process.send_signal(signal.SIGTERM)
-    for pid in further(guarded):
+    for pid in guarded.front_end_pids():
         # As an init process or a terminal might: stopping is the first one's business.
         os.kill(pid, signal.SIGTERM)
     wait_for(lambda: guarded.health() == NOT_SERVING)

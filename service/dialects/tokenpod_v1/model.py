@@ -172,7 +172,9 @@ _TOOLS = ("chat.tools", "chat.tool_choice", "chat.parallel_tool_calls")
 
 
 def _features(serving: Serving) -> list[str]:
-    """Paths of the fields of a request that this server takes."""
+    """Paths of the fields of a GenerateRequest that this server takes."""
+    if serving.ready.task.pools:
+        return []
     left_out: tuple[str, ...] = ()
     if serving.tokenizer.template_source is None:
         left_out += ("chat",)

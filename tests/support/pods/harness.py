@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import signal
@@ -144,12 +145,18 @@ class ServerProcess:
         """Process ids of the pod's ranks, in order."""
         return self._running("tokenpod.engine.process")
 
-    def text_worker_pids(self) -> list[int]:
-        """Process ids of the first front end's text workers."""
-        return self._running("tokenpod.service.text.workers.text_worker")
+    def front_end_pids(self) -> list[int]:
+        """Process ids of the further front ends, in order."""
+        return self._running("tokenpod.service.front_end")
 
-    def _running(self, module: str) -> list[int]:
-        return children_of(self.process.pid, running=module)
+    def text_worker_pids(self, front_end: int = 0) -> list[int]:
+        """Process ids of a front end's text workers; of the first one's."""
+        return self._running("tokenpod.service.text.workers.text_worker", front_end)
+
+    def _running(self, module: str, parent: int = 0) -> list[int]:
+        # Nobody would be found by the name of a module that has moved, and nothing would tell.
+        assert importlib.util.find_spec(module), f"there is no module {module}"
+        return children_of(parent or self.process.pid, running=module)
 
     def stop(self) -> int:
         """SIGTERM, and wait; the exit status."""

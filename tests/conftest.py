@@ -57,15 +57,6 @@ POD_FOLDERS = ("chaos/", "deploy/", "examples/", "server/", "tools/")
 POD_FIXTURES = frozenset({"server", "shard", "stub"})
 #: Folders whose tests compute for seconds: their kernels are interpreted.
 COMPUTE_FOLDERS = ("kernels/triton/",)
-#: What tests import later, and takes a second or more.
-IMPORTED = (
-    "kubernetes_validate",
-    "peft",
-    "tokenpod.engine.run",
-    "tokenpod.kernels.backends.cpu",
-    "tokenpod.service.server",
-    "transformers.models.llama.modeling_llama",
-)
 #: Audit events of a process that starts another; the last one is our own (prefork.py).
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "prefork.start")
 #: Folders whose tests keep a processor busy.
@@ -177,8 +168,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Audit hooks stay for the life of a process: there is one of ours."""
     config.pluginmanager.register(NoProcesses())
     if config.option.processes > 1:
-        processes = config.option.processes
-        config.pluginmanager.register(forked.ForkedRun(config, processes, IMPORTED))
+        config.pluginmanager.register(forked.ForkedRun(config, config.option.processes))
     # What a test draws comes slowly where others have the processors: that says nothing of it.
     settings.register_profile(
         "tokenpod",

@@ -10,8 +10,6 @@ Imports and collection take as long as a tenth of all tests; here they happen on
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
 import itertools
 import multiprocessing.util
 import os
@@ -21,7 +19,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -53,11 +51,9 @@ class Worker:
 class ForkedRun:
     """Plugin of a run with more than one process."""
 
-    def __init__(self, config: pytest.Config, processes: int, imported: Sequence[str] = ()) -> None:
-        """`imported`: modules that many tests import, each process by itself otherwise."""
+    def __init__(self, config: pytest.Config, processes: int) -> None:
         self._config = config
         self._processes = processes
-        self._imported = imported
         self._workers: list[Worker] = []
         #: Places of tests that nobody has yet, by file.
         self._files: list[list[int]] = []
@@ -75,9 +71,6 @@ class ForkedRun:
         self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         if any(item.get_closest_marker("pod") for item in session.items):
             prefork.server()  # one for all, since its imports take long
-        for name in self._imported:
-            importlib.import_module(name)
-        gc.freeze()
         try:
             for number in range(min(self._processes, len(self._files))):
                 self._fork(session, number)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support import forked
 from support.examples import examples
 from support.gpu_lock import gpu_lock
 from support.pods.harness import ServerProcess, serve
@@ -32,9 +31,6 @@ with_cuda = any(need.startswith("nvidia-") for need in requires("torch") or ())
 interpreted = not (with_cuda and Path("/dev/nvidiactl").exists())
 if interpreted:
     os.environ["TRITON_INTERPRET"] = "1"
-else:
-    # To ask whether there is a GPU would initialise CUDA, and then no process could be forked.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 # torch's threads spin while they wait for each other, on processors that other tests need, and tiny
 # tensors gain nothing from more than one. Programs that tests start inherit this.
@@ -65,11 +61,6 @@ COMPUTING = ("engine", "kernels", "models")
 SHORT = ("core", "service")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of our own."""
-    parser.addoption("--processes", type=int, default=1, help="so many run tests, file by file")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keep the collector from walking through all that is imported, now and between tests."""
@@ -87,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     let_loggers_propagate()
     mark_sampled(items)
     mark_tiers(items)
-    if config.option.processes > 1:
+    if hasattr(config, "workerinput"):  # pytest-xdist's
         items[:] = interleaved(items)
     # First, while nothing else has the GPU: the others would wait for it in the middle of theirs.
     items.sort(key=lambda item: item.get_closest_marker("fills_gpu") is None)  # stable
@@ -167,8 +158,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Audit hooks stay for the life of a process: there is one of ours."""
     config.pluginmanager.register(NoProcesses())
-    if config.option.processes > 1:
-        config.pluginmanager.register(forked.ForkedRun(config, config.option.processes))
     # What a test draws comes slowly where others have the processors: that says nothing of it.
     settings.register_profile(
         "tokenpod",
@@ -225,10 +214,10 @@ def mark_sampled(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Shared:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     """Folders that all processes of this run have in common."""
     root = tmp_path_factory.getbasetemp()
-    if forked.NUMBER in pytestconfig.stash:
+    if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # of every process's own
     (root / "shared").mkdir(exist_ok=True)
     return Shared(root / "shared")
@@ -243,10 +232,10 @@ def golden(shared: Shared) -> SharedGoldens:
 
 
 @pytest.fixture(scope="session")
-def server(pytestconfig: pytest.Config) -> Iterator[ServerProcess]:
+def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
     # One process of a run starts it as users do, the others sooner.
-    first = pytestconfig.stash.get(forked.NUMBER, 0) == 0
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     with serve("--kv-cache-events", own_imports=first) as running:
         running.is_common = True
         yield running

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import signal
@@ -47,23 +46,18 @@ _OF_CALLS = (
     "used_token_count",
 )
 #: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
-#: and test processes that run side by side, whose ids follow each other, begin far from each other.
+#: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
 _PORTS = range(10_000, 32_000)
+_turns = itertools.count(os.getpid() * 997)
 
 
 def free_port() -> int:
     """A port that nobody listens on, and that nobody else is given until its server has it."""
     while True:
-        port = _PORTS[next(_turns(os.getpid())) % len(_PORTS)]
+        port = _PORTS[next(_turns) % len(_PORTS)]
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-@functools.cache
-def _turns(process: int) -> Iterator[int]:
-    """A process that is forked does not go on with the ports of the other."""
-    return itertools.count(process * 997)
 
 
 @dataclass

@@ -107,7 +107,7 @@ def start(
     with theirs, open(os.devnull) as nothing:
         first = nothing.fileno() if stdin is None else stdin
         descriptors = [first, stdout, stderr, theirs.fileno()]
-        socket.send_fds(server(), [json.dumps(asked).encode()], descriptors)
+        socket.send_fds(_server(), [json.dumps(asked).encode()], descriptors)
     return PreforkedProcess(["tokenpod", *arguments], int(ours.recv(64)), ours)
 
 
@@ -151,7 +151,7 @@ def _read_by_imports(name: str) -> bool:
 
 
 @functools.cache
-def server() -> socket.socket:
+def _server() -> socket.socket:
     """The process that forks; it ends with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:

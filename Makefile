@@ -5,9 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python -P
 STAMP := $(VENV)/.ready
-PIP := $(BIN)/python -m pip
-# pip would compile 250 MB of sources, most of which nobody imports; Python does it when it imports one.
-PIP_INSTALL := $(PIP) install --no-compile
 VARIANT ?= cpu
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PROTOS := $(shell find protos -name '*.proto')
@@ -30,12 +27,12 @@ $(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml client/pypro
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@sh tools/install_torch.sh requirements/dev.txt $(PIP)
+	@sh tools/install_torch.sh requirements/dev.txt $(BIN)/python -m pip
 	@echo "Installing the locked dependencies (the first time takes a minute or two)"
-	@$(PIP_INSTALL) -qq --requirement requirements/dev.txt
-	@$(PIP_INSTALL) -qq --no-deps --ignore-requires-python --requirement requirements/helm.txt
-	@$(PIP_INSTALL) -qq --no-build-isolation --no-deps --editable .
-	@$(PIP_INSTALL) -qq --no-build-isolation --no-deps --editable client
+	@$(BIN)/python -m pip install -qq --requirement requirements/dev.txt
+	@$(BIN)/python -m pip install -qq --no-deps --ignore-requires-python --requirement requirements/helm.txt
+	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
+	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable client
 	@touch $(STAMP) $(STUBS)
 
 $(STUBS): $(PROTOS) client/stubs.py | $(STAMP)
@@ -51,16 +48,16 @@ demo: setup ## Start the server on the embedded model and stream a completion
 
 # Three, since tests of servers often wait.
 test: setup ## The tests of every change, in three processes (make test ARGS='tests/scheduler -x' for a part, in one)
-	@$(PY) -m pytest $(or $(ARGS),--processes 3)
+	@$(PY) -m pytest $(or $(ARGS),-n 3)
 
 test-unit: setup ## Those of them that start no process and are short
-	@$(PY) -m pytest -m unit $(or $(ARGS),--processes 2)
+	@$(PY) -m pytest -m unit $(or $(ARGS),-n 2)
 
 test-all: setup ## All tests that need no GPU, with all examples of property tests: an hour
-	@EXAMPLES=all $(PY) -m pytest -m "not gpu" $(or $(ARGS),--processes 3)
+	@EXAMPLES=all $(PY) -m pytest -m "not gpu" $(or $(ARGS),-n 3)
 
 test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARGS='tests/kernels -x' for a part, in one)
-	@$(PY) -m pytest -m gpu $(or $(ARGS),--processes 16)
+	@$(PY) -m pytest -m gpu $(or $(ARGS),-n 16)
 
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
 	@PYTHONPATH=tests $(PY) -m chaos $(ARGS)

@@ -18,7 +18,7 @@ if [ -z "$index" ]; then
 fi
 shown=$(echo "$index" | sed 's,//[^/]*@,//,')
 # A torch of that version stays, whatever its build.
-if "$@" install --no-compile -qqq --no-deps --retries 0 --timeout 10 --index-url "$index" "$torch"; then
+if "$@" install -qqq --no-deps --retries 0 --timeout 10 --index-url "$index" "$torch"; then
     echo "$torch is there, or came from $shown"
 else
     echo "$torch can't be had from $shown: it comes from the default index instead, with CUDA where that has no other;" \

@@ -207,7 +207,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 def _compiled(signature: Any, body: Callable[..., None]) -> Any:
     options = {"fastmath": ARITHMETIC, "error_model": "numpy"}
-    compiled = CFunc(body, (signature.args, signature.return_type), {}, options)
+    compiled: Any = CFunc(body, (signature.args, signature.return_type), {}, options)
     with contextlib.suppress(RuntimeError):  # it is compiled again at every start
         compiled._cache = _Cache(body)
     compiled.compile()

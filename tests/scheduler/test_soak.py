@@ -100,6 +100,7 @@ def test_window_slots_never_run_out_and_hold_what_is_read(window):
     assert any(life.scheduler.kv.windows.used for life in lives)
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("admission", ["optimistic", "past_future"])
 def test_window_slots_hold_what_is_read_where_sequences_are_preempted(admission):
     lives = [soak(seed, 150, admission, window=4) for seed in range(8 if ALL else 4)]

@@ -176,7 +176,7 @@ def compare_jumps(admission, turns, offload_slots, *, overlap, **more):
 
 
 def test_the_same_trace_comes_to_the_same():
-    arrivals = load(500, 3)
+    arrivals = load(200, 3)
     first, again = (simulated("past_future", "mixed", arrivals) for _ in range(2))
     assert [each.tolist() for each in first.tokens] == [each.tolist() for each in again.tokens]
 

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from support.examples import examples
 from support.gpu_lock import gpu_lock
+from support.pods import prefork
 from support.pods.harness import ServerProcess, serve
 from support.shared import Shared
 
@@ -158,6 +159,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Audit hooks stay for the life of a process: there is one of ours."""
     config.pluginmanager.register(NoProcesses())
+    if getattr(config.option, "numprocesses", None):  # pytest-xdist's, of who starts processes
+        prefork.share()
     # What a test draws comes slowly where others have the processors: that says nothing of it.
     settings.register_profile(
         "tokenpod",

@@ -24,8 +24,10 @@ Compiled code is kept on disk, by source file: after a change in this file delet
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +38,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 #: Where a loop finds the number of its items, and its first own argument.
@@ -167,12 +171,47 @@ class Loop:
 _PACKS = [struct.Struct(f"{FIRST + own}q").pack_into for own in range(_MOST_ARGUMENTS - FIRST + 1)]
 
 
+class _Files(IndexDataCacheFile):  # type: ignore[misc]
+    """One file per compiled body and set of constants, named by them.
+
+    numba numbers files and keeps an index of them. Two processes that compile at once can give two
+    bodies the same number, and each would then run the other's code.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Replaces what was made from an older source file."""
+        self._save_data(self._name_of(key), (self._source_stamp, data))
+
+    def load(self, key: Any) -> Any:
+        """None: there is none of this source file."""
+        try:
+            stamp, data = self._load_data(self._name_of(key))
+        except OSError:
+            return None
+        return data if stamp == self._source_stamp else None
+
+    def _name_of(self, key: Any) -> Any:
+        digest = hashlib.sha256(repr((self._version, key)).encode()).digest()
+        return self._data_name(int.from_bytes(digest[:16]))
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Raises RuntimeError if there is no folder to keep compiled code in."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        super().__init__(body)
+        kept = self._impl
+        stamp = kept.locator.get_source_stamp()
+        self._cache_file = _Files(self._cache_path, kept.filename_base, stamp)
+
+
 def _compiled(signature: Any, body: Callable[..., None]) -> Any:
-    compile_body = functools.partial(cfunc, signature, fastmath=ARITHMETIC, error_model="numpy")
-    try:
-        return compile_body(cache=True)(body)
-    except RuntimeError:  # no folder to keep it in: it is compiled again at every start
-        return compile_body()(body)
+    options = {"fastmath": ARITHMETIC, "error_model": "numpy"}
+    compiled: Any = CFunc(body, (signature.args, signature.return_type), {}, options)
+    with contextlib.suppress(RuntimeError):  # it is compiled again at every start
+        compiled._cache = _Cache(body)
+    compiled.compile()
+    return compiled
 
 
 def loop(body: Callable[[Any], None]) -> Loop:

@@ -75,7 +75,6 @@ KINDS = {
 QUICK = {
     ("delta net", DRAFTS, True),
     ("state space", DRAFTS, False),
-    ("convolution", 0, False),
     ("convolution", DRAFTS, True),
 }
 

@@ -63,7 +63,7 @@ def undrafted(exact):
         ("right", True, 0.0),
         ("random", True, 0.05),
         ("random", False, 0.0),
-        ("wrong", True, 0.0),
+        pytest.param("wrong", True, 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_the_same_bit_by_bit_with_and_without_drafts(
@@ -129,6 +129,7 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     assert least <= accepted / tried <= most
 
 
+@pytest.mark.sampled(2, "slow", by_turns=True)
 @pytest.mark.parametrize("sampling", KINDS, ids=["greedy", "sampled", "cut", "penalised", "marked"])
 def test_a_draft_model_that_is_the_served_one_draws_what_that_draws(exact, sampling):
     """Drafts have the noise of the tokens, so that all are right, but for what a penalty knows."""
@@ -176,6 +177,7 @@ def outputs(exact, sampling, stopping, known=None, most=4, **more):
     return link
 
 
+@pytest.mark.sampled(2, "slow", by_turns=True)
 @pytest.mark.parametrize("sampling", KINDS, ids=["greedy", "sampled", "cut", "penalised", "marked"])
 def test_nothing_is_left_of_what_was_accepted_behind_an_end(exact, sampling):
     known = outputs(exact, sampling, StoppingParams(14)).tokens[1]

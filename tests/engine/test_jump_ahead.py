@@ -100,7 +100,7 @@ def check(client, plain):
     [
         # Settled at once they are in the test of where that pays, too.
         pytest.param(False, 0.0, 0.0, marks=pytest.mark.slow),
-        (True, 0.0, 0.0),
+        pytest.param(True, 0.0, 0.0, marks=pytest.mark.slow),
         (True, 0.2, 0.1),
     ],
     ids=["settled at once", "overlapped", "late and preempted"],

@@ -125,6 +125,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("scale", [0.5, 4.0])
 @pytest.mark.parametrize("at", range(len(LARGE)))
 def test_a_vocabulary_of_32000_equals_the_reference(at, scale):

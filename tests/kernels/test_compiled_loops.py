@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numba
 import pytest
 import torch
+from numba.core.ccallback import CFunc
 
 from tokenpod.kernels.backends import cpu, reference
 from tokenpod.kernels.compiled.kinds import narrow, tensor
@@ -91,3 +94,28 @@ def test_numbers_are_rounded_as_torch_rounds_them():
     expected = numbers.bfloat16()
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def _adds(number):
+    def body(address):
+        a = arguments(address)
+        sums = floats(a[FIRST], (a[END],))
+        item = take(a)
+        while item < a[END]:
+            sums[item] += number
+            item = take(a)
+
+    return loop(body)
+
+
+def test_what_processes_compile_at_once_is_kept_side_by_side(tmp_path, monkeypatch):
+    """Each finds an empty folder, as if the other had begun at the same moment."""
+    for number in (1, 2):
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / str(number)))
+        _adds(number)
+    shutil.copytree(tmp_path / "1", tmp_path / "2", dirs_exist_ok=True)
+    monkeypatch.setattr(CFunc, "_compile_uncached", None)  # what is kept is found
+    for number in (1, 2):
+        sums = torch.zeros(2)
+        _adds(number)(len(sums), sums.data_ptr())
+        assert torch.equal(sums, torch.full((2,), float(number)))

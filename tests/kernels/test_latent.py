@@ -27,7 +27,8 @@ STEPS = {
 #: Who reads runs instead of a table; and each shape costs a compiler its time.
 CASES = [
     *(("reference", shape, False) for shape in SHAPES),
-    *(("cpu", shape, True) for shape in SHAPES),
+    *(("cpu", shape, True) for shape in SHAPES if shape != "wide-values"),
+    pytest.param("cpu", "wide-values", True, marks=pytest.mark.slow),
     ("cpu", "large-latents", False),
 ]
 

@@ -63,7 +63,7 @@ def test_the_model_says_what_transformers_says(kind, golden, text):
     walk(HandScheduler(load(checkpoint.folder), slots=1024), text).check(checkpoint)
 
 
-@pytest.mark.sampled(3, "slow")
+@pytest.mark.sampled(7, "slow")
 @pytest.mark.parametrize("world", [2, 4])
 def test_its_ranks_say_what_transformers_says(kind, world, golden, text, monkeypatch):
     """Ranks are threads of this process."""
@@ -94,7 +94,7 @@ def test_a_shared_expert_costs_ranks_no_sum_of_its_own(golden, text, monkeypatch
     assert len(adds) == 2 * steps * len(layers)
 
 
-@pytest.mark.sampled(7, "slow")
+@pytest.mark.sampled(11, "slow")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "name",

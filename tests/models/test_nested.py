@@ -59,6 +59,7 @@ def test_texts_are_those_of_transformers(name, golden, text):
 
 
 @pytest.mark.compute
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("name", kinds(x for x, kind in NESTED_KINDS.items() if not kind.disguise))
 def test_names_as_transformers_has_them_are_read_too(name, golden, tmp_path, text):
     """What it saves has older names for most, by which such checkpoints were published."""

@@ -123,7 +123,7 @@ def any_service(cases, quick):
     )
 
 
-@any_service(60 // len(KINDS), quick=4)
+@any_service(60 // len(KINDS), quick=2)
 @given(data=st.data())
 def test_however_prompts_are_cut_kept_and_joined_tokens_are_the_same(
     golden, family, engine, text, data

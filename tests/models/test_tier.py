@@ -30,7 +30,11 @@ from tokenpod.models.weights.shard import Shard
 pytestmark = pytest.mark.compute
 
 
-@pytest.mark.parametrize("name", TIER_KINDS)
+@pytest.mark.parametrize(
+    "name",
+    # The kind with shared layers has experts, too.
+    [pytest.param(x, marks=[pytest.mark.slow] * (x == "gemma4-experts")) for x in TIER_KINDS],
+)
 def test_the_model_says_what_transformers_says(name, golden, text):
     checkpoint = golden(name)
     walk(HandScheduler(load(checkpoint.folder), slots=1024), text).check(checkpoint)

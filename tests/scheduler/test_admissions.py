@@ -59,6 +59,7 @@ def test_samples_reserve_their_prompt_once():
     driver.drain()
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("seed", range(3))
 def test_exact_never_needs_more_than_reserve(seed):
     chance, ids = random.Random(seed), 0

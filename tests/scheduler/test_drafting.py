@@ -111,6 +111,7 @@ CPU = Machine(fixed=2.0, token=1.0, host=0.1, overlap=False)
 BUSY = Machine(fixed=0.1, token=1.0, host=0.1, overlap=True)
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize(
     ("machine", "rows", "right", "least"),
     [
@@ -128,6 +129,7 @@ def test_right_guesses_make_it_faster(machine, rows, right, least):
     assert faster / plain > least
 
 
+@pytest.mark.sampled(2, "slow", by_turns=True)
 @pytest.mark.parametrize(
     ("machine", "rows", "right", "small", "least"),
     [
@@ -167,7 +169,7 @@ def test_a_draft_model_that_was_given_up_is_tried_again():
     assert 0 < counts[0] < counts[1]
 
 
-@pytest.mark.sampled(4, "slow")
+@pytest.mark.sampled(8, "slow")
 @pytest.mark.parametrize("machine", [GPU, CPU, BUSY], ids=["gpu", "cpu", "busy"])
 @pytest.mark.parametrize("rows", [1, 8, MOST_ROWS])
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def life(seed, admission, turned, preemption):
 @pytest.mark.compute
 @pytest.mark.parametrize("preemption", PREEMPTIONS)
 @pytest.mark.parametrize("admission", ADMISSIONS)
-@pytest.mark.sampled(3, "slow")
+@pytest.mark.sampled(5, "slow")
 def test_nothing_is_lost_or_mixed_up(admission, preemption):
     restored = 0
     for seed in range(4):

@@ -108,7 +108,7 @@ def reference_count(driver):
 
 
 @pytest.mark.compute
-@pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2)), 3])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2, 3))])
 def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
     chance, ids = random.Random(seed), count(1)
     driver = Driver(

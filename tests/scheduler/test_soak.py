@@ -92,6 +92,7 @@ def test_nothing_ever_runs_out_of_memory(seed):
     assert sum(life.accepted for life in lives) > 5 * len(lives)
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("window", [1, 2, 5, 9])
 def test_window_slots_never_run_out_and_hold_what_is_read(window):
     lives = [soak(seed, 150, window=window) for seed in range(window, window + (12 if ALL else 4))]
@@ -99,6 +100,7 @@ def test_window_slots_never_run_out_and_hold_what_is_read(window):
     assert any(life.scheduler.kv.windows.used for life in lives)
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("admission", ["optimistic", "past_future"])
 def test_window_slots_hold_what_is_read_where_sequences_are_preempted(admission):
     lives = [soak(seed, 150, admission, window=4) for seed in range(8 if ALL else 4)]
@@ -108,6 +110,7 @@ def test_window_slots_hold_what_is_read_where_sequences_are_preempted(admission)
 PAIRS = [(a, b) for a in ADMISSIONS for b in BATCHINGS if (a, b) != ("exact", "mixed")]
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize(("admission", "turned"), PAIRS)
 def test_nothing_is_lost_under_any_pair_of_policies(admission, turned):
     preemptions = 0

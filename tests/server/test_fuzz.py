@@ -2,7 +2,7 @@
 
 Requests begin plain and have some fields replaced, by extremes or by plausible values, so that many
 get past the checks and into the engine. FUZZ_EXAMPLES says how many sequences of calls are
-tried (CI: about a minute's worth); they are the same in every run.
+tried (30, half a minute, by make test-all); they are the same in every run.
 """
 
 from __future__ import annotations

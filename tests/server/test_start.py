@@ -156,8 +156,10 @@ FILES = ("model.safetensors", "tokenizer.json")
     "name",
     [
         "config.json",
-        "tokenizer_config.json",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in (".", *FILES)),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (".", "tokenizer_config.json", *FILES)
+        ),
     ],
 )
 def test_a_model_that_cannot_be_read_is_named(model: Path, name: str) -> None:

@@ -110,6 +110,7 @@ def test_what_is_swapped_is_not_computed_again():
         assert swapped.wasted_tokens < plain.wasted_tokens
 
 
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize(("admission", "turns"), PAIRS)
 def test_every_request_gets_its_tokens_in_its_turn(admission, turns):
     if admission == "optimistic":
@@ -126,6 +127,7 @@ def test_so_do_a_hundred_thousand(admission, turns):
     walk(admission, turns, 100_000, seed=1)
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
 @pytest.mark.parametrize(
     ("admission", "turns", "offload_slots"),
@@ -174,7 +176,7 @@ def compare_jumps(admission, turns, offload_slots, *, overlap, **more):
 
 
 def test_the_same_trace_comes_to_the_same():
-    arrivals = load(500, 3)
+    arrivals = load(200, 3)
     first, again = (simulated("past_future", "mixed", arrivals) for _ in range(2))
     assert [each.tolist() for each in first.tokens] == [each.tolist() for each in again.tokens]
 

@@ -1,4 +1,4 @@
-"""How many examples a property test takes: a fifth in `make test`, all in `make test-all`."""
+"""How many examples a property test takes: a tenth in `make test`, all in `make test-all`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 #: Set by `make test-all`.
 ALL = os.environ.get("EXAMPLES") == "all"
-_SHARE = 5
-_LEAST = 25
+_SHARE = 10
+_LEAST = 15
 
 
 def examples(count: int) -> int:
-    """Of `count` examples, how many are tried in this run; never less than 25 of more."""
+    """Of `count` examples, how many are tried in this run; never less than 15 of more."""
     return count if ALL else min(count, max(count // _SHARE, _LEAST))

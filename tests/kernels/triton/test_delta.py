@@ -97,6 +97,7 @@ def check(shape, specs, dtype, device):
     torch.testing.assert_close(states.inputs.float(), wanted.inputs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(5, "slow")
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_ragged_rows(shape, specs, dtype, device, poisoned_memory):

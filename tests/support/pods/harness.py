@@ -38,6 +38,10 @@ TOKENPOD = (sys.executable, "-P", "-m", "tokenpod")
 _PROMPT_STEPS = frozenset(
     {"--max-batch-prefill-tokens", "--max-batch-total-tokens", "--batching", "--max-total-tokens"}
 )
+#: What tests' servers have unless a test says otherwise. Several threads spin while they wait for
+#: each other, on cores that other tests need. And a step beside them that has a loop to compile
+#: first, in a clone without any, can take longer than the engine of an idle machine may.
+_USUAL = {"--threads": "1", "--stall-timeout": "240"}
 #: What GetLoad counts of calls that have not ended.
 _OF_CALLS = (
     "request_count",
@@ -216,8 +220,9 @@ def serve(
         command = ["serve", "--hostname", "127.0.0.1"]
         command += ["--port", str(port), "--health-port", str(health_port)]
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0"]
-        # Several threads spin while they wait for each other, on cores that other tests need.
-        command += [*(() if "--threads" in flags else ("--threads", "1")), *flags]
+        for flag, value in _USUAL.items():
+            command += () if flag in flags else (flag, value)
+        command += flags
         started = own_imports or ALL or not prefork.can_fork(env)
         if not started and not _PROMPT_STEPS.intersection(flags):
             # What engines find else, by timing steps for as long as the rest of their start takes.

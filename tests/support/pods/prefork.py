@@ -24,6 +24,8 @@ from support.pods import prefork_server
 
 #: Of `/proc/PID/cmdline`.
 _LONGEST_COMMAND = 4096
+#: Variable with the address of the process that forks, where several test processes share it.
+_SHARED = "PREFORK_SERVER"
 #: What importing reads: whoever changes it needs a process of its own.
 _READ_BY_IMPORTS = ("OMP_", "TRITON_", "NUMBA_", "PYTHON", "LD_", "CUDA_", "MKL_")
 
@@ -150,18 +152,35 @@ def _read_by_imports(name: str) -> bool:
     return name.startswith(_READ_BY_IMPORTS)
 
 
+def share() -> None:
+    """Let processes that this one starts ask one process that forks, for its imports take long."""
+    address = f"@tokenpod-tests-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address.replace("@", "\0"))
+        listener.listen()
+        _start_server(listener)
+    os.environ[_SHARED] = address
+
+
 @functools.cache
 def _server() -> socket.socket:
-    """The process that forks; it ends with this one."""
+    """The process that forks; it ends with this one, or with who shares it."""
+    if not (address := os.environ.get(_SHARED)):
+        return _start_server()
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.connect(address.replace("@", "\0"))
+    return link
+
+
+def _start_server(listener: socket.socket | None = None) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
+        numbers = [link.fileno() for link in (theirs, listener) if link]
         padding = "-" * _LONGEST_COMMAND
-        command = [sys.executable, "-P", prefork_server.__file__, str(theirs.fileno()), padding]
+        command = [sys.executable, "-P", prefork_server.__file__, *map(str, numbers), padding]
         # With more, numpy would start threads when it is imported, and what forks has one.
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
-        )
+        process = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL, env=env)
 
     def end() -> None:
         ours.close()

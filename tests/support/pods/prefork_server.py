@@ -1,4 +1,4 @@
-"""A process that has imported what pods run, and taken a step: `prefork_server.py FD PADDING`.
+"""A process that has imported what pods run, and taken a step: `prefork_server.py FD [FD] PADDING`.
 
 It forks pods.
 
@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -80,8 +81,11 @@ class Start(TypedDict):
 
 def main() -> None:
     """Fork what is asked for, until the test process hangs up."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control, *listeners = (socket.socket(fileno=int(number)) for number in sys.argv[1:-1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Of those who share it, none may want a pod.
+    if listeners and control in select.select([control, *listeners], [], [])[0]:
+        return
     # gRPC reads it when it is imported, and the command line sets it before.
     os.environ["GRPC_VERBOSITY"] = "NONE"
     for module in _IMPORTED:
@@ -89,7 +93,7 @@ def main() -> None:
     _take_steps()
     gc.collect()
     gc.freeze()
-    if (asked := _fork_pods(control)) is not None:
+    if (asked := _fork_pods(control, listeners)) is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _become(*asked)
 
@@ -132,35 +136,50 @@ def _take_steps() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process that forks has one thread"
 
 
-def _fork_pods(control: socket.socket) -> tuple[Start, list[int]] | None:
+def _fork_pods(
+    control: socket.socket, listeners: list[socket.socket]
+) -> tuple[Start, list[int]] | None:
     """In a forked process: what it shall be. In this one: None, once the test process is gone."""
-    running = dict[int, tuple[int, socket.socket]]()  # by pidfd: pid, where its status is sent
+    running = dict[int, tuple[int, socket.socket, socket.socket]]()  # by pidfd: pid, status, asker
+    askers = [control]
     with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
+        for link in (control, *listeners):
+            selector.register(link, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is not control:
+                asker = key.fileobj
+                if not isinstance(asker, socket.socket):
                     selector.unregister(key.fd)
-                    _reap(key.fd, *running.pop(key.fd))
+                    _reap(key.fd, *running.pop(key.fd)[:2])
                     continue
-                start, descriptors = _receive(control)
+                if asker in listeners:
+                    askers.append(asker.accept()[0])
+                    selector.register(askers[-1], selectors.EVENT_READ)
+                    continue
+                start, descriptors = _receive(asker)
                 if start is None:
-                    for pid, _ in running.values():
-                        os.kill(pid, signal.SIGKILL)
-                    return None
+                    for pid, _, whose in running.values():
+                        if asker in (whose, control):
+                            os.kill(pid, signal.SIGKILL)
+                    if asker is control:
+                        return None
+                    selector.unregister(asker)
+                    askers.remove(asker)
+                    asker.close()
+                    continue
                 status = socket.socket(fileno=descriptors.pop())
                 if not (pid := os.fork()):
-                    for pidfd, (_, other) in running.items():
+                    for pidfd, (_, other, _) in running.items():
                         os.close(pidfd)
                         other.close()
-                    status.close()
-                    control.close()
+                    for link in (status, *askers, *listeners):
+                        link.close()
                     return start, descriptors
                 for descriptor in descriptors:
                     os.close(descriptor)
                 status.send(str(pid).encode())
                 pidfd = os.pidfd_open(pid)
-                running[pidfd] = pid, status
+                running[pidfd] = pid, status, asker
                 selector.register(pidfd, selectors.EVENT_READ)
 
 

@@ -199,7 +199,8 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
 
         def compute() -> torch.Tensor:
             batch = self._batch(integers, self._ragged(host, plan), t_token)
-            return self._model.logits(self._model.forward(batch, self._pool), batch)
+            # All tokens are followed by one that is sampled.
+            return self._model.logits(self._model.forward(batch, self._pool))
 
         runs = [self._runs[row] for row in plan.r_row.tolist()]
         logits = noted.logits(compute, runs, host.b_context.tolist())

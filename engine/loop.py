@@ -423,7 +423,8 @@ def _vectors(step: Step, result: StepResult) -> tuple[list[Vectors], set[int]]:
 
     Vectors of those rows are left out.
     """
-    found, spoiled = list[Vectors](), set[int]()
+    found: list[Vectors] = []
+    spoiled: set[int] = set()
     for part in result.pooled:
         width, first = part.numbers.shape[1], 0
         numbers = part.numbers.numpy().astype("<f4", copy=False)

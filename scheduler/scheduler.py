@@ -14,13 +14,11 @@ ends here.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
 
 import msgspec
-import numpy as np
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
 from tokenpod.core.outputs import Failure, FailureCode, FinishCode, Load
@@ -48,6 +46,7 @@ from tokenpod.scheduler.sequences.adapter_slots import AdapterSlots
 from tokenpod.scheduler.sequences.beam_search import Top
 from tokenpod.scheduler.sequences.events import Events
 from tokenpod.scheduler.sequences.rows import Rows
+from tokenpod.scheduler.sequences.samples import samples_of
 from tokenpod.scheduler.sequences.sequence import (
     END_STATES,
     EndState,
@@ -223,25 +222,12 @@ class Scheduler:
             # A router's: it is the base model's then, as of any other name.
             changes = {"adapter": 0, "virtual_tokens": 0, "virtual_kv": False}
             request = msgspec.structs.replace(request, **changes)
-        if request.given or request.virtual_tokens:
-            prompt = self._vectors.prompt_of(request)
-        else:
-            prompt = np.array(request.prompt, np.int32)
-        if request.mutual:
-            # Keys and values of its tokens depend on all of it: it shares them with its like alone.
-            whole = hashlib.sha256(prompt.tobytes()).hexdigest()
-            request = msgspec.structs.replace(request, salt=f"{request.salt} {whole}")
-        streams = range(len(request.sequence_ids))
-        samples = [Sequence(request, i, prompt, self.kv.table, planner) for i in streams]
+        samples = samples_of(request, planner, self.kv.table, self._vectors)
         if not self._sequences:
             self._ends = {*_NO_TOKENS}
         self._ends |= request.stopping.eos_token_ids | request.stopping.stop_token_ids
-        group = None if request.beam is None else Group(request, request.beam, samples)
-        together = [*samples]
         for sequence in samples:
             self._sequences[sequence.id] = sequence
-            sequence.samples = together
-            sequence.group = group
             if request.adapter:
                 self.adapters.enter(sequence)
         if self._drafting:

@@ -86,6 +86,8 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             own_positions=own_positions,
         )
         self._fills = fills
+        #: As numpy sees it: to ask torch each time takes as long as to use it.
+        self._last_drawn: Ints = self._last_token.numpy()
         #: None: no step of this model can be played.
         self._noted: NotedSteps | None = None
         if isinstance(model, Decoder) and model.repeats and draft is None and not own_positions:
@@ -147,7 +149,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
 
     def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
         """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
-        return np.where(tokens == LAST, self._last_token.numpy()[rows], tokens)
+        return np.where(tokens == LAST, self._last_drawn[rows], tokens)
 
     def _small_step(self, rows: Ints, tokens: Ints, positions: Ints, slots: Ints) -> ForwardBatch:
         """A token of each of these rows [m], where all that is before it has been noted."""
@@ -184,7 +186,7 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             flight.send(self._draw(plan, logits.float()))
             return flight
         tokens = integers.t_token.numpy()
-        drawing = _CpuDrawing(plan, logits.float(), tokens, self._sampler, self._last_token)
+        drawing = _CpuDrawing(plan, logits.float(), tokens, self._sampler, self._last_drawn)
         return self._finish(flight, drawing, unmasked_rounds(plan))
 
     def _forward(
@@ -195,11 +197,12 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
             return super()._forward(plan, mailbox)
         host, integers = noted.integers(plan.rows)
         self._fill(host, plan)
-        t_token, _ = self._resolve(integers)
+        host.t_token[:] = self._resolved(host.t_token, plan.r_row)
 
         def compute() -> torch.Tensor:
-            batch = self._batch(integers, self._ragged(host, plan), t_token)
-            return self._model.logits(self._model.forward(batch, self._pool), batch)
+            batch = self._batch(integers, self._ragged(host, plan), integers.t_token)
+            # All tokens are followed by one that is sampled.
+            return self._model.logits(self._model.forward(batch, self._pool))
 
         runs = [self._runs[row] for row in plan.r_row.tolist()]
         logits = noted.logits(compute, runs, host.b_context.tolist())
@@ -207,10 +210,12 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
 
     def _draw(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
         """One token for each row that is sampled; none waits for a mask or follows a draft."""
-        sampled = plan.r_samples.nonzero()[0]
-        rows = plan.r_row[sampled]
-        samples = self._sampler.sample(logits, rows.tolist(), plan.r_output[sampled].tolist())
-        self._last_token.numpy()[rows] = samples.tokens.numpy()
+        rows, outputs = plan.r_row, plan.r_output
+        if plan.sampling < plan.rows:
+            sampled = plan.r_samples.nonzero()[0]
+            rows, outputs = rows[sampled], outputs[sampled]
+        samples = self._sampler.sample(logits, rows.tolist(), outputs.tolist())
+        self._last_drawn[rows] = samples.tokens.numpy()
         return samples
 
     def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
@@ -267,7 +272,7 @@ class _CpuDrawing(Drawing):
         logits: torch.Tensor,
         t_token: Ints,
         sampler: CpuSampler | LeaderTokens,
-        last_token: torch.Tensor,
+        last_token: Ints,
     ) -> None:
         super().__init__(plan, logits, Samples.nothing(len(logits), MOST_TOP_TOKENS, ranks=True))
         self._t_token, self._sampler, self._last_token = t_token, sampler, last_token
@@ -294,4 +299,4 @@ class _CpuDrawing(Drawing):
             tokens = samples.tokens.numpy()
             # A bad row's token is never used; that it stays is good for one that was not sampled.
             drew = slice(None) if masks is None and not turn.place else tokens >= 0
-            self._last_token.numpy()[rows[drew]] = tokens[drew]
+            self._last_token[rows[drew]] = tokens[drew]

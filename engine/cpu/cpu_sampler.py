@@ -58,12 +58,19 @@ class CpuSampler(Sampler):
         super().__init__(rows=rows, vocab_size=vocab_size, group=group, table=table)
         #: By live row whose scores are edited.
         self._histories: dict[int, History] = {}
+        #: Live rows that ask for more than the best token.
+        self._asking: set[int] = set()
+        #: [rows] 0, 1 and so on.
+        self._each = np.arange(rows)
 
     def _set_row(self, row: int, new: NewRow) -> None:
         """Give a row to a sequence."""
         super()._set_row(row, new)
         self._histories.pop(row, None)
         columns = self.columns[row]
+        self._asking.discard(row)
+        if columns["flags"]:
+            self._asking.add(row)
         if columns["flags"] & EDITED:
             self._histories[row] = History(new, columns, self._vocab_size)
 
@@ -71,6 +78,7 @@ class CpuSampler(Sampler):
         """Forget a row."""
         super().clear_row(row)
         self._histories.pop(row, None)
+        self._asking.discard(row)
 
     def sample(
         self,
@@ -90,18 +98,18 @@ class CpuSampler(Sampler):
         raw = logits
         if masks is not None:
             logits = logits + _forbidden(masks, self._vocab_size)
-        columns = self._words[rows].view(self._table.dtype)[:, 0]
-        flags = columns["flags"]
         values = logits.numpy()
         # The lowest id in ties; a NaN counts as highest.
         best = values.argmax(axis=1)
-        none = ~np.isfinite(values[np.arange(len(rows)), best])
+        none = ~np.isfinite(values[self._each[: len(rows)], best])
         tokens = torch.from_numpy(best)
-        if not flags.any():
-            # The best tokens are all that anybody wants to know.
-            best[none] = -1
+        if self._asking.isdisjoint(rows):
+            if none.any():
+                best[none] = -1
             self._broadcast(tokens)
             return Samples.of_tokens(tokens)
+        columns = self._words[rows].view(self._table.dtype)[:, 0]
+        flags = columns["flags"]
         bad = torch.from_numpy(none)
         is_plain = (flags & (DRAWS | EDITED)) == 0
         logprobs = torch.zeros(len(rows), dtype=torch.float32)

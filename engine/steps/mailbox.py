@@ -204,7 +204,7 @@ class Mailbox:
             pooled=posted.pooled,
             forward_ns=forward_ns,
             drafting_ns=drafting_ns,
-            drafts=self._drafts[: self._found].tolist(),
+            drafts=self._drafts[: self._found].tolist() if self._found else [],
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
 
@@ -234,7 +234,6 @@ class CpuMailbox(Mailbox):
     def __init__(self) -> None:
         self._on_gpu = False
         self._make_marks()
-        self._drafts = torch.empty(0, dtype=torch.int64)
         self._drawn: Samples | None = None
 
     def post_drafts(self, tokens: torch.Tensor) -> None:

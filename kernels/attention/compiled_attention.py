@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenpod.kernels.attention.cpu_attention import (
@@ -51,6 +52,8 @@ BLOCK = 64
 #: Runs of a row, more than at first, that a noted step has room for.
 _SPARE = 4
 
+Ints = npt.NDArray[np.int64]
+
 _F = np.float32
 _LEAST = _F(-1e30)
 
@@ -60,10 +63,12 @@ class LoopPlan(AttentionPlan):
     """Leading rows of one token by their runs, the others as torch wants them."""
 
     single_rows: int
-    #: [runs, 2] int64: first slot and end of each run.
-    runs: torch.Tensor
-    #: [single_rows + 1] int64: row b has runs b_first[b] to b_first[b + 1].
-    b_first: torch.Tensor
+    #: [runs, 2]: first slot and end of each run.
+    runs: Ints
+    #: [single_rows + 1]: row b has runs b_first[b] to b_first[b + 1].
+    b_first: Ints
+    #: Where these two are.
+    addresses: tuple[int, int]
     extends: list[Extend]
     batch: ForwardBatch
     window: int | None
@@ -74,8 +79,8 @@ class LoopPlan(AttentionPlan):
         first, runs = _seen(b_runs, b_context, self.window)
         if len(runs) > len(self.runs):
             return False
-        self.runs.numpy()[: len(runs)] = runs
-        self.b_first.numpy()[:] = first
+        self.runs[: len(runs)] = runs
+        self.b_first[:] = first
         return True
 
 
@@ -84,10 +89,12 @@ def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = Tr
     singles = batch.single_rows
     first, runs = _seen(batch.b_runs[:singles], batch.b_context, window)
     spare = 0 if Loop.tape is None else _SPARE * singles
+    room, b_first = np.array(runs + [(0, 0)] * spare, np.int64), np.array(first, np.int64)
     plan = LoopPlan(
         single_rows=singles,
-        runs=torch.tensor(runs + [(0, 0)] * spare, dtype=torch.int64),
-        b_first=torch.tensor(first, dtype=torch.int64),
+        runs=room,
+        b_first=b_first,
+        addresses=(room.ctypes.data, b_first.ctypes.data),
         extends=plan_extends(batch, window, causal=causal),
         batch=batch,
         window=window,
@@ -152,8 +159,8 @@ def attention(
         _decode(heads // kv_heads, head_dim, value_dim, keys.dtype)(
             rows * parts,
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
-            *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
-            *(rows, slots, kv_heads, parts, plan.runs.shape[0], bits(float(scale * LOG2_E))),
+            *plan.addresses,
+            *(rows, slots, kv_heads, parts, len(plan.runs), bits(float(scale * LOG2_E))),
             *(scale.data_ptr() for scale in scales or ()),
         )
         if sums is not out:

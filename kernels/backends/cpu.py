@@ -1,6 +1,6 @@
 """The operations for a CPU: compiled loops where torch would need many calls.
 
-Prompts' attention and embedding stay torch's: there a call has enough to do.
+Prompts' attention stays torch's: there a call has enough to do.
 """
 
 from tokenpod.kernels.adapters.reference_adapters import (
@@ -12,8 +12,7 @@ from tokenpod.kernels.adapters.reference_adapters import (
 from tokenpod.kernels.attention.compiled_attention import attention, plan_attention
 from tokenpod.kernels.attention.composed_latent import latent_of
 from tokenpod.kernels.attention.reference_latent import store_latent
-from tokenpod.kernels.cache.compiled_rotary import store_key_value
-from tokenpod.kernels.cache.reference_rotary import rotate
+from tokenpod.kernels.cache.compiled_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.cpu_experts import experts_of
 from tokenpod.kernels.mixers.chunked_delta import gated_delta
 from tokenpod.kernels.mixers.chunked_space import state_space
@@ -21,8 +20,8 @@ from tokenpod.kernels.mixers.convolution import plan_recurrent
 from tokenpod.kernels.mixers.short_convolution import short_convolution
 from tokenpod.kernels.operations.ops import FormatProducts, Operations
 from tokenpod.kernels.operations.weight import QuantisedWeight
-from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, rms_norm
-from tokenpod.kernels.pointwise.reference_pointwise import activate, embed, layer_norm
+from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, embed, rms_norm
+from tokenpod.kernels.pointwise.reference_pointwise import activate, layer_norm
 from tokenpod.kernels.products.cpu_product import (
     prepare_activated_linear,
     prepare_add_linear,

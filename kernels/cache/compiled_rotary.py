@@ -1,4 +1,4 @@
-"""Head norms, rotation and the write to the pool: one pass from the fused product."""
+"""Angles of positions; head norms, rotation and the write to the pool in one pass."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import torch
 
+from tokenpod.kernels.cache import reference_rotary as reference
 from tokenpod.kernels.cache.kv_rounding import LEAST_LARGEST, refuse_other_scales
 from tokenpod.kernels.cache.reference_rotary import CosSin
 from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
@@ -29,6 +30,29 @@ from tokenpod.kernels.pointwise.compiled_pointwise import norm_factor
 
 _F = np.float32
 _LEAST, _ONE_PART = _F(LEAST_LARGEST), _F(1 / 127)
+
+
+def rotate(
+    t_position: torch.Tensor,
+    inverse_frequencies: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    axes: torch.Tensor | None = None,
+) -> CosSin:
+    """Cosines and sines of positions [T] or [3, T] times frequencies [D/2]."""
+    if t_position.dim() > 1:
+        if axes is not None:
+            return reference.rotate(t_position, inverse_frequencies, scale, dtype, axes)
+        t_position = t_position[0]
+    t_position, tokens, half = t_position.contiguous(), len(t_position), len(inverse_frequencies)
+    assert t_position.dtype is torch.int64, t_position.dtype
+    cos, sin = (torch.empty((tokens, 1, half), dtype=dtype) for _ in range(2))
+    _rotate(dtype)(
+        tokens,
+        *(t_position.data_ptr(), inverse_frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+        *(tokens, half, bits(scale)),
+    )
+    return CosSin(cos, sin)
 
 
 def store_key_value(
@@ -76,6 +100,32 @@ def quantise(source, numbers, scales, slot, head):
         x = x if x > _F(-127) else _F(-127)
         numbers[slot, head, d] = np.int8(x if x < _F(127) else _F(127))
     scales[slot, head] = largest * _ONE_PART + nothing
+
+
+@functools.cache
+def _rotate(dtype: torch.dtype) -> Loop:
+    """The loop for cosines and sines of `dtype`."""
+    kind = KINDS[dtype]
+
+    def body(address):
+        a = arguments(address)
+        tokens, half, scale = a[FIRST + 4], a[FIRST + 5], real(a, FIRST + 6)
+        t_position = integers(a[FIRST], (tokens,))
+        frequencies = floats(a[FIRST + 1], (half,))
+        cos = tensor(a[FIRST + 2], (tokens, half), kind)
+        sin = tensor(a[FIRST + 3], (tokens, half), kind)
+        token = take(a)
+        while token < a[END]:
+            position = _F(t_position[token])
+            for d in range(half):
+                angle = position * frequencies[d]
+                # Pairs that are not turned keep their length.
+                length = _F(1) if frequencies[d] == _F(0) else scale
+                cos[token, d] = narrow(np.cos(angle) * length, kind)
+                sin[token, d] = narrow(np.sin(angle) * length, kind)
+            token = take(a)
+
+    return loop(body)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Norms and the gated unit: one pass over memory each, rows shared out among the team."""
+"""Embedding, norms and the gated unit: one pass over memory each, rows shared among the team."""
 
 from __future__ import annotations
 
@@ -16,14 +16,29 @@ from tokenpod.kernels.compiled.loops import (
     arguments,
     bits,
     inlined,
+    integers,
     loop,
     real,
     take,
 )
-from tokenpod.kernels.operations.pointwise_ops import Activation
+from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows
 from tokenpod.kernels.pointwise import reference_pointwise as reference
 
 _F = np.float32
+
+
+def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
+    """Rows of the table [V, n] by tokens [T]: [T, n]."""
+    table, t_token = table.contiguous(), t_token.contiguous()
+    assert t_token.dtype is torch.int64, t_token.dtype
+    (vocabulary, width), tokens = table.shape, len(t_token)
+    x = table.new_empty((tokens, width))
+    _embed(table.dtype)(
+        tokens, table.data_ptr(), t_token.data_ptr(), x.data_ptr(), tokens, vocabulary, width
+    )
+    if add is not None:
+        add(x, t_token)
+    return x
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -55,6 +70,28 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def norm_factor(square_sum, width, epsilon):
     """What a row is multiplied by, from the sum of its squares."""
     return _F(1) / np.sqrt(square_sum / _F(width) + epsilon)
+
+
+@functools.cache
+def _embed(dtype: torch.dtype) -> Loop:
+    """The loop for a table of `dtype`."""
+    kind = KINDS[dtype]
+
+    def body(address):
+        a = arguments(address)
+        tokens, vocabulary, width = a[FIRST + 3], a[FIRST + 4], a[FIRST + 5]
+        table = tensor(a[FIRST], (vocabulary, width), kind)
+        t_token = integers(a[FIRST + 1], (tokens,))
+        x = tensor(a[FIRST + 2], (tokens, width), kind)
+        token = take(a)
+        while token < a[END]:
+            # Of a token that is none any row will do, but memory beyond the table will not.
+            row = max(min(t_token[token], vocabulary - 1), 0)
+            for i in range(width):
+                x[token, i] = table[row, i]
+            token = take(a)
+
+    return loop(body)
 
 
 @functools.cache

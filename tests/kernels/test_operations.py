@@ -28,11 +28,35 @@ def test_a_cpu_gets_its_own_operations_and_other_devices_the_reference():
     assert operations_for(torch.device("meta")) is reference.OPERATIONS
 
 
-def test_embedding_looks_rows_up(draw):
-    table = draw(10, 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding_looks_rows_up(dtype, draw):
+    table = draw(10, 4, dtype=dtype)
     tokens = torch.tensor([3, 3, 9])
     assert torch.equal(cpu.embed(table, tokens), torch.stack([table[3], table[3], table[9]]))
     assert torch.equal(reference.embed(table, tokens), cpu.embed(table, tokens))
+    # The rows of a slice are further apart than they are long.
+    assert torch.equal(cpu.embed(table[:, :3], tokens), table[:, :3][tokens])
+
+
+def test_a_token_that_is_none_reads_nothing_beyond_the_table(draw):
+    table = draw(10, 4)
+    got = cpu.embed(table, torch.tensor([-1, 10, 1 << 60]))
+    assert torch.equal(got, table[[0, 9, 9]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "axes", [None, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])], ids=["one", "three"]
+)
+def test_angles_of_positions(axes, dtype):
+    frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 1e-4, 0.0])
+    positions = torch.tensor([0, 1, 77, 131_071])
+    for where in (positions, torch.stack([positions, positions // 2, positions + 5])):
+        if where.dim() == 1 and axes is not None:
+            continue
+        got = cpu.rotate(where, frequencies, 1.3, dtype, axes)
+        expected = reference.rotate(where, frequencies, 1.3, dtype, axes)
+        torch.testing.assert_close((got.cos, got.sin), (expected.cos, expected.sin))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

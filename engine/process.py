@@ -45,8 +45,7 @@ def main() -> int:
     # All that imports make stays: walks of the collector through it take a tenth of the time, and
     # find nothing.
     gc.disable()
-    importing = threading.Thread(target=_import_ahead, args=[compiles], name="imports")
-    importing.start()
+    threading.Thread(target=_import_ahead, args=[compiles], name="imports").start()
     try:
         options = link.receive(None)[0]
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
@@ -57,7 +56,7 @@ def main() -> int:
         if options.placement is not None:
             member = _member(options)
             member.join()
-        _imported_run(importing)(options, link, member, ahead)
+        _imported_run()(options, link, member, ahead)
     except LinkClosed:
         if member is not None:
             member.leave()
@@ -86,20 +85,25 @@ def _member(options: EngineOptions) -> Member:
 
 
 def _import_ahead(compiles: bool) -> None:
-    """What takes longest, and nothing of ours: two threads may not import each other's halves."""
+    """What takes longest, and nothing of ours: two threads may not import each other's halves.
+
+    Where kernels are compiled, this is the first engine of a machine with GPUs, and has the first.
+    """
     if compiles:
         hash_triton()
-    import torch  # noqa: F401
+    import torch
+
+    if compiles:
+        # What is wrong with a device is found and told later.
+        with contextlib.suppress(AssertionError, RuntimeError):
+            torch.cuda.synchronize(0)
 
 
-def _imported_run(
-    importing: threading.Thread,
-) -> Callable[[EngineOptions, Face, Member | None, CompileAhead | None], None]:
+def _imported_run() -> Callable[[EngineOptions, Face, Member | None, CompileAhead | None], None]:
     """What loads the model and takes steps.
 
     Imported late, because it takes seconds, and what a group waits for is reported at once.
     """
-    importing.join()
     from tokenpod.engine.run import run
 
     gc.freeze()

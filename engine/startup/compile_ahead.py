@@ -133,6 +133,8 @@ def compile_for(
 
     began = time.monotonic()
     if architecture is None:
+        if not torch.cuda.is_available():
+            return {"error": "torch finds no usable GPU"}  # the engine says it
         gpu = gpu_of(torch.device(options.device))
         assert gpu is not None
     else:

@@ -202,9 +202,10 @@ def main() -> int:
         said = compile_for(options, sys.argv[1] if len(sys.argv) > 1 else None, hashing)
     except ModelError as error:
         said = {"error": str(error)}
-    print(json.dumps(said))
+    print(json.dumps(said), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # An engine waits for the end, and taking down torch and CUDA takes most of a second.
+    os._exit(main())

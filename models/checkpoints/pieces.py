@@ -17,7 +17,7 @@ import torch
 #: Bytes that are read at once.
 PIECE_BYTES = 4 << 20
 #: Threads, and pieces under way on their way elsewhere.
-READERS = 8
+READERS = 4
 
 
 class Pieces:

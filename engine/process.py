@@ -1,9 +1,9 @@
-"""The engine as a process of its own: `python -m tokenpod.engine.process [--compile] FD...`.
+"""The engine as a process of its own: `python -m tokenpod.engine.process [compile] FD...`.
 
 It is started by the service, talks over the inherited sockets alone (one a front end), and ends
 when the first of them closes. As a rank of a group it has a line to the service besides, and ends
 when the group does. It is started before the service has imported what makes its options, and
-imports meanwhile; with --compile, so does a process that compiles kernels for it.
+imports meanwhile; with `compile`, so does a process that compiles kernels for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
     # The service decides when to stop; a terminal's Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    compiles = "--compile" in sys.argv
+    compiles = sys.argv[1:2] == ["compile"]
     ahead = CompileAhead() if compiles else None
     numbers = [int(number) for number in sys.argv[1 + compiles :]]
     link = face_of([socket.socket(fileno=number) for number in numbers])

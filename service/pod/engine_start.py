@@ -19,7 +19,7 @@ from tokenpod.service.config.sources import ServerSettings
 #: imported from the working directory.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
 #: Has an engine compile kernels for a GPU ahead of its first steps.
-COMPILE = "--compile"
+COMPILE = "compile"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ def told(engine: BegunEngine) -> str:
     [
         ({"device": "cpu", "front_ends": 1}, ["fd"]),
         ({"device": "cpu", "front_ends": 3}, ["fd fd fd fd"]),  # and what brings it new links
-        ({"device": "cuda", "front_ends": 1}, ["--compile fd"]),
-        ({"device": "cuda", "num_shard": 2, "front_ends": 1}, ["--compile fd", "fd"]),
+        ({"device": "cuda", "front_ends": 1}, ["compile fd"]),
+        ({"device": "cuda", "num_shard": 2, "front_ends": 1}, ["compile fd", "fd"]),
     ],
 )
 def test_the_first_engine_has_a_link_for_each_front_end_and_compiles_for_a_gpu(flags, arguments):

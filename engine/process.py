@@ -54,6 +54,7 @@ def main() -> int:
         if ahead is not None:
             ahead.begin(options)
         if options.placement is not None:
+            gc.enable()  # others may come much later
             member = _member(options)
             member.join()
         _imported_run()(options, link, member, ahead)
@@ -104,6 +105,7 @@ def _imported_run() -> Callable[[EngineOptions, Face, Member | None, CompileAhea
 
     Imported late, because it takes seconds, and what a group waits for is reported at once.
     """
+    gc.disable()
     from tokenpod.engine.run import run
 
     gc.freeze()

@@ -63,7 +63,7 @@ RUN /opt/tools/bin/pip wheel --no-build-isolation --no-deps --no-index --wheel-d
 FROM python AS runtime-cpu
 
 FROM python AS runtime-cuda
-# Triton compiles its launchers with a C compiler when a kernel is first used.
+# Triton compiles what launches kernels with a C compiler, unless its cache has it.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev libpython3-dev \
     && rm -rf /var/lib/apt/lists/*

@@ -68,6 +68,12 @@ def _compile(options: EngineOptions, architecture: str) -> int:
         f"{architecture}: {found['kernels']} kernels, {found['compiled']} of them compiled in"
         f" {found['seconds']:.1f} s; {found['bytes'] / 1e6:.1f} MB in {found['folder']}"
     )
+    if lacking := found["programs_lacking"]:
+        print(
+            f"warning: {lacking} programs that launch them were not compiled; first launches will"
+            " need a C compiler",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -62,9 +62,12 @@ def _run(**given: Any) -> int:
     for text in [*warnings, *foreign_variables(os.environ)]:
         print_error(text, json_output=settings.json_output, kind="warning")
     # Only now: it is most of the start, and wrong flags should be told at once.
-    from tokenpod.service.server import run
+    from tokenpod.service.pod.engine_start import begin_engines, begun
 
-    return run(settings)
+    with begun(begin_engines(settings)) as engines:
+        from tokenpod.service.server import run
+
+        return run(settings, engines=engines)
 
 
 def named_flags(flags: dict[str, Any]) -> dict[str, Any]:

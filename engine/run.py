@@ -29,7 +29,7 @@ from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
 from tokenpod.engine.startup.assemble import Assembled, assemble, with_rows
-from tokenpod.engine.startup.compile_ahead import CompileAhead
+from tokenpod.engine.startup.compile_ahead import CompileAhead, hash_triton
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_offload_room
@@ -182,6 +182,7 @@ def load(
     check_offload_room(options)
     if device.type == "cuda":
         check_step(step_limits(options))
+        hash_triton()
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
         check_attention(read_config(folder, options.max_total_tokens, override))

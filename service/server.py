@@ -36,7 +36,7 @@ from tokenpod.service.listeners import listen
 from tokenpod.service.overview import overview, summary
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
-from tokenpod.service.pod.engine_process import ENGINE_COMMAND
+from tokenpod.service.pod.engine_start import ENGINE_COMMAND, BegunEngine, begin_engines
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import (
     ModelNotFound,
@@ -96,6 +96,7 @@ class Ended:
 class Server:
     """A pod's first front end; `engine_command` is what runs the engine.
 
+    `engines` have been begun; later lives of a group begin their own.
     `log_lines`: writes what people read. `adapters`: names and folders of those that are loaded
     with the model; `draft`: its draft model's folder.
     """
@@ -103,6 +104,7 @@ class Server:
     settings: ServerSettings
     model_folder: Path
     log_lines: LineWriter
+    engines: list[BegunEngine]
     engine_command: Sequence[str] = ENGINE_COMMAND
     adapters: Sequence[tuple[str, str]] = ()
     draft: Path | None = None
@@ -230,17 +232,19 @@ class Server:
         settings = self.settings
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
+        if not self.engines:
+            self.engines.extend(begin_engines(settings, self.engine_command))
         ranks = await Ranks.start(
+            self.engines,
             engine_options(
                 settings, self.model_folder, state.listener.address, self.adapters, self.draft
             ),
             bar.update,
-            self.engine_command,
-            links=state.counters.count,
             on_waiting=state.startup.wait_for,
             on_drain=drains.deliver,
             processes=state.processes,
         )
+        self.engines.clear()
         life.push_async_callback(ranks.stop)
         drains.open(ranks.first.control)
         return ranks, drains
@@ -371,13 +375,28 @@ class Server:
         return None
 
 
-def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Run a server in this process; its exit status. One line on standard error if it can't."""
+def run(
+    settings: ServerSettings,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    engines: Sequence[BegunEngine] = (),
+) -> int:
+    """Run a server in this process; its exit status. One line on standard error if it can't.
+
+    `engines`: those of the pod, if they have been begun; what runs others is `engine_command`.
+    """
     writer = configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
         folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
-        draft = draft_folder(settings)
-        ended = uvloop.run(Server(settings, folder, writer, engine_command, adapters, draft).run())
+        server = Server(
+            settings,
+            folder,
+            writer,
+            [*engines],
+            engine_command,
+            adapters,
+            draft_folder(settings),
+        )
+        ended = uvloop.run(server.run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1

@@ -259,6 +259,7 @@ def _on_device(
         unknown=draft is not None,
         pools=pools,
         mutual=model.config.mutual > 0,
+        smaller=False,
     )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.

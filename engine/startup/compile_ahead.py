@@ -3,9 +3,10 @@
 Compiled one by one as they are first launched, kernels take most of a start whose cache is empty.
 So a process beside the engine finds out which there will be (`weightless`) and compiles each into
 Triton's cache as soon as it is found, as many at a time as there are cores; the engine's first
-steps find them there. What has been compiled for a model and its settings is noted in the cache, so
-that a start which finds the note spends nothing on it. Nothing depends on this: a kernel that is
-not there is compiled when it is launched.
+steps find them there. It starts with the engine, and imports while the front end does. What has
+been compiled for a model and its settings is noted in the cache, so that a start which finds the
+note spends nothing on it. Nothing depends on this: a kernel that is not there is compiled when it
+is launched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.metadata import version
 from importlib.resources import files
@@ -43,13 +45,16 @@ _MOST_SECONDS = 300.0
 
 
 class CompileAhead:
-    """The process that compiles for an engine; `wait` before the first step."""
+    """The process that compiles for an engine: `begin` it, and `wait` before the first step."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self) -> None:
         command = [sys.executable, "-P", "-m", "tokenpod.engine.startup.compile_ahead"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def begin(self, options: EngineOptions) -> None:
+        """Compile what such an engine launches."""
         assert self._process.stdin is not None
-        with self._process.stdin as stdin:
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(options))
 
     def wait(self) -> None:
@@ -63,13 +68,18 @@ class CompileAhead:
             self._process.kill()
             self._process.wait()
 
-    @classmethod
-    def of(cls, options: EngineOptions) -> CompileAhead | None:
-        """Begin; None where another does it, or there is nothing to compile."""
-        place = options.placement
-        # The ranks of a host share its cache; only the first compiles.
-        leads = place is None or place.local_rank == 0
-        return cls(options) if leads and options.device.startswith("cuda") else None
+
+def hash_triton() -> threading.Thread:
+    """Begin to hash Triton's own files, which is done without the interpreter's lock.
+
+    Each key of the cache holds the hash. Triton finds it once, which takes up to two seconds: those
+    of the thread that is returned, or else of the first launch.
+    """
+    from triton.runtime.cache import triton_key
+
+    thread = threading.Thread(target=triton_key, name="triton-key", daemon=True)
+    thread.start()
+    return thread
 
 
 def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -> Path:
@@ -106,11 +116,14 @@ def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -
     return folder / f"tokenpod-{found.hexdigest()[:32]}.json"
 
 
-def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, Any]:
+def compile_for(
+    options: EngineOptions, architecture: str | None, hashing: threading.Thread
+) -> dict[str, Any]:
     """Compile what such an engine launches on this machine's GPU, or on one of an architecture.
 
-    Returns how many kernels there are and how many were compiled, how long that took, and where
-    they are and the bytes there. Raises ModelError for a folder that can't be read.
+    `hashing` is of `hash_triton`. Returns how many kernels there are and how many were compiled,
+    how many programs in C that launch them could not be, how long that took, and where they are
+    and the bytes there. Raises ModelError for a folder that can't be read.
     """
     # Not above: who only starts this process does without.
     import torch
@@ -120,6 +133,8 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
 
     began = time.monotonic()
     if architecture is None:
+        if not torch.cuda.is_available():
+            return {"error": "torch finds no usable GPU"}  # the engine says it
         gpu = gpu_of(torch.device(options.device))
         assert gpu is not None
     else:
@@ -137,6 +152,7 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
     torch.set_num_threads(1)
     # What transformers computes launches few of our kernels, and has no shapes without weights.
     native = is_native(Path(options.model_folder))
+    hashing.join()  # a process that forks has one thread
     compilers = Compilers(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
     kernels = find_kernels(options, gpu, compilers.take) if native else []
     found = time.monotonic()
@@ -144,6 +160,7 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
     facts = {
         "kernels": len(kernels),
         "compiled": compilers.lacking,
+        "programs_lacking": compilers.no_programs,
         "seconds_to_find": found - began,
         "seconds": time.monotonic() - began,
         "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
@@ -152,6 +169,13 @@ def compile_for(options: EngineOptions, architecture: str | None) -> dict[str, A
     with contextlib.suppress(OSError):  # a cache that is full of what is needed may be read-only
         _write(note, json.dumps(facts))
     return facts
+
+
+def _has_notes() -> bool:
+    """Whether anything was compiled here before: then imports may turn out to be needless."""
+    from triton import knobs
+
+    return any(Path(knobs.cache.dir).glob("tokenpod-*.json"))
 
 
 def _write(path: Path, text: str) -> None:
@@ -167,14 +191,21 @@ def main() -> int:
     die_with_parent()
     # The engine ignores it, and this process inherits that; a pool ends its processes with it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    options = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineOptions)
+    hashing = hash_triton()
+    if not _has_notes():
+        import tokenpod.engine.startup.weightless  # noqa: F401
+    told = sys.stdin.buffer.read()
+    if not told:
+        return 0  # the engine has ended
+    options = msgspec.msgpack.decode(told, type=EngineOptions)
     try:
-        said = compile_for(options, sys.argv[1] if len(sys.argv) > 1 else None)
+        said = compile_for(options, sys.argv[1] if len(sys.argv) > 1 else None, hashing)
     except ModelError as error:
         said = {"error": str(error)}
-    print(json.dumps(said))
+    print(json.dumps(said), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # An engine waits for the end, and taking down torch and CUDA takes most of a second.
+    os._exit(main())

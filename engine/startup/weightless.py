@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,16 +54,57 @@ def _first(x: torch.Tensor) -> Sequence[int]:
     return x.shape
 
 
+def _without(x: torch.Tensor, axes: Sequence[int], keep: bool = False) -> Sequence[int]:
+    gone = {axis % x.dim() for axis in axes}
+    kept = [1 if axis in gone else n for axis, n in enumerate(x.shape)]
+    return kept if keep else [n for axis, n in enumerate(kept) if axis not in gone]
+
+
 _ATEN = torch.ops.aten
 #: What torch makes here by code that imports its compiler, which takes seconds: where the first
-#: argument is the result, and otherwise the shape of the result, which has its type.
+#: argument is the result, and otherwise the shape of the result, which has its type. What goes
+#: number by number is such code, too.
 _IN_PLACE = _ATEN.addmm_.default, _ATEN.index_copy_.default
 _SHAPES: dict[Any, Callable[..., Sequence[int]]] = {
     _ATEN.empty_like.default: _first,
     _ATEN.zeros_like.default: _first,
     _ATEN.mm.default: lambda x, y: (x.shape[0], y.shape[1]),
     _ATEN.linear.default: lambda x, weight, *_: (*x.shape[:-1], len(weight)),
+    _ATEN.amax.default: _without,
+    _ATEN.amin.default: _without,
+    _ATEN.sum.dim_IntList: _without,
 }
+#: Ops that go number by number and are not marked as such.
+_UNMARKED = (
+    _ATEN.__ior__.Tensor,
+    _ATEN.__and__.Scalar,
+    _ATEN.floor_divide.default,
+    _ATEN.where.ScalarOther,
+)
+
+
+def _number_by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `func` makes of tensors: as the host makes it of their first numbers, or of all."""
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    if all(each.is_contiguous() for each in tensors):
+        hosts = [torch.ones([1] * each.dim(), dtype=each.dtype) for each in tensors]
+        shape = np.broadcast_shapes(*(each.shape for each in tensors))
+        dtype = _on_host(func, args, kwargs, hosts).dtype
+        return torch.empty(shape, dtype=dtype, device=META)
+    # How the result lies depends on how these do.
+    hosts = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in tensors]
+    made = _on_host(func, args, kwargs, hosts)
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=META)
+
+
+def _on_host(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hosts: list[torch.Tensor]
+) -> torch.Tensor:
+    """Of these in the place of tensors."""
+    given = iter(hosts)
+    each = [next(given) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    made: torch.Tensor = func(*each, **kwargs)
+    return made
 
 
 class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,13 +134,30 @@ class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return torch.zeros(args[0].shape, dtype=(kwargs or {}).get("dtype", args[0].dtype))
         if func in _READS and args[0].device == META:
             return 0
+        if func.overloadpacket is _ATEN.arange and (kwargs or {}).get("device") == META:
+            made = func(*args, **{**(kwargs or {}), "device": torch.device("cpu")})
+            return torch.empty(made.shape, dtype=made.dtype, device=META)
+        if func is _ATEN.cat.default and args[0][0].device == META:
+            parts, axis = args[0], args[1] if len(args) > 1 else 0
+            shape = list(parts[0].shape)
+            shape[axis] = sum(part.shape[axis] for part in parts)
+            return parts[0].new_empty(shape)
         if args and isinstance(args[0], torch.Tensor) and args[0].device == META:
             if func in _IN_PLACE:
                 return args[0]
             if func in _SHAPES and args[0].is_contiguous():
                 asked = kwargs or {}
-                dtype, device = asked.get("dtype") or args[0].dtype, asked.get("device") or META
+                dtype, device = asked.get("dtype"), asked.get("device") or META
+                if dtype is None:
+                    # Sums of integers have 64 bits.
+                    sums = func is _ATEN.sum.dim_IntList and not args[0].is_floating_point()
+                    dtype = torch.int64 if sums else args[0].dtype
                 return torch.empty(_SHAPES[func](*args), dtype=dtype, device=device)
+            pointwise = torch.Tag.pointwise in func.tags or func in _UNMARKED
+            if pointwise and "out" not in (kwargs or {}):
+                if func._schema.is_mutable:
+                    return args[0]
+                return _number_by_number(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

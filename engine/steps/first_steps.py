@@ -32,16 +32,18 @@ def run_worst_steps(
     unknown: bool = False,
     pools: bool = False,
     mutual: bool = False,
+    smaller: bool = True,
 ) -> None:
     """Two of them under way at a time, as in serving.
 
-    The largest first, then smaller ones: the allocator learns to cut up what it has. See
-    `worst_step` for the arguments; with `mutual`, rows of some of them are.
+    The largest twice, which say what steps take; then, unless `smaller` is False, others: the
+    allocator learns to cut up what it has. Prompts of the largest are scored, which is done in
+    pieces of one size. See `worst_step` for the arguments; with `mutual`, rows of some of them are.
     """
     under_way: deque[Launched] = deque()
-    smaller = prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8
-    sizes = [(tokens, False) for tokens in (prompt, prompt, *smaller)]
-    sizes += [(tokens, True) for tokens in smaller[:2] if mutual]
+    others = (prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8) if smaller else ()
+    sizes = [(tokens, False) for tokens in (prompt, prompt, *others)]
+    sizes += [(tokens, True) for tokens in others[:2] if mutual]
     for number, (tokens, see_each_other) in enumerate(sizes):
         executor.release(range(rows))
         scattered = tokens == prompt // 2
@@ -55,6 +57,7 @@ def run_worst_steps(
             context=context,
             unknown=unknown,
             edited=number == 0,
+            scored=number < 2,
             pools=pools,
             mutual=see_each_other,
         )

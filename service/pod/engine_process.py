@@ -6,7 +6,6 @@ import asyncio
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +16,8 @@ from tokenpod.core.link import give_link
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.control_stream import ControlStream
+from tokenpod.service.pod.engine_start import BegunEngine
 from tokenpod.service.pod.processes import PodProcesses
-
-#: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
-#: from the working directory.
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
 
 
 class EngineProcess:
@@ -52,62 +48,40 @@ class EngineProcess:
     @classmethod
     async def start(
         cls,
+        begun: BegunEngine,
         options: EngineOptions,
         on_loading: Callable[[Loading], None],
-        command: Sequence[str] = ENGINE_COMMAND,
         *,
-        links: int = 1,
         on_waiting: Callable[[str], None] = lambda reason: None,
         on_drain: Callable[[Drain], None] = lambda drain: None,
         processes: PodProcesses | None = None,
     ) -> EngineProcess:
-        """Start the process and connect; the model is not loaded yet (await `ready`).
+        """Connect to the process; the model is not loaded yet (await `ready`).
 
         Args:
-            options: with a placement, the engine is a rank and has a control stream.
+            begun: the process; of a group, if the options have a placement.
+            options: the engine's.
             on_loading: called with the progress while weights are read.
-            command: what runs it.
-            links: one per front end.
             on_waiting: called with what the start-up of the group waits for.
             on_drain: called with another pod's request to drain, or its answer.
             processes: hears of the process, to look into it.
         """
-        pairs = [socket.socketpair() for _ in range(links)]
-        theirs = [pair[1].fileno() for pair in pairs]
-        ends, control_end = [pair[1] for pair in pairs], None
-        joins: socket.socket | None = None
-        if links > 1:
-            joins, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ends.append(their_end)
-            theirs.append(their_end.fileno())
+        process = begun.process
+        options = msgspec.structs.replace(options, questions_fd=begun.questions_fd)
         if options.placement is not None:
-            control_end, their_end = socket.socketpair()
-            ends.append(their_end)
-            placement = msgspec.structs.replace(options.placement, control_fd=their_end.fileno())
+            placement = msgspec.structs.replace(options.placement, control_fd=begun.control_fd)
             options = msgspec.structs.replace(options, placement=placement)
-        asking: socket.socket | None = None
-        if processes is not None:
-            asking, their_end = socket.socketpair()
-            ends.append(their_end)
-            options = msgspec.structs.replace(options, questions_fd=their_end.fileno())
-        # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
-        process = subprocess.Popen(  # noqa: ASYNC220
-            [*command, *map(str, theirs)],
-            pass_fds=[end.fileno() for end in ends],
-            stdin=subprocess.DEVNULL,
-        )
-        for end in ends:
-            end.close()
-        ours, *spare = [pair[0] for pair in pairs]
-        client = await EngineClient(on_loading=on_loading, count=links).open(ours)
+        ours, *spare = begun.links
+        client = await EngineClient(on_loading=on_loading, count=len(begun.links)).open(ours)
         client.send(options)
         control = None
-        if control_end is not None:
-            control = await ControlStream(on_waiting, on_drain).open(control_end)
+        if begun.control is not None:
+            control = await ControlStream(on_waiting, on_drain).open(begun.control)
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
-        if processes is not None and asking is not None:
-            processes.add(name.removeprefix("the ").replace(" ", "-"), process.pid, asking)
-        return cls(name, process, client, control, spare, joins)
+        if processes is not None:
+            told = name.removeprefix("the ").replace(" ", "-")
+            processes.add(told, process.pid, begun.questions)
+        return cls(name, process, client, control, spare, begun.joins)
 
     @property
     def pid(self) -> int:

@@ -21,6 +21,7 @@ from tokenpod.core.silence import (
 )
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.engine_process import EngineProcess
+from tokenpod.service.pod.engine_start import BegunEngine
 from tokenpod.service.pod.processes import PodProcesses
 
 #: Seconds in which a process that has closed one socket gives the reason on the other.
@@ -50,28 +51,26 @@ class Ranks:
     @classmethod
     async def start(
         cls,
+        begun: Sequence[BegunEngine],
         options: Sequence[EngineOptions],
         on_loading: Callable[[Loading], None],
-        command: Sequence[str],
         *,
-        links: int,
         on_waiting: Callable[[str], None],
         on_drain: Callable[[Drain], None],
         processes: PodProcesses | None = None,
     ) -> Ranks:
-        """Start a process for each of `options`; the first one has `links` links."""
+        """Give each process its options, in order."""
         engines = [
             await EngineProcess.start(
+                engine,
                 option,
                 # Progress is shown once, that of the first.
                 (lambda loading: None) if at else on_loading,
-                command,
-                links=1 if at else links,
                 on_waiting=on_waiting,
                 on_drain=on_drain,
                 processes=processes,
             )
-            for at, option in enumerate(options)
+            for at, (engine, option) in enumerate(zip(begun, options, strict=True))
         ]
         return cls(engines)
 

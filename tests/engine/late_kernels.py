@@ -47,7 +47,8 @@ def main(folder: str, quantize: str | None) -> dict[str, object]:
             compiled.append(src.name)
 
     knobs.compilation.listener = note
-    ahead = CompileAhead.of(options)
+    ahead = CompileAhead()
+    ahead.begin(options)
     executor = load(options, Nobody(), None, ahead)[0].executor  # type: ignore[arg-type]
     start, found = [*compiled], len(list(Path(knobs.cache.dir).glob("*/*.cubin")))
     for rows in (1, 2, 3, 7, 16, 33, 40):

@@ -15,7 +15,7 @@ import pytest
 
 from support.checkpoints.embedding_models import EmbeddingGolden
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.startup.compile_ahead import CompileAhead, note_of
+from tokenpod.engine.startup.compile_ahead import note_of
 
 HERE = Path(__file__).parent
 OPTIONS = EngineOptions(
@@ -108,10 +108,6 @@ def test_a_note_is_of_what_kernels_depend_on(tmp_path):
     assert note_of(options, (9, 0), tmp_path) != note
 
 
-def test_a_cpu_has_nothing_compiled_ahead():
-    assert CompileAhead.of(msgspec.structs.replace(OPTIONS, device="cpu")) is None
-
-
 @pytest.mark.slow
 def test_the_command_fills_the_cache_once(golden, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -126,6 +122,10 @@ def test_the_command_fills_the_cache_once(golden, tmp_path):
     assert kernels == compiled
     assert len(list(tmp_path.glob("*/*.cubin"))) == int(kernels) > 20
     assert re.findall(r"(\d+) (?:kernels|of them)", second.stdout) == [kernels, "0"]
+    folder = str(golden("llama").folder)
+    there, lacking = answer_of("launch_programs.py", folder, "4", cache=tmp_path)
+    assert "cuda_utils" in there
+    assert lacking == []
 
 
 @pytest.mark.slow

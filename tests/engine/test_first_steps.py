@@ -11,7 +11,7 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.run import load
 from tokenpod.engine.startup.assemble import assemble
-from tokenpod.engine.steps.first_steps import timed_steps
+from tokenpod.engine.steps.first_steps import run_worst_steps, timed_steps
 
 OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_tokens=64)
 
@@ -39,6 +39,25 @@ def test_plain_steps_of_prompts_and_rows_are_timed(stateless, prompt, slots):
         if stateless and prompt > 8:
             # One of them is behind a text.
             assert any(size.pairs > size.prompt_tokens**2 for size in sizes if size.prompt_tokens)
+
+
+def test_the_largest_step_is_run_twice_and_smaller_ones_score_no_prompts():
+    executor = assemble(demo_model(), OPTIONS, positions=64, device=CPU).executor
+    plans = []
+
+    class Noted:
+        release = executor.release
+
+        def launch(self, plan):
+            plans.append(plan)
+            return executor.launch(plan)
+
+    run_worst_steps(Noted(), 2, 32, 64, smaller=False)
+    assert [(len(plan.t_token), len(plan.scored_token) > 0) for plan in plans] == [(33, True)] * 2
+    plans.clear()
+    run_worst_steps(Noted(), 2, 32, 64)
+    sizes = [(len(plan.t_token), len(plan.scored_token) > 0) for plan in plans]
+    assert sizes == [(33, True)] * 2 + [(n + 1, False) for n in (24, 16, 8, 4)]
 
 
 @pytest.mark.gpu

@@ -202,7 +202,8 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         def compute() -> torch.Tensor:
             batch = self._batch(integers, self._ragged(host, plan), integers.t_token)
             # All tokens are followed by one that is sampled.
-            return self._model.logits(self._model.forward(batch, self._pool))
+            batch = replace(batch, logit_index=None)
+            return self._model.logits(self._model.forward(batch, self._pool), batch)
 
         runs = [self._runs[row] for row in plan.r_row.tolist()]
         logits = noted.logits(compute, runs, host.b_context.tolist())

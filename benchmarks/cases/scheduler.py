@@ -216,10 +216,12 @@ def measure_turns(sizes: list[int], report: Report, window: int | None = None) -
 
 def measure_full(sizes: list[int], report: Report) -> None:
     """Plans of a full pod, under every pair of policies; then with the host's memory."""
-    rows, waiting = max(sizes), 2 * max(sizes)
+    rows = max(sizes)
     names = [(a, b, 0) for a in ADMISSIONS for b in BATCHINGS] + [("exact", "mixed", 1 << 20)]
     for admission_name, turns, host in names:
         for memory in (False, True):
+            # Those that lack memory are as long as most of the pool.
+            waiting = rows // 8 if memory else 2 * rows
             calm, moved, median = full_pod(
                 rows, waiting, admission_name, turns, memory=memory, offload_slots=host
             )

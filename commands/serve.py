@@ -62,9 +62,9 @@ def _run(**given: Any) -> int:
     for text in [*warnings, *foreign_variables(os.environ)]:
         print_error(text, json_output=settings.json_output, kind="warning")
     # Only now: it is most of the start, and wrong flags should be told at once.
-    from tokenpod.service.pod.engine_start import begin_engines, begun
+    from tokenpod.service.pod.engine_start import killed_at_exit, start_engines
 
-    with begun(begin_engines(settings)) as engines:
+    with killed_at_exit(start_engines(settings)) as engines:
         from tokenpod.service.server import run
 
         return run(settings, engines=engines)

@@ -36,7 +36,7 @@ from tokenpod.service.listeners import listen
 from tokenpod.service.overview import overview, summary
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
-from tokenpod.service.pod.engine_start import ENGINE_COMMAND, BegunEngine, begin_engines
+from tokenpod.service.pod.engine_start import ENGINE_COMMAND, StartedEngine, start_engines
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import (
     ModelNotFound,
@@ -96,7 +96,7 @@ class Ended:
 class Server:
     """A pod's first front end; `engine_command` is what runs the engine.
 
-    `engines` have been begun; later lives of a group begin their own.
+    `engines` have been started; later lives of a group start their own.
     `log_lines`: writes what people read. `adapters`: names and folders of those that are loaded
     with the model; `draft`: its draft model's folder.
     """
@@ -104,7 +104,7 @@ class Server:
     settings: ServerSettings
     model_folder: Path
     log_lines: LineWriter
-    engines: list[BegunEngine]
+    engines: list[StartedEngine]
     engine_command: Sequence[str] = ENGINE_COMMAND
     adapters: Sequence[tuple[str, str]] = ()
     draft: Path | None = None
@@ -233,7 +233,7 @@ class Server:
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
         if not self.engines:
-            self.engines.extend(begin_engines(settings, self.engine_command))
+            self.engines.extend(start_engines(settings, self.engine_command))
         ranks = await Ranks.start(
             self.engines,
             engine_options(
@@ -378,11 +378,11 @@ class Server:
 def run(
     settings: ServerSettings,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    engines: Sequence[BegunEngine] = (),
+    engines: Sequence[StartedEngine] = (),
 ) -> int:
     """Run a server in this process; its exit status. One line on standard error if it can't.
 
-    `engines`: those of the pod, if they have been begun; what runs others is `engine_command`.
+    `engines`: those of the pod, if they have been started; what runs others is `engine_command`.
     """
     writer = configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:

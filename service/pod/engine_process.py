@@ -16,7 +16,7 @@ from tokenpod.core.link import give_link
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.control_stream import ControlStream
-from tokenpod.service.pod.engine_start import BegunEngine
+from tokenpod.service.pod.engine_start import StartedEngine
 from tokenpod.service.pod.processes import PodProcesses
 
 
@@ -48,7 +48,7 @@ class EngineProcess:
     @classmethod
     async def start(
         cls,
-        begun: BegunEngine,
+        started: StartedEngine,
         options: EngineOptions,
         on_loading: Callable[[Loading], None],
         *,
@@ -59,29 +59,29 @@ class EngineProcess:
         """Connect to the process; the model is not loaded yet (await `ready`).
 
         Args:
-            begun: the process; of a group, if the options have a placement.
+            started: the process; of a group, if the options have a placement.
             options: the engine's.
             on_loading: called with the progress while weights are read.
             on_waiting: called with what the start-up of the group waits for.
             on_drain: called with another pod's request to drain, or its answer.
             processes: hears of the process, to look into it.
         """
-        process = begun.process
-        options = msgspec.structs.replace(options, questions_fd=begun.questions_fd)
+        process = started.process
+        options = msgspec.structs.replace(options, questions_fd=started.questions_fd)
         if options.placement is not None:
-            placement = msgspec.structs.replace(options.placement, control_fd=begun.control_fd)
+            placement = msgspec.structs.replace(options.placement, control_fd=started.control_fd)
             options = msgspec.structs.replace(options, placement=placement)
-        ours, *spare = begun.links
-        client = await EngineClient(on_loading=on_loading, count=len(begun.links)).open(ours)
+        ours, *spare = started.links
+        client = await EngineClient(on_loading=on_loading, count=len(started.links)).open(ours)
         client.send(options)
         control = None
-        if begun.control is not None:
-            control = await ControlStream(on_waiting, on_drain).open(begun.control)
+        if started.control is not None:
+            control = await ControlStream(on_waiting, on_drain).open(started.control)
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
         if processes is not None:
-            told = name.removeprefix("the ").replace(" ", "-")
-            processes.add(told, process.pid, begun.questions)
-        return cls(name, process, client, control, spare, begun.joins)
+            short = name.removeprefix("the ").replace(" ", "-")
+            processes.add(short, process.pid, started.questions)
+        return cls(name, process, client, control, spare, started.joins)
 
     @property
     def pid(self) -> int:

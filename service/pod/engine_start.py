@@ -1,7 +1,7 @@
 """Engine processes before they have their options: they import meanwhile.
 
 An engine imports for seconds, and so does the front end. What a process needs from the start,
-sockets above all, follows from the settings; so `serve` begins its engines first of all.
+sockets above all, follows from the settings; so `serve` starts its engines first of all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPILE = "compile"
 
 
 @dataclass(frozen=True, slots=True)
-class BegunEngine:
+class StartedEngine:
     """An engine's process, which waits for its options, and our ends of its sockets.
 
     Args:
@@ -43,14 +43,14 @@ class BegunEngine:
     questions_fd: int
 
     @classmethod
-    def begin(
+    def start(
         cls,
         command: Sequence[str] = ENGINE_COMMAND,
         *,
         links: int = 1,
         ranked: bool = False,
         compiles: bool = False,
-    ) -> BegunEngine:
+    ) -> StartedEngine:
         """Start the process, with so many links.
 
         Args:
@@ -72,7 +72,7 @@ class BegunEngine:
             pass_fds=[end.fileno() for end in ends],
             stdin=subprocess.DEVNULL,
         )
-        begun = cls(
+        started = cls(
             process,
             [ours for ours, _ in pairs],
             joins[0] if joins else None,
@@ -83,7 +83,7 @@ class BegunEngine:
         )
         for end in ends:
             end.close()
-        return begun
+        return started
 
     def kill(self) -> None:
         """End the process, if it runs, and close what nobody has taken."""
@@ -95,16 +95,16 @@ class BegunEngine:
                 end.close()
 
 
-def begin_engines(
+def start_engines(
     settings: ServerSettings, command: Sequence[str] = ENGINE_COMMAND
-) -> list[BegunEngine]:
+) -> list[StartedEngine]:
     """The engines of a pod: one, or one for each of its ranks, of which the first leads.
 
     The first has links to all front ends; ranks of a host share its cache of kernels.
     """
     ranked, on_gpu = settings.world > 1, settings.resolved_device == "cuda"
     return [
-        BegunEngine.begin(
+        StartedEngine.start(
             command,
             links=1 if at else settings.resolved_front_ends,
             ranked=ranked,
@@ -115,7 +115,7 @@ def begin_engines(
 
 
 @contextlib.contextmanager
-def begun(engines: Sequence[BegunEngine]) -> Iterator[Sequence[BegunEngine]]:
+def killed_at_exit(engines: Sequence[StartedEngine]) -> Iterator[Sequence[StartedEngine]]:
     """At the end, those that still run are killed."""
     try:
         yield engines

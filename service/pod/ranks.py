@@ -21,7 +21,7 @@ from tokenpod.core.silence import (
 )
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.engine_process import EngineProcess
-from tokenpod.service.pod.engine_start import BegunEngine
+from tokenpod.service.pod.engine_start import StartedEngine
 from tokenpod.service.pod.processes import PodProcesses
 
 #: Seconds in which a process that has closed one socket gives the reason on the other.
@@ -51,7 +51,7 @@ class Ranks:
     @classmethod
     async def start(
         cls,
-        begun: Sequence[BegunEngine],
+        started: Sequence[StartedEngine],
         options: Sequence[EngineOptions],
         on_loading: Callable[[Loading], None],
         *,
@@ -70,7 +70,7 @@ class Ranks:
                 on_drain=on_drain,
                 processes=processes,
             )
-            for at, (engine, option) in enumerate(zip(begun, options, strict=True))
+            for at, (engine, option) in enumerate(zip(started, options, strict=True))
         ]
         return cls(engines)
 

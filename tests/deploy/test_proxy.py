@@ -40,7 +40,7 @@ def proxy_of(rendered: Any) -> Object:
 
 
 def config_of(container: Object) -> Object:
-    """What Envoy is told."""
+    """Envoy's configuration."""
     args = container["args"]
     found: Object = yaml.safe_load(args[args.index("--config-yaml") + 1])
     return found
@@ -135,7 +135,7 @@ def proxied(helm: Helm, server: ServerProcess, values: Object, log: Path) -> Ite
 
 
 def serves(channel: grpc.Channel) -> bool:
-    """Whether the server's health is told through the proxy."""
+    """Whether the proxy passes on that the server is healthy."""
     try:
         check = health_pb2.HealthCheckRequest()
         told = health_pb2_grpc.HealthStub(channel).Check(check, timeout=5)

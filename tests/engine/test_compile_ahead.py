@@ -1,4 +1,4 @@
-"""What is compiled while a model loads is what its steps launch, and all of it."""
+"""Kernels that are compiled while a model loads are exactly those that its steps launch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from tokenpod.engine.adapters.pace import SLICE_SECONDS, Pace
 
 
 class Time:
-    """A clock that goes on by what is slept, and as it is told."""
+    """A clock that sleeping moves on, and tests set."""
 
     def __init__(self) -> None:
         self.now, self.slept = 100.0, 0.0

@@ -1,4 +1,4 @@
-"""What is told of a prompt's tokens equals what plain code finds in their logits."""
+"""Scores of prompt tokens equal those that plain code computes from their logits."""
 
 from __future__ import annotations
 

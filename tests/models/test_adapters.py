@@ -141,7 +141,7 @@ def test_rows_have_the_embedding_and_head_of_their_adapter(
         alone = schedule(load(folder))
         (expected,) = alone.step([(alone.sequence(tokens), len(tokens))])
         torch.testing.assert_close(own, expected, rtol=0, atol=TOLERANCE)
-    # Who comes next into a slot finds nothing there.
+    # The next adapter of a slot finds nothing of the one before.
     model.adapters.put(1, 3)
     found, expected = (logprobs(model, schedule, texts[0], slot) for slot in (1, 3))
     assert torch.equal(found, expected)

@@ -1,4 +1,4 @@
-"""What ranks must agree on, and how a difference is told."""
+"""What ranks must agree on, and how a difference is reported."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_ranks_and_front_ends_say_the_same(kind: str, flag: str, tmp_path: Path)
             assert [*answers] == truths
 
 
-_GPU = ("llava", "qwen2.5-vl", "qwen3-vl", "internvl", "gemma3-images")
+_GPU = ("llava", "qwen2.5-vl", "qwen3-vl", "glm4v", "internvl", "gemma3-images")
 _CPU = ("gemma3-images", "idefics3", "kimi-k2.5-published", "lfm2-vl", "llava-next", "mistral3")
 
 

@@ -64,7 +64,9 @@ class CpuGroup:
         else:
             self._run(lambda: self._gloo.allreduce([x]).wait())
 
-    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+    def add(
+        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
+    ) -> None:
         """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`."""
         self.sum(partial)
         residual += partial

@@ -19,7 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 from tokenpod.core.errors import EngineError
 from tokenpod.engine.shards.cpu_group import CpuGroup
 from tokenpod.engine.shards.rendezvous import one_line
-from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, EMPTY_PAIR, SymmetricBuffers
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 #: Bytes of the longest sum whose words have numbers, by how many ranks there are: each sends all of
 #: it to every other one, twice the bytes. Measured on H200s (docs/measurements/gpu.md).
@@ -86,13 +87,18 @@ class DeviceGroup:
         else:
             distributed.all_reduce(x)
 
-    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`."""
-        if buffers := self._buffers_for(partial):
-            buffers.add(partial, residual)
-        else:
-            distributed.all_reduce(partial)
-            residual += partial
+    def add(
+        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
+    ) -> torch.Tensor | None:
+        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`.
+
+        As `Group.add`; what `partial` may be besides, `SymmetricBuffers.add` says.
+        """
+        if buffers := self._buffers_for(residual):
+            return buffers.add(partial, residual, norm)
+        distributed.all_reduce(partial)
+        residual += partial
+        return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, local] -> [n, world * local]: the ranks' columns, those of rank 0 first."""
@@ -133,7 +139,7 @@ class DeviceGroup:
             memory = symmetric_memory.empty(words, dtype=torch.int64, device=device)
             everyone: Any = distributed.group.WORLD
             handle: Any = symmetric_memory.rendezvous(memory, everyone)
-            memory.zero_()
+            memory.fill_(EMPTY_PAIR)
             torch.cuda.synchronize(device)
             # A handle may be of a larger allocation, cut up in the same way on every rank.
             offset = memory.data_ptr() - handle.buffer_ptrs[self.rank]
@@ -144,7 +150,7 @@ class DeviceGroup:
                 f"rank {self.rank} does not reach its peers' memory: {one_line(error)}",
                 stacklevel=2,
             )
-        # Nobody writes before all have zeroed theirs.
+        # Nobody writes before all have emptied theirs.
         if self.least(len(addresses)) != self.world:
             return None
         return SymmetricBuffers.at(

@@ -13,7 +13,8 @@ import torch
 
 from tokenpod.engine.shards.device_group import FLAGGED_WORDS, MOST_BROADCAST, longest_sum
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
-from tokenpod.kernels.operations.ops import AddLinear, Operations
+from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Operations
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 
 class NotedGroup:
@@ -42,10 +43,14 @@ class NotedGroup:
         for buffers in self._for(x):
             buffers.sum(x)
 
-    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+    def add(
+        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
+    ) -> torch.Tensor | None:
         """Note it for each rank."""
-        for buffers in self._for(partial):
-            buffers.add(partial, residual)
+        normed = None
+        for buffers in self._for(residual):
+            normed = buffers.add(partial, residual, norm)
+        return normed
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """What has the shape of all ranks' columns."""
@@ -74,10 +79,10 @@ class NotedGroup:
             weight: torch.Tensor,
             bias: torch.Tensor | None,
             buffers: list[SymmetricBuffers],
-            apart: AddLinear,
+            add: AddSummand,
         ) -> AddLinear:
             products: list[Callable[..., None]] = [
-                prepare(weight, bias, each, apart) for each in buffers
+                prepare(weight, bias, each, add) for each in buffers
             ]
 
             def add_products(x: torch.Tensor, residual: torch.Tensor) -> None:

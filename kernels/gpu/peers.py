@@ -1,20 +1,24 @@
 """Small collectives among GPUs that can write to each other's memory, one launch each.
 
-Every rank has a buffer, [2, world, capacity] words of 64 bits: a half for every other launch, in it
-a place for each sender's message. A word is 32 bits of the message and, above them, the number of
-the launch. Its sender writes it to the receiver's buffer in one piece; the receiver reads it until
-the number is right. So no flag follows the message and no fence parts the two: a sum costs one trip
-between GPUs. (NCCL calls this way of sending LL.)
+Every rank has a buffer, [2, world, capacity] words of 32 bits: a half for every other launch, in it
+a place for each sender's message. Where there is no message all words are EMPTY. A sender writes
+its words to the receiver's buffer; the receiver reads each until it is not EMPTY, and empties it
+again. So no flag follows the message, no fence parts the two and nothing travels but the message: a
+sum costs one trip between GPUs. EMPTY is no number and no token; words of a message that look like
+it are sent as another NaN.
 
 Two halves are enough. A rank that is at launch n has heard from all others in launch n - 1, so they
-have ended launch n - 2 and its half is free. Each block of words counts its own launches, since not
-all launches have as many blocks; so any sequence of sizes will do. Counts are kept on the device,
-which lets CUDA graphs replay a launch. (`product_sums` sends in the same way, from products
-whose partial sums are summed; there each word counts alone.)
+have ended launch n - 2, have emptied its half, and it is free. Each block of words counts its own
+launches, since not all launches have as many blocks; so any sequence of sizes will do. Counts are
+kept on the device, which lets CUDA graphs replay a launch. (`product_sums` sends in the same
+way, from products whose partial sums are summed; there each word counts alone.)
 
-Numbers on words double the bytes that travel, which is what a long message waits for. In `flagged`
-buffers a block of words travels as it is, and one word behind all blocks, its flag, has the number:
-a fence, and half of the bytes. (NCCL calls this way Simple.) There a message may be longer than the
+A sum that meets the residual stream may also norm it: then a program has a whole row of tokens, and
+the launch is the product's last, the sum and the next block's first.
+
+Many words under way at a time, each looked at until it is there, are what a long message waits for.
+In `flagged` buffers one word behind a block of words, its flag, has the number of the launch, and
+follows them behind a fence. (NCCL calls this way Simple.) There a message may be longer than the
 buffer: a program that has summed its block goes on with its block of the next `capacity` words, and
 counts that as a further launch. No rank waits forever, though not all programs have room at once,
 for the reason that `product_sums` gives.
@@ -33,13 +37,21 @@ import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
 from tokenpod.kernels.gpu.launcher import launched
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
-#: Words of 32 bits that one program sends and sums. A word always belongs to the same program.
+#: Words of 32 bits that are counted together, and that a program sends and sums, or several times
+#: as many.
 BLOCK = 512
+#: Where there is no message: NaN as one number and as two, and larger than any token.
+EMPTY: tl.constexpr = tl.constexpr(0x7FFF7FFF)
+#: The same twice: what memory of 64 bits is filled with.
+EMPTY_PAIR = 0x7FFF7FFF7FFF7FFF
 #: The same of flagged buffers: more, since a block waits for a fence and a flag.
 FLAGGED_BLOCK = 1024
 _WARPS = 4
 _FLAGGED_WARPS = 4
+#: Words of the longest row that a program norms.
+MOST_NORMED = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ class SymmetricBuffers:
     #: 32-bit words of the longest message, or of what is sent at a time where blocks are flagged: a
     #: multiple of a program's block.
     capacity: int
-    #: [world] int64 on the device: the addresses of all ranks' buffers, zeros at first, multiples
+    #: [world] int64 on the device: the addresses of all ranks' buffers, EMPTY at first, multiples
     #: of 16.
     addresses: torch.Tensor
     #: [capacity / words that are counted together] int32 on the device: launches so far. Blocks of
@@ -63,9 +75,8 @@ class SymmetricBuffers:
     @staticmethod
     def words(world: int, capacity: int, *, flagged: bool = False) -> int:
         """64-bit words of one buffer."""
-        if flagged:  # of two 32-bit words each, or of two flags
-            return world * (capacity + capacity // FLAGGED_BLOCK)
-        return 2 * world * capacity
+        # Of two 32-bit words each, or of two flags.
+        return world * (capacity + (capacity // FLAGGED_BLOCK if flagged else 0))
 
     @classmethod
     def at(
@@ -95,14 +106,20 @@ class SymmetricBuffers:
 
     def sum(self, x: torch.Tensor) -> None:
         """Add up x of all ranks, in place; contiguous numbers of 16 or 32 bits."""
-        self._sum(x, x, add=False)
+        self._sum(x, x, None, add=False)
 
-    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add the sum of x of all ranks to the residual stream.
+    def add(
+        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
+    ) -> torch.Tensor | None:
+        """Add the sum of all ranks' `partial` to the residual stream.
 
-        Contiguous numbers of 16 or 32 bits.
+        Contiguous numbers of 16 or 32 bits. Partial may be float32 of more dimensions, [splits, T,
+        n]: what programs along k have summed, added up first; then these are not flagged buffers.
+
+        Returns:
+            The stream [T, n] normed, where a program can do that in the same launch; else None.
         """
-        self._sum(partial, residual, add=True)
+        return self._sum(partial, residual, norm, add=True)
 
     def tell(self, tokens: torch.Tensor) -> None:
         """Rank 0's x on all ranks; tokens of less than 32 bits."""
@@ -121,30 +138,60 @@ class SymmetricBuffers:
             **launch_options(tokens.device),
         )
 
-    def _sum(self, partial: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
+    def _sum(
+        self, partial: torch.Tensor, target: torch.Tensor, norm: RowNorm | None, *, add: bool
+    ) -> torch.Tensor | None:
         assert partial.is_contiguous()
         assert target.is_contiguous()
-        assert partial.dtype == target.dtype
-        assert self.fit(partial), f"{partial.nbytes} bytes; {4 * self.capacity} fit"
-        words = partial.nbytes // 4
-        kernel, block, warps = _sum_over_ranks, BLOCK, _WARPS
+        assert self.fit(target), f"{target.nbytes} bytes; {4 * self.capacity} fit"
+        words = target.nbytes // 4
+        common = {
+            "KIND": str(target.dtype).removeprefix("torch."),
+            "ADD": add,
+            "RANK": self.rank,
+            "WORLD": self.world,
+            **launch_options(target.device),
+        }
         if self.flagged:
-            kernel, block, warps = _sum_flagged_over_ranks, FLAGGED_BLOCK, _FLAGGED_WARPS
-        kernel[(triton.cdiv(min(words, self.capacity), block),)](
-            partial.view(torch.int32),
+            assert partial.dtype == target.dtype
+            _sum_flagged_over_ranks[(triton.cdiv(min(words, self.capacity), FLAGGED_BLOCK),)](
+                partial.view(torch.int32),
+                target.view(torch.int32),
+                self.addresses,
+                self.counts,
+                words,
+                self.capacity,
+                BLOCK=FLAGGED_BLOCK,
+                num_warps=_FLAGGED_WARPS,
+                **common,
+            )
+            return None
+        splits = partial.shape[0] if partial.dim() > target.dim() else 0
+        in_row, block = BLOCK, BLOCK
+        if norm is not None:
+            in_row = target.shape[1] * target.itemsize // 4
+            block = max(triton.next_power_of_2(in_row), BLOCK)
+            if target.itemsize == 4 or len(target) * block > self.capacity or block > MOST_NORMED:
+                norm, in_row, block = None, BLOCK, BLOCK
+        normed = None if norm is None else torch.empty_like(target)
+        _sum_over_ranks[(triton.cdiv(words, in_row),)](
+            partial if splits else partial.view(torch.int32),
             target.view(torch.int32),
+            None if norm is None else norm.weight,
+            None if normed is None else normed.view(torch.int32),
             self.addresses,
             self.counts,
             words,
+            in_row,
             self.capacity,
-            KIND=str(partial.dtype).removeprefix("torch."),
-            ADD=add,
-            RANK=self.rank,
-            WORLD=self.world,
+            0.0 if norm is None else norm.epsilon,
+            SPLITS=splits,
+            COUNTED=BLOCK,
             BLOCK=block,
-            num_warps=warps,
-            **launch_options(partial.device),
+            num_warps=_WARPS if norm is None else min(16, block // 128),
+            **common,
         )
+        return normed
 
 
 @launched
@@ -152,41 +199,91 @@ class SymmetricBuffers:
 def _sum_over_ranks(
     partial,
     target,
+    norm_weight,
+    normed,
     addresses,
     counts,
     words,
+    in_row,
     capacity,
+    epsilon,
     KIND: tl.constexpr,
     ADD: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """A program sums `in_row` words; in buffers they have the places of a whole BLOCK."""
+    in_block = tl.arange(0, BLOCK)
+    i = tl.program_id(0) * in_row + in_block
+    inside = (in_block < in_row) & (i < words)
+    place = tl.program_id(0) * BLOCK + in_block
+    if normed is not None:
+        weight_low = tl.load(norm_weight + 2 * in_block, mask=inside, other=0.0)
+        weight_high = tl.load(norm_weight + 2 * in_block + 1, mask=inside, other=0.0)
     await_inputs(OVERLAP)
-    launch = tl.load(counts + tl.program_id(0)) + 1
-    own = tl.load(partial + i, mask=i < words, other=0)
+    launch = tl.load(counts + place // COUNTED) + 1
+    if SPLITS > 0:
+        own = word_of_splits(partial, i, words, inside, KIND, SPLITS)
+    else:
+        own = tl.load(partial + i, mask=inside, other=0)
     half = (launch & 1) * WORLD * capacity
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            send(own, launch, addresses + rank, half + RANK * capacity + i, i < words)
+            send(own, addresses + rank, half + RANK * capacity + place, inside)
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     if ADD:
-        low, high = numbers(tl.load(target + i, mask=i < words, other=0), KIND)
+        low, high = numbers(tl.load(target + i, mask=inside, other=0), KIND)
     # In the order of ranks, so that rounding is the same on all of them.
     sum_low = tl.zeros((BLOCK,), tl.float32)
     sum_high = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
         word = own
         if rank != RANK:
-            word = receive(launch, addresses + RANK, half + rank * capacity + i, i < words)
+            word = receive(addresses + RANK, half + rank * capacity + place, inside)
         rank_low, rank_high = numbers(word, KIND)
         sum_low += rank_low
         sum_high += rank_high
-    tl.store(target + i, word_of(low + sum_low, high + sum_high, KIND), mask=i < words)
-    tl.store(counts + tl.program_id(0), launch)
+    total = word_of(low + sum_low, high + sum_high, KIND)
+    tl.store(target + i, total, mask=inside)
+    # No thread may still have to read it.
+    tl.debug_barrier()
+    tl.store(counts + place // COUNTED, launch, mask=in_block % COUNTED == 0)
+    if normed is not None:
+        low, high = numbers(total, KIND)
+        factor = tl.rsqrt(tl.sum(low * low + high * high) / (2 * in_row) + epsilon)
+        low *= factor
+        high *= factor
+        if weight_low.dtype != tl.float32:
+            # Rounded before the weight is applied, as `rms_norm` does.
+            low, high = numbers(word_of(low, high, KIND), KIND)
+        low *= weight_low.to(tl.float32)
+        high *= weight_high.to(tl.float32)
+        tl.store(normed + i, word_of(low, high, KIND), mask=inside)
+
+
+@triton.jit
+def word_of_splits(
+    partial, i, words, inside, KIND: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Words i of the sum of partials [SPLITS, words] of numbers in float32, rounded."""
+    IN_WORD: tl.constexpr = 1 if KIND == "float32" else 2
+    low = tl.zeros(i.shape, tl.float32)
+    high = tl.zeros(i.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = partial + (words * split + i) * IN_WORD
+        if IN_WORD == 1:
+            low += tl.load(at, mask=inside, other=0.0)
+        else:
+            both = at[:, None] + tl.arange(0, 2)[None, :]
+            one, other = tl.split(tl.load(both, mask=inside[:, None], other=0.0))
+            low += one
+            high += other
+    return word_of(low, high, KIND)
 
 
 @launched
@@ -284,9 +381,9 @@ def _tell(
     if RANK == 0:
         own = tl.load(tokens + i, mask=i < words, other=0).to(tl.int32)
         for rank in tl.static_range(1, WORLD):
-            send(own, launch, addresses + rank, half + i, i < words)
+            send(own, addresses + rank, half + i, i < words)
     else:
-        word = receive(launch, addresses + RANK, half + i, i < words)
+        word = receive(addresses + RANK, half + i, i < words)
         tl.store(tokens + i, word.to(tl.int64), mask=i < words)
     # No thread may still have to read it.
     tl.debug_barrier()
@@ -294,25 +391,25 @@ def _tell(
 
 
 @triton.jit
-def send(own, launch, address, at, inside):
-    """Words `own`, numbered with `launch`, to places `at` of the buffer at `address`."""
-    buffer = tl.load(address).to(tl.pointer_type(tl.int64))
-    stamped = (launch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(buffer + at, stamped, mask=inside)
+def send(own, address, at, inside):
+    """Words `own` to places `at` of the buffer at `address`."""
+    buffer = tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
+    tl.store(buffer + at, tl.where(own == EMPTY, -1, own), mask=inside)
 
 
 @triton.jit
-def receive(launch, address, at, inside):
-    """Words at places `at` of that buffer, once all that are `inside` have the number `launch`.
+def receive(address, at, inside):
+    """Words at places `at` of that buffer, once all that are `inside` are there; then it is empty.
 
     At least as many words as threads: only then no two threads read the same one, and the threads
     of a warp leave the loop together.
     """
-    buffer = tl.load(address).to(tl.pointer_type(tl.int64))
+    buffer = tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
     got = tl.load(buffer + at, mask=inside, other=0, volatile=True)
-    while tl.max(((got >> 32).to(tl.int32) != launch).to(tl.int32) * inside.to(tl.int32)) > 0:
+    while tl.max((got == EMPTY).to(tl.int32)) > 0:
         got = tl.load(buffer + at, mask=inside, other=0, volatile=True)
-    return got.to(tl.int32)
+    tl.store(buffer + at, tl.full(got.shape, EMPTY, tl.int32), mask=inside)
+    return got
 
 
 @triton.jit

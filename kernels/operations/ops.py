@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -63,6 +63,27 @@ class AddLinear(Protocol):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         """X [T, in], residual [T, out], changed in place."""
+        ...
+
+
+@runtime_checkable
+class NormedLinear(Linear, Protocol):
+    """A product of the normed stream, which what wrote the stream may have normed already."""
+
+    norm: RowNorm
+    #: [T, in], for the next call; None: the call norms what it is given.
+    given: torch.Tensor | None
+
+    def norms_apart(self, tokens: int) -> bool:
+        """Whether a call with so many tokens begins with a launch that norms them."""
+        ...
+
+
+class AddSummand(Protocol):
+    """The end of a product whose summands are those of ranks."""
+
+    def __call__(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+        """Partial [T, out] of this rank, or [splits, T, out] as `SymmetricBuffers.add` says."""
         ...
 
 
@@ -132,12 +153,12 @@ class PrepareSumLinear(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         buffers: PeerBuffers,
-        apart: AddLinear,
+        add: AddSummand,
     ) -> AddLinear:
         """Weight [out, in], bias [out] or None -> residual += Σ (x · weightᵀ + bias), in place.
 
-        The sum is over ranks and bit by bit the same on all. `apart` does the same in two steps:
-        for tokens with which one step would not be faster, or impossible.
+        The sum is over ranks and bit by bit the same on all. For tokens with which one step would
+        not be faster, or impossible, `add` is the second.
         """
         ...
 

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, launch_options
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
-from tokenpod.kernels.operations.ops import AddLinear, Linear
+from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Linear, NormedLinear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
 from tokenpod.kernels.products.library import load_kernels
@@ -27,6 +27,10 @@ PARTIALS_BLOCK = 512
 
 #: Blocks of tokens of `Kind.TILED` that share the weight's rows at a time.
 BESIDE = 8
+
+#: Tokens of the largest products that end in the sum over ranks: a launch that sums and norms is
+#: slower than that for fewer.
+MOST_JOINED = 64
 
 #: A bulk request's address and size are multiples of this many bytes.
 BULK_BYTES = 16
@@ -57,29 +61,49 @@ def prepare_norm_linear(
     norm: RowNorm,
     activation: Activation | None,
     tiles: Tiles | None = None,
-) -> Linear:
+) -> NormedLinear:
     """The product norm(x) · weightᵀ + bias, gated if there is an activation.
 
     One kernel for a handful of tokens.
     """
-    table, (n, k) = table_for(weight, tiles), weight.shape
-    outputs = n if activation is None else n // 2
     if tiles is None:
         load_kernels(weight, bias)
+    return NormedProduct(weight, bias, norm, activation, table_for(weight, tiles))
 
-    def normed_product(x: torch.Tensor) -> torch.Tensor:
-        tile = table.choose(n, k, len(x))
-        inner = None if tile.kind is Kind.MULTIPLY_ADD else norm
-        if inner is not None:
-            x = rms_norm(x, inner.weight, inner.epsilon)
+
+class NormedProduct:
+    """A `NormedLinear` with a weight [out, in]."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RowNorm,
+        activation: Activation | None,
+        tiles: Tiles,
+    ) -> None:
+        self.norm, self.given = norm, None
+        self._weight, self._bias, self._activation, self._tiles = weight, bias, activation, tiles
+
+    def norms_apart(self, tokens: int) -> bool:
+        """Only a `Kind.MULTIPLY_ADD` norms on the way."""
+        return self._tiles.choose(*self._weight.shape, tokens).kind is not Kind.MULTIPLY_ADD
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The stream [T, in] -> [T, out], or half as many if they are gated."""
+        weight, bias, activation, norm = self._weight, self._bias, self._activation, self.norm
+        given, self.given = self.given, None
+        n, tile = len(weight), self._tiles.choose(*weight.shape, len(x))
+        inside = tile.kind is Kind.MULTIPLY_ADD
+        if not inside:
+            x = rms_norm(x, norm.weight, norm.epsilon) if given is None else given
         if tile.kind is Kind.LIBRARY:
             y = functional.linear(x, weight, bias)
             return y if activation is None else act_mul(y, activation)
+        outputs = n if activation is None else n // 2
         y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-        multiply(x, weight, bias, y, tile, norm=None if inner else norm, activation=activation)
+        multiply(x, weight, bias, y, tile, norm=norm if inside else None, activation=activation)
         return y
-
-    return normed_product
 
 
 def prepare_add_linear(
@@ -107,22 +131,32 @@ def prepare_sum_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     buffers: SymmetricBuffers,
-    apart: AddLinear,
+    add: AddSummand,
     tiles: Tiles | None = None,
 ) -> AddLinear:
     """The product residual += Σ (x · weightᵀ + bias) over ranks.
 
-    One kernel for few tokens, whose programs join their outputs.
+    One kernel for few tokens, whose programs join their outputs. Where programs along k share a
+    sum, `add` gets their summands.
     """
     table, (n, k) = table_for(weight, tiles), weight.shape
+    product = prepare_linear(weight, bias, tiles)
 
     def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
-        if whole and fits(residual, buffers, _outputs_of(tile, gated=False)):
+        few = len(x) <= MOST_JOINED
+        if few and whole and fits(residual, buffers, _outputs_of(tile, gated=False)):
             multiply(x, weight, bias, residual, tile, buffers=buffers)
+            return
+        tile = table.choose(n, k, len(x))
+        if tile.kind is Kind.MATRIX and tile.splits > 1 and bias is None and buffers.fit(residual):
+            shape = (tile.splits, *residual.shape)
+            partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+            multiply(x, weight, None, residual, tile, partials=partials)
+            add(partials, residual)
         else:
-            apart(x, residual)
+            add(product(x), residual)
 
     return sum_product
 
@@ -174,6 +208,7 @@ def multiply(
     add: bool = False,
     buffers: SymmetricBuffers | None = None,
     more: MoreRows | None = None,
+    partials: torch.Tensor | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
@@ -182,6 +217,8 @@ def multiply(
 
     With `buffers` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
     are neither splits nor an activation, and all ranks call this with the same tile.
+
+    With `partials`, [splits, T, n] float32, the sums of programs that share a row are left there.
 
     With `more`, of one token and `Kind.MULTIPLY_ADD` without an activation, its rows are multiplied
     too.
@@ -243,7 +280,9 @@ def multiply(
         assert norm is None
         target = y
         if splits > 1:
-            target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+            target = partials
+            if target is None:
+                target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
             common |= {"BIAS": False, "ADD": False}
         matrix[grid](
             x,
@@ -259,7 +298,7 @@ def multiply(
             SPLITS=splits,
             **common,
         )
-        if splits > 1:
+        if splits > 1 and partials is None:
             add_up(target, bias, y, add=add)
 
 

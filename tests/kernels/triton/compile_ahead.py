@@ -480,6 +480,10 @@ def others() -> None:
     moved.scatter(rows, one)
     buffers = peers.SymmetricBuffers.at([0, 0], 0, peers.BLOCK, CPU)
     buffers.add(draw(peers.BLOCK), draw(peers.BLOCK))
+    rows = peers.SymmetricBuffers.at([0, 0], 0, 8 * peers.BLOCK, CPU)
+    for hidden in (4096, 2880):
+        partial, stream = draw(2, 2, hidden, dtype=torch.float32), draw(2, hidden)
+        rows.add(partial, stream, RowNorm(draw(hidden), 1e-6))
     buffers.tell(torch.zeros(3, dtype=torch.int64))
     long = peers.SymmetricBuffers.at([0, 0], 0, peers.FLAGGED_BLOCK, CPU, flagged=True)
     long.add(draw(2 * peers.BLOCK), draw(2 * peers.BLOCK))

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 
 from support.kernels.interpreted import DEVICE
-from tokenpod.kernels.gpu.peers import BLOCK, FLAGGED_BLOCK, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, EMPTY, EMPTY_PAIR, FLAGGED_BLOCK, SymmetricBuffers
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
 
 WORDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 
@@ -22,7 +25,7 @@ class Peers:
         self.world, self.flagged = world, flagged
         self.capacity = blocks * (FLAGGED_BLOCK if flagged else BLOCK)
         words = SymmetricBuffers.words(world, self.capacity, flagged=flagged)
-        memory = torch.zeros((world, words), dtype=torch.int64, device=DEVICE)
+        memory = torch.full((world, words), EMPTY_PAIR, dtype=torch.int64, device=DEVICE)
         addresses = [buffer.data_ptr() for buffer in memory]
         self.ranks = [
             SymmetricBuffers.at(addresses, rank, self.capacity, DEVICE, flagged=flagged)
@@ -34,7 +37,7 @@ class Peers:
             self.memory = memory.view(torch.int32)[:, :data].view(world, 2, world, -1)
             self.flags = memory.view(torch.int32)[:, data:].view(world, 2, world, blocks)
         else:
-            self.memory = memory.view(world, 2, world, -1)
+            self.memory = memory.view(torch.int32).view(world, 2, world, -1)
 
     def put(self, message: torch.Tensor, *, sender: int, receiver: int, launch: int) -> None:
         """What `sender` writes to `receiver` in its launch number `launch`.
@@ -43,8 +46,7 @@ class Peers:
         """
         words = message.reshape(-1).view(torch.int32)
         if not self.flagged:
-            stamped = words.to(torch.int64) & 0xFFFFFFFF | launch << 32
-            self.memory[receiver, launch % 2, sender, : len(words)] = stamped
+            self.memory[receiver, launch % 2, sender, : len(words)] = words
             return
         counts = self.ranks[receiver].counts.clone()
         for at, piece in enumerate(words.split(FLAGGED_BLOCK)):
@@ -104,16 +106,16 @@ def test_a_sum_meets_the_residual_stream_before_it_is_rounded(dtype, flagged):
         assert_rounded(peers.sum(rank, partials, launch=1, into=residual), expected)
 
 
-def test_the_others_get_the_message_with_the_launch_on_every_word():
+def test_the_others_get_the_message_and_empty_its_place():
     peers = Peers(3)
     partials = [draw(1, 20, dtype=torch.float32, seed=rank) for rank in range(3)]
     peers.sum(1, partials, launch=1)
     for receiver in (0, 2):
         words = peers.memory[receiver, 1, 1, :20]
-        assert (words >> 32).unique().tolist() == [1]
-        assert torch.equal(words.to(torch.int32).view(torch.float32), partials[1][0])
-        assert not peers.memory[receiver, 1, 1, 20:].any()
-        assert not peers.memory[receiver, 0].any()
+        assert torch.equal(words.view(torch.float32), partials[1][0])
+        assert (peers.memory[receiver, 1, 1, 20:] == EMPTY.value).all()
+        assert (peers.memory[receiver, 0] == EMPTY.value).all()
+    assert (peers.memory[1] == EMPTY.value).all()
 
 
 @pytest.mark.parametrize("words", [FLAGGED_BLOCK + 1, 3 * FLAGGED_BLOCK, 4 * FLAGGED_BLOCK - 6])
@@ -139,10 +141,10 @@ def test_the_others_get_flagged_words_and_then_the_number_of_the_launch():
     for receiver in (0, 2):
         words = peers.memory[receiver, 1, 1]
         assert torch.equal(words[: FLAGGED_BLOCK + 20].view(torch.float32), partials[1][0])
-        assert not words[FLAGGED_BLOCK + 20 :].any()
-        assert peers.flags[receiver, 1, 1].tolist() == [1, 1, 0]
-        assert not peers.memory[receiver, 0].any()
-        assert not peers.flags[receiver, 0].any()
+        assert (words[FLAGGED_BLOCK + 20 :] == EMPTY.value).all()
+        assert peers.flags[receiver, 1, 1].tolist() == [1, 1, EMPTY.value]
+        assert (peers.memory[receiver, 0] == EMPTY.value).all()
+        assert (peers.flags[receiver, 0] == EMPTY.value).all()
     assert peers.ranks[1].counts.tolist() == [1, 1, 0]
 
 
@@ -155,13 +157,77 @@ def test_launches_of_any_sizes_follow_each_other():
         for block in range(-(-words // BLOCK)):
             launches[block] += 1
             part = slice(block * BLOCK, (block + 1) * BLOCK)
-            message = partials[1][0, part].contiguous().view(torch.int32).long() & 0xFFFFFFFF
-            buffer = peers.memory[0, launches[block] % 2, 1, part]
-            buffer[: len(message)] = message | launches[block] << 32
+            message = partials[1][0, part].contiguous().view(torch.int32)
+            peers.memory[0, launches[block] % 2, 1, part][: len(message)] = message
         own = partials[0].clone()
         peers.ranks[0].sum(own)
         assert torch.equal(own, partials[0] + partials[1])
     assert peers.ranks[0].counts.tolist() == launches
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("features", [2 * BLOCK, 3 * BLOCK, 90])
+def test_a_sum_also_norms_the_stream_that_it_meets(features, weight_dtype):
+    """Between sums without a norm, whose programs have other words."""
+    peers = Peers(2, blocks=6)
+    weight, dtype = draw(features, dtype=weight_dtype, seed=5), torch.float16
+    norm, launches = RowNorm(weight, 1e-3), torch.zeros(6, dtype=torch.int64)
+    block = BLOCK * triton.next_power_of_2(triton.cdiv(features, 2 * BLOCK))
+    for turn, with_norm in enumerate([True, False, True, True]):
+        partials = [draw(3, features, dtype=dtype, seed=10 * turn + rank) for rank in range(2)]
+        target = draw(3, features, dtype=dtype, seed=9)
+        expected = (target.float() + (partials[0].float() + partials[1].float())).to(dtype)
+        words = partials[1].view(torch.int32)
+        places = torch.arange(words.numel())
+        if with_norm:
+            places = (torch.arange(3)[:, None] * block + torch.arange(features // 2)).flatten()
+        counted = (places // BLOCK).unique()
+        if with_norm:
+            counted = torch.arange(3 * block // BLOCK)
+        launches[counted] += 1
+        half = launches[places // BLOCK] % 2
+        peers.memory[0, half, 1, places] = words.flatten()
+        got = peers.ranks[0].add(partials[0], target, norm if with_norm else None)
+        assert torch.equal(target, expected)
+        assert peers.ranks[0].counts.tolist() == launches.tolist()
+        if with_norm:
+            torch.testing.assert_close(got, rms_norm(expected, weight, 1e-3), rtol=2e-3, atol=1e-6)
+        else:
+            assert got is None
+    assert (peers.memory[0] == EMPTY.value).all()
+
+
+def test_a_row_that_does_not_fit_is_summed_without_its_norm():
+    peers = Peers(2, blocks=2)
+    partials = [draw(3, 90, dtype=torch.float16, seed=rank) for rank in range(2)]
+    peers.put(partials[1], sender=1, receiver=0, launch=1)
+    target = torch.zeros_like(partials[0])
+    norm = RowNorm(torch.ones(90, dtype=torch.float16, device=DEVICE), 1e-6)
+    assert peers.ranks[0].add(partials[0], target, norm) is None
+    assert torch.equal(target, partials[0] + partials[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_what_programs_along_k_have_summed_is_added_up_first(dtype):
+    peers, splits = Peers(2), draw(3, 4, 70, dtype=torch.float32, seed=1)
+    own = (splits[0] + splits[1] + splits[2]).to(dtype)
+    other, target = (draw(4, 70, dtype=dtype, seed=seed) for seed in (2, 3))
+    expected = (target.float() + (own.float() + other.float())).to(dtype)
+    peers.put(other, sender=1, receiver=0, launch=1)
+    peers.ranks[0].add(splits, target)
+    assert torch.equal(target, expected)
+
+
+def test_a_word_that_looks_like_none_is_sent_as_another():
+    peers = Peers(2)
+    odd = torch.tensor([[EMPTY.value, 3]], dtype=torch.int32, device=DEVICE).view(torch.float32)
+    peers.put(torch.ones_like(odd), sender=1, receiver=0, launch=1)
+    got = odd.clone()
+    peers.ranks[0].sum(got)
+    assert got.isnan().tolist() == [[True, False]]
+    sent = peers.memory[1, 1, 0, :2]
+    assert sent.tolist() == [-1, 3]
+    assert sent.view(torch.float32)[0].isnan()
 
 
 def test_the_leader_tells_its_tokens():

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tokenpod.core.errors import RankLost
 from tokenpod.engine.shards.rendezvous import one_line
+from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 _T = TypeVar("_T")
 

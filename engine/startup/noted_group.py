@@ -53,7 +53,10 @@ class NotedGroup:
         return normed
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """What has the shape of all ranks' columns."""
+        """Note it for each rank; what has the shape of all ranks' columns."""
+        if len(self._forms) > 1 and x.shape[1] * x.itemsize % 4 == 0:
+            gathered = [buffers.gather(x) for buffers in self._forms[1]]
+            return gathered[0]
         return x.new_empty(len(x), self.world * x.shape[1])
 
     def broadcast(self, tokens: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ that serve `tell` alone) a sum of the whole group, of any kind, parts the first 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -121,6 +122,40 @@ class SymmetricBuffers:
         """
         return self._sum(partial, residual, norm, add=True)
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, local] -> [n, world · local]: the ranks' columns, those of rank 0 first.
+
+        Contiguous numbers of 16 or 32 bits, whole words a row, in flagged buffers.
+        """
+        n, local = x.shape
+        assert self.flagged
+        assert x.is_contiguous()
+        gathered = x.new_empty((n, self.world * local))
+        self._launch_flagged(x, gathered, {"ADD": False}, local * x.itemsize // 4)
+        return gathered
+
+    def _launch_flagged(
+        self, own: torch.Tensor, target: torch.Tensor, constants: dict[str, Any], row: int = 0
+    ) -> None:
+        words = own.nbytes // 4
+        _sum_flagged_over_ranks[(triton.cdiv(min(words, self.capacity), FLAGGED_BLOCK),)](
+            own.view(torch.int32),
+            target.view(torch.int32),
+            self.addresses,
+            self.counts,
+            words,
+            self.capacity,
+            row,
+            GATHER=row > 0,
+            KIND=str(own.dtype).removeprefix("torch."),
+            RANK=self.rank,
+            WORLD=self.world,
+            BLOCK=FLAGGED_BLOCK,
+            num_warps=_FLAGGED_WARPS,
+            **constants,
+            **launch_options(own.device),
+        )
+
     def tell(self, tokens: torch.Tensor) -> None:
         """Rank 0's x on all ranks; tokens of less than 32 bits."""
         words = len(tokens)
@@ -144,27 +179,9 @@ class SymmetricBuffers:
         assert partial.is_contiguous()
         assert target.is_contiguous()
         assert self.fit(target), f"{target.nbytes} bytes; {4 * self.capacity} fit"
-        words = target.nbytes // 4
-        common = {
-            "KIND": str(target.dtype).removeprefix("torch."),
-            "ADD": add,
-            "RANK": self.rank,
-            "WORLD": self.world,
-            **launch_options(target.device),
-        }
         if self.flagged:
             assert partial.dtype == target.dtype
-            _sum_flagged_over_ranks[(triton.cdiv(min(words, self.capacity), FLAGGED_BLOCK),)](
-                partial.view(torch.int32),
-                target.view(torch.int32),
-                self.addresses,
-                self.counts,
-                words,
-                self.capacity,
-                BLOCK=FLAGGED_BLOCK,
-                num_warps=_FLAGGED_WARPS,
-                **common,
-            )
+            self._launch_flagged(partial, target, {"ADD": add})
             return None
         splits = partial.shape[0] if partial.dim() > target.dim() else 0
         in_row, block = BLOCK, BLOCK
@@ -174,6 +191,7 @@ class SymmetricBuffers:
             if target.itemsize == 4 or len(target) * block > self.capacity or block > MOST_NORMED:
                 norm, in_row, block = None, BLOCK, BLOCK
         normed = None if norm is None else torch.empty_like(target)
+        words = target.nbytes // 4
         _sum_over_ranks[(triton.cdiv(words, in_row),)](
             partial if splits else partial.view(torch.int32),
             target.view(torch.int32),
@@ -185,11 +203,15 @@ class SymmetricBuffers:
             in_row,
             self.capacity,
             0.0 if norm is None else norm.epsilon,
+            KIND=str(target.dtype).removeprefix("torch."),
+            ADD=add,
+            RANK=self.rank,
+            WORLD=self.world,
             SPLITS=splits,
             COUNTED=BLOCK,
             BLOCK=block,
             num_warps=_WARPS if norm is None else min(16, block // 128),
-            **common,
+            **launch_options(target.device),
         )
         return normed
 
@@ -295,6 +317,8 @@ def _sum_flagged_over_ranks(
     counts,
     words,
     capacity,
+    row,
+    GATHER: tl.constexpr,
     KIND: tl.constexpr,
     ADD: tl.constexpr,
     RANK: tl.constexpr,
@@ -302,6 +326,7 @@ def _sum_flagged_over_ranks(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """With GATHER the target has each rank's words, `row` of them in each of its rows."""
     block = tl.program_id(0)
     place = block * BLOCK + tl.arange(0, BLOCK)
     await_inputs(OVERLAP)
@@ -338,10 +363,15 @@ def _sum_flagged_over_ranks(
                     heard = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 received = words_at(addresses + RANK) + (half + rank) * capacity
                 word = tl.load(received + place, mask=i < words, other=0, cache_modifier=".cg")
-            rank_low, rank_high = numbers(word, KIND)
-            sum_low += rank_low
-            sum_high += rank_high
-        tl.store(target + i, word_of(low + sum_low, high + sum_high, KIND), mask=i < words)
+            if GATHER:
+                column = target + rank * row + i % row
+                tl.store(column + i // row * (WORLD * row), word, mask=i < words)
+            else:
+                rank_low, rank_high = numbers(word, KIND)
+                sum_low += rank_low
+                sum_high += rank_high
+        if not GATHER:
+            tl.store(target + i, word_of(low + sum_low, high + sum_high, KIND), mask=i < words)
         start += capacity
     # No thread may still have to read it.
     tl.debug_barrier()

@@ -17,7 +17,14 @@ from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
 from tokenpod.kernels.products.library import load_kernels
 from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add, tiled
 from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
-from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
+from tokenpod.kernels.products.product_tiles import (
+    ALL_LIBRARY,
+    DeterministicTiles,
+    Kind,
+    Tile,
+    Tiles,
+    measured,
+)
 
 #: The matrix unit's smallest side.
 LEAST_MATRIX_ROWS = 16
@@ -86,7 +93,12 @@ class NormedProduct:
         self._weight, self._bias, self._activation, self._tiles = weight, bias, activation, tiles
 
     def norms_apart(self, tokens: int) -> bool:
-        """Only a `Kind.MULTIPLY_ADD` norms on the way."""
+        """Only a `Kind.MULTIPLY_ADD` norms on the way.
+
+        False too where a token's norm must not depend on what else norms it.
+        """
+        if isinstance(self._tiles, DeterministicTiles):
+            return False
         return self._tiles.choose(*self._weight.shape, tokens).kind is not Kind.MULTIPLY_ADD
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -487,6 +487,7 @@ def others() -> None:
     buffers.tell(torch.zeros(3, dtype=torch.int64))
     long = peers.SymmetricBuffers.at([0, 0], 0, peers.FLAGGED_BLOCK, CPU, flagged=True)
     long.add(draw(2 * peers.BLOCK), draw(2 * peers.BLOCK))
+    long.gather(draw(2, peers.BLOCK))
 
 
 def sample() -> None:

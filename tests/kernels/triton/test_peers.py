@@ -148,6 +148,16 @@ def test_the_others_get_flagged_words_and_then_the_number_of_the_launch():
     assert peers.ranks[1].counts.tolist() == [1, 1, 0]
 
 
+def test_columns_of_ranks_are_gathered_beside_each_other():
+    """In more pieces than buffers hold at a time."""
+    peers = Peers(2, 2, flagged=True)
+    columns = [draw(37, 2 * 90, dtype=torch.bfloat16, seed=rank) for rank in range(2)]
+    assert columns[0].nbytes // 4 > peers.capacity
+    for rank in range(2):
+        peers.put(columns[1 - rank], sender=1 - rank, receiver=rank, launch=1)
+        assert torch.equal(peers.ranks[rank].gather(columns[rank]), torch.cat(columns, dim=1))
+
+
 def test_launches_of_any_sizes_follow_each_other():
     """Blocks count their launches apart: a longer message finds some that were left out."""
     peers = Peers(2, blocks=3)

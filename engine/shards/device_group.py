@@ -25,9 +25,9 @@ from tokenpod.kernels.operations.pointwise_ops import RowNorm
 #: Bytes of the longest sum whose words have numbers, by how many ranks there are: each sends all of
 #: it to every other one, twice the bytes. Measured on H200s (docs/measurements/gpu.md).
 LONGEST_SUM = {2: 1 << 20, 4: 1 << 20, 8: 1 << 19}
-#: Words that two ranks send each other at a time of longer sums: the fastest of 2^18 to 2^22, and
-#: both halves of a buffer stay in the L2 cache.
-FLAGGED_WORDS = 1 << 20
+#: Words that two ranks send each other at a time of longer sums; all quarters of a buffer stay in
+#: the L2 cache.
+FLAGGED_WORDS = 1 << 19
 #: Tokens that the leader can broadcast at once without NCCL.
 MOST_BROADCAST = 4 * BLOCK
 

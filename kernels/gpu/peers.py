@@ -16,12 +16,13 @@ way, from products whose partial sums are summed; there each word counts alone.)
 A sum that meets the residual stream may also norm it: then a program has a whole row of tokens, and
 the launch is the product's last, the sum and the next block's first.
 
-Many words under way at a time, each looked at until it is there, are what a long message waits for.
-In `flagged` buffers one word behind a block of words, its flag, has the number of the launch, and
-follows them behind a fence. (NCCL calls this way Simple.) There a message may be longer than the
-buffer: a program that has summed its block goes on with its block of the next `capacity` words, and
-counts that as a further launch. No rank waits forever, though not all programs have room at once,
-for the reason that `product_sums` gives.
+A long message waits for how many words are looked at. In `flagged` buffers one word behind a block
+of words, its flag, has the number of the launch, and follows them behind a fence. (NCCL calls this
+way Simple.) There a message may be longer than the buffer: a program goes on with its block of the
+next `capacity` words, counts that as a further launch, and sends it before it waits for the one
+before. So there are four quarters: who sends for launch n + 1 has heard n - 1, which its sender
+sent having read n - 3. No rank waits forever, though not all programs have room at once, for the
+reason that `product_sums` gives.
 
 `tell` sends in one direction only. Its half is free because of three of them in a row (of buffers
 that serve `tell` alone) a sum of the whole group, of any kind, parts the first from the last.
@@ -77,7 +78,7 @@ class SymmetricBuffers:
     def words(world: int, capacity: int, *, flagged: bool = False) -> int:
         """64-bit words of one buffer."""
         # Of two 32-bit words each, or of two flags.
-        return world * (capacity + (capacity // FLAGGED_BLOCK if flagged else 0))
+        return 2 * world * (capacity + capacity // FLAGGED_BLOCK) if flagged else world * capacity
 
     @classmethod
     def at(
@@ -331,22 +332,16 @@ def _sum_flagged_over_ranks(
     place = block * BLOCK + tl.arange(0, BLOCK)
     await_inputs(OVERLAP)
     launch = tl.load(counts + block)
+    own = tl.load(partial + place, mask=place < words, other=0)
+    _send_flagged(own, addresses, launch + 1, block, words, capacity, RANK, WORLD, BLOCK)
     start = 0
     while start + block * BLOCK < words:
         launch += 1
         i = start + place
-        own = tl.load(partial + i, mask=i < words, other=0)
-        half = (launch & 1) * WORLD
-        for rank in tl.static_range(WORLD):
-            if rank != RANK:
-                sent = words_at(addresses + rank) + (half + RANK) * capacity
-                tl.store(sent + place, own, mask=i < words)
-        # All threads have sent before one says so.
-        tl.debug_barrier()
-        for rank in tl.static_range(WORLD):
-            if rank != RANK:
-                flag = flag_of(addresses + rank, half + RANK, block, capacity, WORLD, BLOCK)
-                tl.atomic_xchg(flag, launch, sem="release", scope="sys")
+        following = tl.load(partial + i + capacity, mask=i + capacity < words, other=0)
+        left = words - start - capacity
+        _send_flagged(following, addresses, launch + 1, block, left, capacity, RANK, WORLD, BLOCK)
+        quarter = (launch & 3) * WORLD
         low = tl.zeros((BLOCK,), tl.float32)
         high = tl.zeros((BLOCK,), tl.float32)
         if ADD:
@@ -357,11 +352,11 @@ def _sum_flagged_over_ranks(
         for rank in tl.static_range(WORLD):
             word = own
             if rank != RANK:
-                flag = flag_of(addresses + RANK, half + rank, block, capacity, WORLD, BLOCK)
+                flag = flag_of(addresses + RANK, quarter + rank, block, capacity, WORLD, BLOCK)
                 heard = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 while heard != launch:
                     heard = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                received = words_at(addresses + RANK) + (half + rank) * capacity
+                received = words_at(addresses + RANK) + (quarter + rank) * capacity
                 word = tl.load(received + place, mask=i < words, other=0, cache_modifier=".cg")
             if GATHER:
                 column = target + rank * row + i % row
@@ -372,6 +367,7 @@ def _sum_flagged_over_ranks(
                 sum_high += rank_high
         if not GATHER:
             tl.store(target + i, word_of(low + sum_low, high + sum_high, KIND), mask=i < words)
+        own = following
         start += capacity
     # No thread may still have to read it.
     tl.debug_barrier()
@@ -379,15 +375,43 @@ def _sum_flagged_over_ranks(
 
 
 @triton.jit
+def _send_flagged(
+    own,
+    addresses,
+    launch,
+    block,
+    left,
+    capacity,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block, as far as it is within the `left` words, and behind it its number."""
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    quarter = (launch & 3) * WORLD
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            sent = words_at(addresses + rank) + (quarter + RANK) * capacity
+            tl.store(sent + place, own, mask=place < left)
+    # All threads have sent before one says so.
+    tl.debug_barrier()
+    if block * BLOCK < left:
+        for rank in tl.static_range(WORLD):
+            if rank != RANK:
+                flag = flag_of(addresses + rank, quarter + RANK, block, capacity, WORLD, BLOCK)
+                tl.atomic_xchg(flag, launch, sem="release", scope="sys")
+
+
+@triton.jit
 def words_at(address):
-    """The words of the flagged buffer at `address`: [2, world, capacity], then flags."""
+    """The words of the flagged buffer at `address`: [4, world, capacity], then flags."""
     return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
 def flag_of(address, place, block, capacity, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the flag of a block is in that buffer; place: of half and sender, one of 2 · WORLD."""
-    flags = words_at(address) + 2 * WORLD * capacity
+    """Where the flag of a block is in that buffer; place: of quarter and sender, of 4 · WORLD."""
+    flags = words_at(address) + 4 * WORLD * capacity
     return flags + place * (capacity // BLOCK) + block
 
 

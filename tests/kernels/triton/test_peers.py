@@ -32,10 +32,10 @@ class Peers:
             for rank in range(world)
         ]
         if flagged:
-            data = 2 * world * self.capacity
-            #: [receiver, half, sender, word], [receiver, half, sender, block]
-            self.memory = memory.view(torch.int32)[:, :data].view(world, 2, world, -1)
-            self.flags = memory.view(torch.int32)[:, data:].view(world, 2, world, blocks)
+            data = 4 * world * self.capacity
+            #: [receiver, quarter, sender, word], [receiver, quarter, sender, block]
+            self.memory = memory.view(torch.int32)[:, :data].view(world, 4, world, -1)
+            self.flags = memory.view(torch.int32)[:, data:].view(world, 4, world, blocks)
         else:
             self.memory = memory.view(torch.int32).view(world, 2, world, -1)
 
@@ -52,9 +52,9 @@ class Peers:
         for at, piece in enumerate(words.split(FLAGGED_BLOCK)):
             block = at % len(counts)
             counts[block] += 1
-            half, start = counts[block] % 2, block * FLAGGED_BLOCK
-            self.memory[receiver, half, sender, start : start + len(piece)] = piece
-            self.flags[receiver, half, sender, block] = counts[block]
+            quarter, start = counts[block] % 4, block * FLAGGED_BLOCK
+            self.memory[receiver, quarter, sender, start : start + len(piece)] = piece
+            self.flags[receiver, quarter, sender, block] = counts[block]
 
     def sum(self, rank: int, partials: list[torch.Tensor], launch: int, into=None) -> torch.Tensor:
         for sender in set(range(self.world)) - {rank}:

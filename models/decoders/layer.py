@@ -18,7 +18,13 @@ from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Sh
 from tokenpod.kernels.operations.ops import NormedLinear
 from tokenpod.kernels.operations.parallel import let_follow
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.models.layers.linear import AddProduct, Product, Products
+from tokenpod.models.layers.linear import (
+    AddProduct,
+    BaseAdd,
+    BaseProduct,
+    Product,
+    Products,
+)
 from tokenpod.models.layers.mixer import Mix, Mixer, MixerParts
 from tokenpod.models.layers.normed import ActivatedProduct, NormedProduct, normed_product
 from tokenpod.models.layers.norms import (
@@ -238,13 +244,14 @@ def let_layers_follow(layers: Sequence[Layer]) -> list[NormedLinear]:
         elif isinstance(layer, SingleLayer):
             branches = (layer.branch,)
         for branch in branches:
-            written = before.output if isinstance(before, (MixerBranch, MlpBranch)) else None
+            output = before.output if isinstance(before, (MixerBranch, MlpBranch)) else None
+            written = output.product if isinstance(output, AddedOutput) else None
             read = branch.up if isinstance(branch, MlpBranch) else None
             if isinstance(branch, MixerBranch):
                 read = getattr(branch.mix, "reads", None)
-            if isinstance(written, AddedOutput):
-                sides = (getattr(each, "base", None) for each in (written.product, read))
-                found += filter(None, [let_follow(*sides)])
+            # With adapters either may be another operation in some steps.
+            if isinstance(written, BaseAdd) and isinstance(read, BaseProduct):
+                found += filter(None, [let_follow(written.base, read.base)])
             before = branch
         before = before if branches else None
     return found

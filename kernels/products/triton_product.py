@@ -89,7 +89,8 @@ class NormedProduct:
         activation: Activation | None,
         tiles: Tiles,
     ) -> None:
-        self.norm, self.given = norm, None
+        self.norm = norm
+        self.given: torch.Tensor | None = None
         self._weight, self._bias, self._activation, self._tiles = weight, bias, activation, tiles
 
     def norms_apart(self, tokens: int) -> bool:
@@ -99,13 +100,15 @@ class NormedProduct:
         """
         if isinstance(self._tiles, DeterministicTiles):
             return False
-        return self._tiles.choose(*self._weight.shape, tokens).kind is not Kind.MULTIPLY_ADD
+        n, k = self._weight.shape
+        return self._tiles.choose(n, k, tokens).kind is not Kind.MULTIPLY_ADD
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The stream [T, in] -> [T, out], or half as many if they are gated."""
         weight, bias, activation, norm = self._weight, self._bias, self._activation, self.norm
         given, self.given = self.given, None
-        n, tile = len(weight), self._tiles.choose(*weight.shape, len(x))
+        n, k = weight.shape
+        tile = self._tiles.choose(n, k, len(x))
         inside = tile.kind is Kind.MULTIPLY_ADD
         if not inside:
             x = rms_norm(x, norm.weight, norm.epsilon) if given is None else given
@@ -163,8 +166,7 @@ def prepare_sum_linear(
             return
         tile = table.choose(n, k, len(x))
         if tile.kind is Kind.MATRIX and tile.splits > 1 and bias is None and buffers.fit(residual):
-            shape = (tile.splits, *residual.shape)
-            partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+            partials = _partials(tile.splits, residual)
             multiply(x, weight, None, residual, tile, partials=partials)
             add(partials, residual)
         else:
@@ -292,9 +294,7 @@ def multiply(
         assert norm is None
         target = y
         if splits > 1:
-            target = partials
-            if target is None:
-                target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+            target = _partials(splits, y) if partials is None else partials
             common |= {"BIAS": False, "ADD": False}
         matrix[grid](
             x,
@@ -312,6 +312,11 @@ def multiply(
         )
         if splits > 1 and partials is None:
             add_up(target, bias, y, add=add)
+
+
+def _partials(splits: int, y: torch.Tensor) -> torch.Tensor:
+    """Room for the sums of programs that share rows of a weight, [splits, T, n] float32."""
+    return torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device)
 
 
 def _multiply_tiles(

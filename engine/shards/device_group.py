@@ -2,7 +2,7 @@
 
 Sums go through the peers' memory where GPUs reach it: of a decode step they take a few microseconds
 there, several times less than NCCL's, and two ranks' long ones meet the residual stream on their
-way. Long sums of more ranks, and those of other hosts, are NCCL's.
+way, and are normed. Long sums of more ranks, and those of other hosts, are NCCL's.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from tokenpod.engine.shards.rendezvous import one_line
 from tokenpod.kernels.gpu.peers import BLOCK, EMPTY_PAIR, SymmetricBuffers
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
-#: Bytes of the longest sum whose words have numbers, by how many ranks there are: each sends all of
-#: it to every other one, twice the bytes. Measured on H200s (docs/measurements/gpu.md).
+#: Bytes of the longest of short sums, by how many ranks there are: each sends all of it to every
+#: other one. Measured on H200s (docs/measurements/gpu.md), when twice the bytes travelled.
 LONGEST_SUM = {2: 1 << 20, 4: 1 << 20, 8: 1 << 19}
-#: Words that two ranks send each other at a time of longer sums; all quarters of a buffer stay in
-#: the L2 cache.
-FLAGGED_WORDS = 1 << 19
+#: Words that two ranks send each other at a time: their longer sums are several launches.
+PAIR_WORDS = 1 << 22
 #: Tokens that the leader can broadcast at once without NCCL.
 MOST_BROADCAST = 4 * BLOCK
 
 
 def longest_sum(world: int) -> int:
-    """Words of 32 bits of the longest sum of so many ranks that have numbers."""
+    """Words of 32 bits of the longest of short sums of so many ranks."""
     return next((size // 4 for most, size in LONGEST_SUM.items() if world <= most), 0)
 
 
@@ -66,19 +65,17 @@ class DeviceGroup:
         except RuntimeError as error:
             raise EngineError(f"rank {self.rank} can't use NCCL: {one_line(error)}") from None
         self._memory: list[torch.Tensor] = []
-        #: What sums go through, the first that they fit.
-        self._sums: list[SymmetricBuffers] = []
+        #: What sums go through; None: NCCL.
+        self._sums: SymmetricBuffers | None = None
         #: See `Group.buffers`.
         self.buffers: SymmetricBuffers | None = None
         self._broadcasts: SymmetricBuffers | None = None
         longest = longest_sum(self.world)
-        if short := self._symmetric_buffers(longest, device):
-            self._sums.append(short)
+        sums = PAIR_WORDS if self.world == 2 else longest
+        if buffers := self._symmetric_buffers(sums, device):
+            self._sums = buffers
             self.buffers = self._symmetric_buffers(longest, device, together=1)
             self._broadcasts = self._symmetric_buffers(MOST_BROADCAST, device)
-            if self.world == 2:
-                long = self._symmetric_buffers(FLAGGED_WORDS, device, flagged=True)
-                self._sums += [long] if long else []
 
     def sum(self, x: torch.Tensor) -> None:
         """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
@@ -103,9 +100,8 @@ class DeviceGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, local] -> [n, world * local]: the ranks' columns, those of rank 0 first."""
         n, local = x.shape
-        buffers = self._sums[-1] if self._sums else None
-        if buffers is not None and buffers.flagged and local * x.itemsize % 4 == 0:
-            return buffers.gather(x.contiguous())
+        if self._sums is not None and self.world == 2 and local * x.itemsize % 4 == 0:
+            return self._sums.gather(x.contiguous())
         parts = torch.empty((self.world, n, local), dtype=x.dtype, device=x.device)
         distributed.all_gather_into_tensor(parts, x.contiguous())
         return parts.transpose(0, 1).reshape(n, self.world * local)
@@ -128,17 +124,20 @@ class DeviceGroup:
 
     def _buffers_for(self, x: torch.Tensor) -> SymmetricBuffers | None:
         """What its sum goes through; None: NCCL."""
-        return next((buffers for buffers in self._sums if buffers.fit(x)), None)
+        buffers = self._sums
+        if buffers is None or x.nbytes % 4 or (self.world > 2 and not buffers.fit(x)):
+            return None
+        return buffers
 
     def _symmetric_buffers(
-        self, capacity: int, device: torch.device, *, together: int = BLOCK, flagged: bool = False
+        self, capacity: int, device: torch.device, *, together: int = BLOCK
     ) -> SymmetricBuffers | None:
         """Buffers in memory that all ranks reach; None, on all of them, where one does not."""
         if self.least(int(self.local_ranks == self.world and capacity > 0)) == 0:
             return None
         addresses: list[int] = []
         try:
-            words = SymmetricBuffers.words(self.world, capacity, flagged=flagged)
+            words = SymmetricBuffers.words(self.world, capacity)
             memory = symmetric_memory.empty(words, dtype=torch.int64, device=device)
             everyone: Any = distributed.group.WORLD
             handle: Any = symmetric_memory.rendezvous(memory, everyone)
@@ -156,6 +155,4 @@ class DeviceGroup:
         # Nobody writes before all have emptied theirs.
         if self.least(len(addresses)) != self.world:
             return None
-        return SymmetricBuffers.at(
-            addresses, self.rank, capacity, device, together=together, flagged=flagged
-        )
+        return SymmetricBuffers.at(addresses, self.rank, capacity, device, together=together)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.engine.shards.device_group import FLAGGED_WORDS, MOST_BROADCAST, longest_sum
+from tokenpod.engine.shards.device_group import MOST_BROADCAST, PAIR_WORDS, longest_sum
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Operations
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
@@ -31,9 +31,8 @@ class NotedGroup:
             ]
 
         short = longest_sum(world) if one_pod else 0
-        self._forms = [of_all(short)] if short else []
-        if short and world == 2:
-            self._forms.append(of_all(FLAGGED_WORDS, flagged=True))
+        #: Of every rank; none: sums are NCCL's.
+        self._sums = of_all(PAIR_WORDS if world == 2 else short) if short else []
         #: Of every rank, where products end in sums.
         self.buffers = of_all(short, together=1) if short else None
         self._broadcasts = of_all(MOST_BROADCAST)
@@ -54,14 +53,14 @@ class NotedGroup:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Note it for each rank; what has the shape of all ranks' columns."""
-        if len(self._forms) > 1 and x.shape[1] * x.itemsize % 4 == 0:
-            gathered = [buffers.gather(x) for buffers in self._forms[1]]
+        if self._sums and self.world == 2 and x.shape[1] * x.itemsize % 4 == 0:
+            gathered = [buffers.gather(x) for buffers in self._sums]
             return gathered[0]
         return x.new_empty(len(x), self.world * x.shape[1])
 
     def broadcast(self, tokens: torch.Tensor) -> None:
         """Note it for each rank."""
-        if self._forms and len(tokens) <= MOST_BROADCAST:
+        if self._sums and len(tokens) <= MOST_BROADCAST:
             for buffers in self._broadcasts:
                 buffers.tell(tokens)
 
@@ -97,4 +96,5 @@ class NotedGroup:
         return replace(ops, prepare_sum_linear=prepare_all)
 
     def _for(self, x: torch.Tensor) -> list[SymmetricBuffers]:
-        return next((form for form in self._forms if form[0].fit(x)), [])
+        fits = not x.nbytes % 4 and (self.world == 2 or all(each.fit(x) for each in self._sums))
+        return self._sums if fits else []

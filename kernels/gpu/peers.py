@@ -13,16 +13,9 @@ launches, since not all launches have as many blocks; so any sequence of sizes w
 kept on the device, which lets CUDA graphs replay a launch. (`product_sums` sends in the same
 way, from products whose partial sums are summed; there each word counts alone.)
 
-A sum that meets the residual stream may also norm it: then a program has a whole row of tokens, and
-the launch is the product's last, the sum and the next block's first.
-
-A long message waits for how many words are looked at. In `flagged` buffers one word behind a block
-of words, its flag, has the number of the launch, and follows them behind a fence. (NCCL calls this
-way Simple.) There a message may be longer than the buffer: a program goes on with its block of the
-next `capacity` words, counts that as a further launch, and sends it before it waits for the one
-before. So there are four quarters: who sends for launch n + 1 has heard n - 1, which its sender
-sent having read n - 3. No rank waits forever, though not all programs have room at once, for the
-reason that `product_sums` gives.
+A sum of many tokens that meets the residual stream also norms it: then a program has a whole row.
+(A norm of few tokens starts while their sum runs, and takes as long apart.) A message that is
+longer than the buffer takes several launches.
 
 `tell` sends in one direction only. Its half is free because of three of them in a row (of buffers
 that serve `tell` alone) a sum of the whole group, of any kind, parts the first from the last.
@@ -31,7 +24,7 @@ that serve `tell` alone) a sum of the whole group, of any kind, parts the first 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
 
 import torch
 import triton
@@ -48,12 +41,11 @@ BLOCK = 512
 EMPTY: tl.constexpr = tl.constexpr(0x7FFF7FFF)
 #: The same twice: what memory of 64 bits is filled with.
 EMPTY_PAIR = 0x7FFF7FFF7FFF7FFF
-#: The same of flagged buffers: more, since a block waits for a fence and a flag.
-FLAGGED_BLOCK = 1024
 _WARPS = 4
-_FLAGGED_WARPS = 4
-#: Words of the longest row that a program norms.
-MOST_NORMED = 8192
+#: Tokens from which on a sum norms its rows, and words of the longest row that a program has.
+LEAST_NORMED, LONGEST_ROW = 65, 8192
+#: Words of a thread that norms.
+_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +54,7 @@ class SymmetricBuffers:
 
     rank: int
     world: int
-    #: 32-bit words of the longest message, or of what is sent at a time where blocks are flagged: a
-    #: multiple of a program's block.
+    #: 32-bit words that are sent at a time: a multiple of BLOCK.
     capacity: int
     #: [world] int64 on the device: the addresses of all ranks' buffers, EMPTY at first, multiples
     #: of 16.
@@ -71,14 +62,11 @@ class SymmetricBuffers:
     #: [capacity / words that are counted together] int32 on the device: launches so far. Blocks of
     #: a program are, or for `product_sums` each word is alone.
     counts: torch.Tensor
-    #: Whether blocks carry a number instead of words.
-    flagged: bool = False
 
     @staticmethod
-    def words(world: int, capacity: int, *, flagged: bool = False) -> int:
+    def words(world: int, capacity: int) -> int:
         """64-bit words of one buffer."""
-        # Of two 32-bit words each, or of two flags.
-        return 2 * world * (capacity + capacity // FLAGGED_BLOCK) if flagged else world * capacity
+        return world * capacity  # two halves of 32-bit words
 
     @classmethod
     def at(
@@ -89,73 +77,65 @@ class SymmetricBuffers:
         device: torch.device,
         *,
         together: int = BLOCK,
-        flagged: bool = False,
     ) -> SymmetricBuffers:
-        """With counts of its own, one for every `together` words, or for every flagged block."""
-        together = FLAGGED_BLOCK if flagged else together
+        """With counts of its own, one for every `together` words."""
         return cls(
             rank,
             len(addresses),
             capacity,
             torch.tensor(addresses, dtype=torch.int64, device=device),
             torch.zeros(capacity // together, dtype=torch.int32, device=device),
-            flagged,
         )
 
     def fit(self, x: torch.Tensor) -> bool:
-        """Whether x, of any shape, is whole words of 32 bits, and not too many."""
-        return x.nbytes % 4 == 0 and (self.flagged or x.nbytes <= 4 * self.capacity)
+        """Whether x, of any shape, is whole words of 32 bits, and not too many for one launch."""
+        return x.nbytes % 4 == 0 and x.nbytes <= 4 * self.capacity
 
     def sum(self, x: torch.Tensor) -> None:
-        """Add up x of all ranks, in place; contiguous numbers of 16 or 32 bits."""
-        self._sum(x, x, None, add=False)
+        """Add up x of all ranks, in place; contiguous numbers of 16 or 32 bits, whole words."""
+        words = x.view(-1).view(torch.int32)
+        for own in words.split(self.capacity):
+            self._launch(own, own, x.dtype)
 
     def add(
         self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
     ) -> torch.Tensor | None:
-        """Add the sum of all ranks' `partial` to the residual stream.
+        """Add the sum of all ranks' `partial` [T, n] to the residual stream [T, n].
 
-        Contiguous numbers of 16 or 32 bits. Partial may be float32 of more dimensions, [splits, T,
-        n]: what programs along k have summed, added up first; then these are not flagged buffers.
+        Contiguous numbers of 16 or 32 bits, whole words. Partial may be float32 of more dimensions,
+        [splits, T, n]: what programs along k have summed, added up first; then the stream `fits`.
 
         Returns:
-            The stream [T, n] normed, where a program can do that in the same launch; else None.
+            The stream normed, where a program does that in the same launch; else None.
         """
-        return self._sum(partial, residual, norm, add=True)
+        words, kind = residual.view(-1).view(torch.int32), residual.dtype
+        if partial.dim() > residual.dim():
+            self._launch(partial, words, kind, ADD=True, SPLITS=len(partial))
+            return None
+        normed, size, row, block = None, self.capacity, 0, BLOCK
+        if norm is not None and _norms(residual):
+            normed, row = torch.empty_like(residual), len(words) // len(residual)
+            block = max(triton.next_power_of_2(row), BLOCK)
+            size = self.capacity // block * row
+        outs = repeat(None) if normed is None else normed.view(-1).view(torch.int32).split(size)
+        own = partial.view(-1).view(torch.int32)
+        for part, into, out in zip(own.split(size), words.split(size), outs, strict=False):
+            self._launch(part, into, kind, row, norm, out, ADD=True, BLOCK=block)
+        return normed
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, local] -> [n, world · local]: the ranks' columns, those of rank 0 first.
 
-        Contiguous numbers of 16 or 32 bits, whole words a row, in flagged buffers.
+        Contiguous; a row is whole words.
         """
         n, local = x.shape
-        assert self.flagged
-        assert x.is_contiguous()
         gathered = x.new_empty((n, self.world * local))
-        self._launch_flagged(x, gathered, {"ADD": False}, local * x.itemsize // 4)
+        row = local * x.itemsize // 4
+        own, words = x.view(-1).view(torch.int32), gathered.view(-1).view(torch.int32)
+        size = self.capacity // row * row
+        for part, into in zip(own.split(size), words.split(self.world * size), strict=True):
+            self._launch(part, into, x.dtype, row, GATHER=True)
         return gathered
-
-    def _launch_flagged(
-        self, own: torch.Tensor, target: torch.Tensor, constants: dict[str, Any], row: int = 0
-    ) -> None:
-        words = own.nbytes // 4
-        _sum_flagged_over_ranks[(triton.cdiv(min(words, self.capacity), FLAGGED_BLOCK),)](
-            own.view(torch.int32),
-            target.view(torch.int32),
-            self.addresses,
-            self.counts,
-            words,
-            self.capacity,
-            row,
-            GATHER=row > 0,
-            KIND=str(own.dtype).removeprefix("torch."),
-            RANK=self.rank,
-            WORLD=self.world,
-            BLOCK=FLAGGED_BLOCK,
-            num_warps=_FLAGGED_WARPS,
-            **constants,
-            **launch_options(own.device),
-        )
 
     def tell(self, tokens: torch.Tensor) -> None:
         """Rank 0's x on all ranks; tokens of less than 32 bits."""
@@ -174,47 +154,46 @@ class SymmetricBuffers:
             **launch_options(tokens.device),
         )
 
-    def _sum(
-        self, partial: torch.Tensor, target: torch.Tensor, norm: RowNorm | None, *, add: bool
-    ) -> torch.Tensor | None:
-        assert partial.is_contiguous()
-        assert target.is_contiguous()
-        assert self.fit(target), f"{target.nbytes} bytes; {4 * self.capacity} fit"
-        if self.flagged:
-            assert partial.dtype == target.dtype
-            self._launch_flagged(partial, target, {"ADD": add})
-            return None
-        splits = partial.shape[0] if partial.dim() > target.dim() else 0
-        in_row, block = BLOCK, BLOCK
-        if norm is not None:
-            in_row = target.shape[1] * target.itemsize // 4
-            block = max(triton.next_power_of_2(in_row), BLOCK)
-            if target.itemsize == 4 or len(target) * block > self.capacity or block > MOST_NORMED:
-                norm, in_row, block = None, BLOCK, BLOCK
-        normed = None if norm is None else torch.empty_like(target)
-        words = target.nbytes // 4
-        _sum_over_ranks[(triton.cdiv(words, in_row),)](
-            partial if splits else partial.view(torch.int32),
-            target.view(torch.int32),
-            None if norm is None else norm.weight,
-            None if normed is None else normed.view(torch.int32),
+    def _launch(
+        self,
+        own: torch.Tensor,
+        target: torch.Tensor,
+        kind: torch.dtype,
+        row: int = 0,
+        norm: RowNorm | None = None,
+        normed: torch.Tensor | None = None,
+        **constants: int,
+    ) -> None:
+        """A launch for words `own`, which a program has BLOCK of: of a row, where it norms them."""
+        words = target.numel() // (self.world if constants.get("GATHER") else 1)
+        defaults = {"ADD": False, "GATHER": False, "SPLITS": 0, "BLOCK": BLOCK} | constants
+        block = defaults["BLOCK"]
+        assert words <= self.capacity, f"{words} words; {self.capacity} fit"
+        _sum_over_ranks[(triton.cdiv(words, BLOCK if normed is None else row),)](
+            own,
+            target,
+            None if normed is None or norm is None else norm.weight,
+            normed,
             self.addresses,
             self.counts,
             words,
-            in_row,
+            row,
             self.capacity,
             0.0 if norm is None else norm.epsilon,
-            KIND=str(target.dtype).removeprefix("torch."),
-            ADD=add,
+            KIND=str(kind).removeprefix("torch."),
             RANK=self.rank,
             WORLD=self.world,
-            SPLITS=splits,
             COUNTED=BLOCK,
-            BLOCK=block,
-            num_warps=_WARPS if norm is None else min(16, block // 128),
+            num_warps=_WARPS if normed is None else block // (32 * _WORDS),
+            **defaults,
             **launch_options(target.device),
         )
-        return normed
+
+
+def _norms(stream: torch.Tensor) -> bool:
+    """Whether a sum that meets it norms it, too."""
+    row = stream.shape[1] * stream.itemsize
+    return len(stream) >= LEAST_NORMED and stream.itemsize == 2 and row <= 4 * LONGEST_ROW
 
 
 @launched
@@ -227,24 +206,30 @@ def _sum_over_ranks(
     addresses,
     counts,
     words,
-    in_row,
+    row,
     capacity,
     epsilon,
     KIND: tl.constexpr,
-    ADD: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    SPLITS: tl.constexpr,
     COUNTED: tl.constexpr,
+    ADD: tl.constexpr,
+    GATHER: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program sums `in_row` words; in buffers they have the places of a whole BLOCK."""
+    """A program has BLOCK words, or with a norm a row, with the places of a BLOCK in buffers.
+
+    With GATHER they are not summed: the target has each rank's, `row` of them in each of its rows.
+    """
     in_block = tl.arange(0, BLOCK)
-    i = tl.program_id(0) * in_row + in_block
-    inside = (in_block < in_row) & (i < words)
     place = tl.program_id(0) * BLOCK + in_block
+    i = place
+    inside = i < words
     if normed is not None:
+        i = tl.program_id(0) * row + in_block
+        inside = in_block < row
         weight_low = tl.load(norm_weight + 2 * in_block, mask=inside, other=0.0)
         weight_high = tl.load(norm_weight + 2 * in_block + 1, mask=inside, other=0.0)
     await_inputs(OVERLAP)
@@ -268,17 +253,21 @@ def _sum_over_ranks(
         word = own
         if rank != RANK:
             word = receive(addresses + RANK, half + rank * capacity + place, inside)
-        rank_low, rank_high = numbers(word, KIND)
-        sum_low += rank_low
-        sum_high += rank_high
-    total = word_of(low + sum_low, high + sum_high, KIND)
-    tl.store(target + i, total, mask=inside)
+        if GATHER:
+            tl.store(target + i // row * (WORLD * row) + rank * row + i % row, word, mask=inside)
+        else:
+            rank_low, rank_high = numbers(word, KIND)
+            sum_low += rank_low
+            sum_high += rank_high
+    if not GATHER:
+        total = word_of(low + sum_low, high + sum_high, KIND)
+        tl.store(target + i, total, mask=inside)
     # No thread may still have to read it.
     tl.debug_barrier()
     tl.store(counts + place // COUNTED, launch, mask=in_block % COUNTED == 0)
     if normed is not None:
         low, high = numbers(total, KIND)
-        factor = tl.rsqrt(tl.sum(low * low + high * high) / (2 * in_row) + epsilon)
+        factor = tl.rsqrt(tl.sum(low * low + high * high) / (2 * row) + epsilon)
         low *= factor
         high *= factor
         if weight_low.dtype != tl.float32:
@@ -307,112 +296,6 @@ def word_of_splits(
             low += one
             high += other
     return word_of(low, high, KIND)
-
-
-@launched
-@triton.jit
-def _sum_flagged_over_ranks(
-    partial,
-    target,
-    addresses,
-    counts,
-    words,
-    capacity,
-    row,
-    GATHER: tl.constexpr,
-    KIND: tl.constexpr,
-    ADD: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """With GATHER the target has each rank's words, `row` of them in each of its rows."""
-    block = tl.program_id(0)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    await_inputs(OVERLAP)
-    launch = tl.load(counts + block)
-    own = tl.load(partial + place, mask=place < words, other=0)
-    _send_flagged(own, addresses, launch + 1, block, words, capacity, RANK, WORLD, BLOCK)
-    start = 0
-    while start + block * BLOCK < words:
-        launch += 1
-        i = start + place
-        following = tl.load(partial + i + capacity, mask=i + capacity < words, other=0)
-        left = words - start - capacity
-        _send_flagged(following, addresses, launch + 1, block, left, capacity, RANK, WORLD, BLOCK)
-        quarter = (launch & 3) * WORLD
-        low = tl.zeros((BLOCK,), tl.float32)
-        high = tl.zeros((BLOCK,), tl.float32)
-        if ADD:
-            low, high = numbers(tl.load(target + i, mask=i < words, other=0), KIND)
-        # In the order of ranks, as above.
-        sum_low = tl.zeros((BLOCK,), tl.float32)
-        sum_high = tl.zeros((BLOCK,), tl.float32)
-        for rank in tl.static_range(WORLD):
-            word = own
-            if rank != RANK:
-                flag = flag_of(addresses + RANK, quarter + rank, block, capacity, WORLD, BLOCK)
-                heard = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                while heard != launch:
-                    heard = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                received = words_at(addresses + RANK) + (quarter + rank) * capacity
-                word = tl.load(received + place, mask=i < words, other=0, cache_modifier=".cg")
-            if GATHER:
-                column = target + rank * row + i % row
-                tl.store(column + i // row * (WORLD * row), word, mask=i < words)
-            else:
-                rank_low, rank_high = numbers(word, KIND)
-                sum_low += rank_low
-                sum_high += rank_high
-        if not GATHER:
-            tl.store(target + i, word_of(low + sum_low, high + sum_high, KIND), mask=i < words)
-        own = following
-        start += capacity
-    # No thread may still have to read it.
-    tl.debug_barrier()
-    tl.store(counts + block, launch)
-
-
-@triton.jit
-def _send_flagged(
-    own,
-    addresses,
-    launch,
-    block,
-    left,
-    capacity,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A block, as far as it is within the `left` words, and behind it its number."""
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    quarter = (launch & 3) * WORLD
-    for rank in tl.static_range(WORLD):
-        if rank != RANK:
-            sent = words_at(addresses + rank) + (quarter + RANK) * capacity
-            tl.store(sent + place, own, mask=place < left)
-    # All threads have sent before one says so.
-    tl.debug_barrier()
-    if block * BLOCK < left:
-        for rank in tl.static_range(WORLD):
-            if rank != RANK:
-                flag = flag_of(addresses + rank, quarter + RANK, block, capacity, WORLD, BLOCK)
-                tl.atomic_xchg(flag, launch, sem="release", scope="sys")
-
-
-@triton.jit
-def words_at(address):
-    """The words of the flagged buffer at `address`: [4, world, capacity], then flags."""
-    return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
-
-
-@triton.jit
-def flag_of(address, place, block, capacity, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the flag of a block is in that buffer; place: of quarter and sender, of 4 · WORLD."""
-    flags = words_at(address) + 4 * WORLD * capacity
-    return flags + place * (capacity // BLOCK) + block
 
 
 @launched

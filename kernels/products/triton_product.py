@@ -35,10 +35,6 @@ PARTIALS_BLOCK = 512
 #: Blocks of tokens of `Kind.TILED` that share the weight's rows at a time.
 BESIDE = 8
 
-#: Tokens of the largest products that end in the sum over ranks: a launch that sums and norms is
-#: slower than that for fewer.
-MOST_JOINED = 64
-
 #: A bulk request's address and size are multiples of this many bytes.
 BULK_BYTES = 16
 
@@ -160,8 +156,7 @@ def prepare_sum_linear(
     def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
-        few = len(x) <= MOST_JOINED
-        if few and whole and fits(residual, buffers, _outputs_of(tile, gated=False)):
+        if whole and fits(residual, buffers, _outputs_of(tile, gated=False)):
             multiply(x, weight, bias, residual, tile, buffers=buffers)
             return
         tile = table.choose(n, k, len(x))

@@ -24,7 +24,7 @@ from support.kernels.summing_ranks import (
 )
 from support.steps.rank_processes import run_ranks
 from tokenpod.kernels.backends.triton import OPERATIONS
-from tokenpod.kernels.gpu.peers import BLOCK, EMPTY, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, EMPTY, EMPTY_PAIR, SymmetricBuffers
 from tokenpod.kernels.operations.parallel import parallel
 from tokenpod.kernels.products import triton_product as product
 from tokenpod.kernels.products.product_sums import copies, fits
@@ -236,9 +236,9 @@ def test_without_buffers_or_a_way_to_use_them_the_group_adds(lacks):
 def test_ranks_that_run_at_once_never_overtake_each_other():
     world = 2
     memory = torch.full((2, world, 2, world, BLOCK), EMPTY.value, dtype=torch.int32).share_memory_()
-    words = SymmetricBuffers.words(world, LONG, flagged=True)
-    flagged = torch.zeros((world, words), dtype=torch.int64).share_memory_()
-    jobs = [(rank, world, memory, flagged) for rank in range(world)]
+    words = SymmetricBuffers.words(world, LONG)
+    others = torch.full((world, words), EMPTY_PAIR, dtype=torch.int64).share_memory_()
+    jobs = [(rank, world, memory, others) for rank in range(world)]
     first, second = run_ranks(follow_turns, jobs)
     assert len(first) > 40
     for got, on_the_other in zip(first, second, strict=True):

@@ -26,7 +26,7 @@ class NotedGroup:
 
         def of_all(capacity: int, **how: int) -> list[SymmetricBuffers]:
             return [
-                SymmetricBuffers.at([0] * world, each, capacity, device, **how)  # type: ignore[arg-type]
+                SymmetricBuffers.at([0] * world, each, capacity, device, **how)
                 for each in range(world)
             ]
 

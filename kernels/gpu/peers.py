@@ -93,8 +93,7 @@ class SymmetricBuffers:
 
     def sum(self, x: torch.Tensor) -> None:
         """Add up x of all ranks, in place; contiguous numbers of 16 or 32 bits, whole words."""
-        words = x.view(-1).view(torch.int32)
-        for own in words.split(self.capacity):
+        for own in _pieces(x, self.capacity):
             self._launch(own, own, x.dtype)
 
     def add(
@@ -108,18 +107,19 @@ class SymmetricBuffers:
         Returns:
             The stream normed, where a program does that in the same launch; else None.
         """
-        words, kind = residual.view(-1).view(torch.int32), residual.dtype
+        kind, words = residual.dtype, residual.nbytes // 4
         if partial.dim() > residual.dim():
-            self._launch(partial, words, kind, ADD=True, SPLITS=len(partial))
+            into = residual.view(-1).view(torch.int32)
+            self._launch(partial, into, kind, ADD=True, SPLITS=len(partial))
             return None
         normed, size, row, block = None, self.capacity, 0, BLOCK
         if norm is not None and _norms(residual):
-            normed, row = torch.empty_like(residual), len(words) // len(residual)
+            normed, row = torch.empty_like(residual), words // len(residual)
             block = max(triton.next_power_of_2(row), BLOCK)
             size = self.capacity // block * row
-        outs = repeat(None) if normed is None else normed.view(-1).view(torch.int32).split(size)
-        own = partial.view(-1).view(torch.int32)
-        for part, into, out in zip(own.split(size), words.split(size), outs, strict=False):
+        outs = repeat(None) if normed is None else _pieces(normed, size)
+        sides = _pieces(partial, size), _pieces(residual, size), outs
+        for part, into, out in zip(*sides, strict=False):
             self._launch(part, into, kind, row, norm, out, ADD=True, BLOCK=block)
         return normed
 
@@ -131,9 +131,9 @@ class SymmetricBuffers:
         n, local = x.shape
         gathered = x.new_empty((n, self.world * local))
         row = local * x.itemsize // 4
-        own, words = x.view(-1).view(torch.int32), gathered.view(-1).view(torch.int32)
         size = self.capacity // row * row
-        for part, into in zip(own.split(size), words.split(self.world * size), strict=True):
+        pieces = _pieces(x, size), _pieces(gathered, self.world * size)
+        for part, into in zip(*pieces, strict=True):
             self._launch(part, into, x.dtype, row, GATHER=True)
         return gathered
 
@@ -188,6 +188,11 @@ class SymmetricBuffers:
             **defaults,
             **launch_options(target.device),
         )
+
+
+def _pieces(x: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """The words of contiguous numbers, so many at a time."""
+    return torch.split(x.view(-1).view(torch.int32), size)
 
 
 def _norms(stream: torch.Tensor) -> bool:

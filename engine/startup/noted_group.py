@@ -54,7 +54,7 @@ class NotedGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Note it for each rank; what has the shape of all ranks' columns."""
         if self._sums and self.world == 2 and x.shape[1] * x.itemsize % 4 == 0:
-            gathered = [buffers.gather(x) for buffers in self._sums]
+            gathered = [buffers.gather(x.contiguous()) for buffers in self._sums]
             return gathered[0]
         return x.new_empty(len(x), self.world * x.shape[1])
 

@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from tokenpod.core.errors import RankLost
 from tokenpod.engine.shards.rendezvous import one_line
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 _T = TypeVar("_T")
 
@@ -65,9 +64,7 @@ class CpuGroup:
         else:
             self._run(lambda: self._gloo.allreduce([x]).wait())
 
-    def add(
-        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
-    ) -> None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`."""
         self.sum(partial)
         residual += partial

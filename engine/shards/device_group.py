@@ -2,7 +2,7 @@
 
 Sums go through the peers' memory where GPUs reach it: of a decode step they take a few microseconds
 there, several times less than NCCL's, and two ranks' long ones meet the residual stream on their
-way, and are normed. Long sums of more ranks, and those of other hosts, are NCCL's.
+way. Long sums of more ranks, and those of other hosts, are NCCL's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tokenpod.core.errors import EngineError
 from tokenpod.engine.shards.cpu_group import CpuGroup
 from tokenpod.engine.shards.rendezvous import one_line
 from tokenpod.kernels.gpu.peers import BLOCK, EMPTY_PAIR, SymmetricBuffers
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 #: Bytes of the longest of short sums, by how many ranks there are: each sends all of it to every
 #: other one. Measured on H200s (docs/measurements/gpu.md), when twice the bytes travelled.
@@ -84,18 +83,16 @@ class DeviceGroup:
         else:
             distributed.all_reduce(x)
 
-    def add(
-        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
-    ) -> torch.Tensor | None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`.
 
         As `Group.add`; what `partial` may be besides, `SymmetricBuffers.add` says.
         """
         if buffers := self._buffers_for(residual):
-            return buffers.add(partial, residual, norm)
-        distributed.all_reduce(partial)
-        residual += partial
-        return None
+            buffers.add(partial, residual)
+        else:
+            distributed.all_reduce(partial)
+            residual += partial
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, local] -> [n, world * local]: the ranks' columns, those of rank 0 first."""

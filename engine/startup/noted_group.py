@@ -14,7 +14,6 @@ import torch
 from tokenpod.engine.shards.device_group import MOST_BROADCAST, PAIR_WORDS, longest_sum
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Operations
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
 
 class NotedGroup:
@@ -42,14 +41,10 @@ class NotedGroup:
         for buffers in self._for(x):
             buffers.sum(x)
 
-    def add(
-        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
-    ) -> torch.Tensor | None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """Note it for each rank."""
-        normed = None
         for buffers in self._for(residual):
-            normed = buffers.add(partial, residual, norm)
-        return normed
+            buffers.add(partial, residual)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Note it for each rank; what has the shape of all ranks' columns."""

@@ -13,9 +13,8 @@ launches, since not all launches have as many blocks; so any sequence of sizes w
 kept on the device, which lets CUDA graphs replay a launch. (`product_sums` sends in the same
 way, from products whose partial sums are summed; there each word counts alone.)
 
-A sum of many tokens that meets the residual stream also norms it: then a program has a whole row.
-(A norm of few tokens starts while their sum runs, and takes as long apart.) A message that is
-longer than the buffer takes several launches.
+A message that is longer than the buffer takes several launches. That a sum also norms the stream
+that it meets was tried: a norm starts while the sum before it runs, and takes as long apart.
 
 `tell` sends in one direction only. Its half is free because of three of them in a row (of buffers
 that serve `tell` alone) a sum of the whole group, of any kind, parts the first from the last.
@@ -24,7 +23,6 @@ that serve `tell` alone) a sum of the whole group, of any kind, parts the first 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 import triton
@@ -32,20 +30,14 @@ import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
 from tokenpod.kernels.gpu.launcher import launched
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
 
-#: Words of 32 bits that are counted together, and that a program sends and sums, or several times
-#: as many.
+#: Words of 32 bits that a program sends and sums, and that are counted together.
 BLOCK = 512
 #: Where there is no message: NaN as one number and as two, and larger than any token.
 EMPTY: tl.constexpr = tl.constexpr(0x7FFF7FFF)
 #: The same twice: what memory of 64 bits is filled with.
 EMPTY_PAIR = 0x7FFF7FFF7FFF7FFF
 _WARPS = 4
-#: Tokens from which on a sum norms its rows, and words of the longest row that a program has.
-LEAST_NORMED, LONGEST_ROW = 65, 8192
-#: Words of a thread that norms.
-_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +51,8 @@ class SymmetricBuffers:
     #: [world] int64 on the device: the addresses of all ranks' buffers, EMPTY at first, multiples
     #: of 16.
     addresses: torch.Tensor
-    #: [capacity / words that are counted together] int32 on the device: launches so far. Blocks of
-    #: a program are, or for `product_sums` each word is alone.
+    #: [capacity / words that are counted together] int32 on the device: launches so far. Blocks
+    #: are, or for `product_sums` each word is alone.
     counts: torch.Tensor
 
     @staticmethod
@@ -96,32 +88,19 @@ class SymmetricBuffers:
         for own in _pieces(x, self.capacity):
             self._launch(own, own, x.dtype)
 
-    def add(
-        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
-    ) -> torch.Tensor | None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """Add the sum of all ranks' `partial` [T, n] to the residual stream [T, n].
 
         Contiguous numbers of 16 or 32 bits, whole words. Partial may be float32 of more dimensions,
         [splits, T, n]: what programs along k have summed, added up first; then the stream `fits`.
-
-        Returns:
-            The stream normed, where a program does that in the same launch; else None.
         """
-        kind, words = residual.dtype, residual.nbytes // 4
         if partial.dim() > residual.dim():
             into = residual.view(-1).view(torch.int32)
-            self._launch(partial, into, kind, ADD=True, SPLITS=len(partial))
-            return None
-        normed, size, row, block = None, self.capacity, 0, BLOCK
-        if norm is not None and _norms(residual):
-            normed, row = torch.empty_like(residual), words // len(residual)
-            block = max(triton.next_power_of_2(row), BLOCK)
-            size = self.capacity // block * row
-        outs = repeat(None) if normed is None else _pieces(normed, size)
-        sides = _pieces(partial, size), _pieces(residual, size), outs
-        for part, into, out in zip(*sides, strict=False):
-            self._launch(part, into, kind, row, norm, out, ADD=True, BLOCK=block)
-        return normed
+            self._launch(partial, into, residual.dtype, ADD=True, SPLITS=len(partial))
+            return
+        sides = _pieces(partial, self.capacity), _pieces(residual, self.capacity)
+        for part, into in zip(*sides, strict=True):
+            self._launch(part, into, residual.dtype, ADD=True)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, local] -> [n, world · local]: the ranks' columns, those of rank 0 first.
@@ -160,32 +139,25 @@ class SymmetricBuffers:
         target: torch.Tensor,
         kind: torch.dtype,
         row: int = 0,
-        norm: RowNorm | None = None,
-        normed: torch.Tensor | None = None,
         **constants: int,
     ) -> None:
-        """A launch for words `own`, which a program has BLOCK of: of a row, where it norms them."""
+        """A launch for words `own`, of which a program has BLOCK."""
         words = target.numel() // (self.world if constants.get("GATHER") else 1)
-        defaults = {"ADD": False, "GATHER": False, "SPLITS": 0, "BLOCK": BLOCK} | constants
-        block = defaults["BLOCK"]
         assert words <= self.capacity, f"{words} words; {self.capacity} fit"
-        _sum_over_ranks[(triton.cdiv(words, BLOCK if normed is None else row),)](
+        _sum_over_ranks[(triton.cdiv(words, BLOCK),)](
             own,
             target,
-            None if normed is None or norm is None else norm.weight,
-            normed,
             self.addresses,
             self.counts,
             words,
             row,
             self.capacity,
-            0.0 if norm is None else norm.epsilon,
             KIND=str(kind).removeprefix("torch."),
             RANK=self.rank,
             WORLD=self.world,
-            COUNTED=BLOCK,
-            num_warps=_WARPS if normed is None else block // (32 * _WORDS),
-            **defaults,
+            BLOCK=BLOCK,
+            num_warps=_WARPS,
+            **{"ADD": False, "GATHER": False, "SPLITS": 0, **constants},
             **launch_options(target.device),
         )
 
@@ -195,50 +167,30 @@ def _pieces(x: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
     return torch.split(x.view(-1).view(torch.int32), size)
 
 
-def _norms(stream: torch.Tensor) -> bool:
-    """Whether a sum that meets it norms it, too."""
-    row = stream.shape[1] * stream.itemsize
-    return len(stream) >= LEAST_NORMED and stream.itemsize == 2 and row <= 4 * LONGEST_ROW
-
-
 @launched
 @triton.jit
 def _sum_over_ranks(
     partial,
     target,
-    norm_weight,
-    normed,
     addresses,
     counts,
     words,
     row,
     capacity,
-    epsilon,
     KIND: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    COUNTED: tl.constexpr,
     ADD: tl.constexpr,
     GATHER: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program has BLOCK words, or with a norm a row, with the places of a BLOCK in buffers.
-
-    With GATHER they are not summed: the target has each rank's, `row` of them in each of its rows.
-    """
-    in_block = tl.arange(0, BLOCK)
-    place = tl.program_id(0) * BLOCK + in_block
-    i = place
+    """With GATHER the target has each rank's words, `row` of them in each of its rows."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < words
-    if normed is not None:
-        i = tl.program_id(0) * row + in_block
-        inside = in_block < row
-        weight_low = tl.load(norm_weight + 2 * in_block, mask=inside, other=0.0)
-        weight_high = tl.load(norm_weight + 2 * in_block + 1, mask=inside, other=0.0)
     await_inputs(OVERLAP)
-    launch = tl.load(counts + place // COUNTED) + 1
+    launch = tl.load(counts + tl.program_id(0)) + 1
     if SPLITS > 0:
         own = word_of_splits(partial, i, words, inside, KIND, SPLITS)
     else:
@@ -246,7 +198,7 @@ def _sum_over_ranks(
     half = (launch & 1) * WORLD * capacity
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            send(own, addresses + rank, half + RANK * capacity + place, inside)
+            send(own, addresses + rank, half + RANK * capacity + i, inside)
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     if ADD:
@@ -257,7 +209,7 @@ def _sum_over_ranks(
     for rank in tl.static_range(WORLD):
         word = own
         if rank != RANK:
-            word = receive(addresses + RANK, half + rank * capacity + place, inside)
+            word = receive(addresses + RANK, half + rank * capacity + i, inside)
         if GATHER:
             tl.store(target + i // row * (WORLD * row) + rank * row + i % row, word, mask=inside)
         else:
@@ -265,22 +217,10 @@ def _sum_over_ranks(
             sum_low += rank_low
             sum_high += rank_high
     if not GATHER:
-        total = word_of(low + sum_low, high + sum_high, KIND)
-        tl.store(target + i, total, mask=inside)
+        tl.store(target + i, word_of(low + sum_low, high + sum_high, KIND), mask=inside)
     # No thread may still have to read it.
     tl.debug_barrier()
-    tl.store(counts + place // COUNTED, launch, mask=in_block % COUNTED == 0)
-    if normed is not None:
-        low, high = numbers(total, KIND)
-        factor = tl.rsqrt(tl.sum(low * low + high * high) / (2 * row) + epsilon)
-        low *= factor
-        high *= factor
-        if weight_low.dtype != tl.float32:
-            # Rounded before the weight is applied, as `rms_norm` does.
-            low, high = numbers(word_of(low, high, KIND), KIND)
-        low *= weight_low.to(tl.float32)
-        high *= weight_high.to(tl.float32)
-        tl.store(normed + i, word_of(low, high, KIND), mask=inside)
+    tl.store(counts + tl.program_id(0), launch)
 
 
 @triton.jit

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
-
 
 class Group(Protocol):
     """One rank's end of a group. Rank 0 leads: it alone plans and samples.
@@ -47,15 +45,10 @@ class Group(Protocol):
         """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
         ...
 
-    def add(
-        self, partial: torch.Tensor, residual: torch.Tensor, norm: RowNorm | None = None
-    ) -> torch.Tensor | None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`.
 
         The result is bit by bit the same on all ranks. May change `partial`.
-
-        Returns:
-            The residual normed, where that takes no launch of its own; else None.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -63,19 +63,6 @@ class AddLinear(Protocol):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         """X [T, in], residual [T, out], changed in place."""
-        ...
-
-
-@runtime_checkable
-class NormedLinear(Linear, Protocol):
-    """A product of the normed stream, which what wrote the stream may have normed already."""
-
-    norm: RowNorm
-    #: [T, in], for the next call; None: the call norms what it is given.
-    given: torch.Tensor | None
-
-    def norms_apart(self, tokens: int) -> bool:
-        """Whether a call with so many tokens begins with a launch that norms them."""
         ...
 
 

@@ -8,7 +8,6 @@ it meets the residual stream, so that the stream is rounded as often as on a sin
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -27,7 +26,7 @@ from tokenpod.kernels.operations.expert_ops import (
     Shared,
 )
 from tokenpod.kernels.operations.group import Group
-from tokenpod.kernels.operations.ops import NormedLinear, Operations, PrepareAddLinear
+from tokenpod.kernels.operations.ops import AddLinear, Operations, PrepareAddLinear
 from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows, Embed, RowNorm
 
 
@@ -66,56 +65,20 @@ def _embed(embed: Embed, group: Group) -> Embed:
     return embed_shard
 
 
-class SummedAdd:
-    """A product whose summands ranks add to the stream; it knows which product reads that next."""
-
-    def __init__(
-        self, ops: Operations, group: Group, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> None:
-        self._group = group
-        #: Gets the stream normed where that is part of the sum.
-        self.reader: NormedLinear | None = None
-        own_bias = bias if group.rank == 0 else None  # it is added once
-        if ops.prepare_sum_linear is None or group.buffers is None:
-            self._summand = ops.prepare_linear(weight, own_bias)
-            self._add_product = self._add_apart
-        else:
-            prepare = ops.prepare_sum_linear
-            self._add_product = prepare(weight, own_bias, group.buffers, self._add)
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """Residual [T, out] += the sum over ranks of products with x [T, in]."""
-        if self.reader is not None:
-            self.reader.given = None
-        self._add_product(x, residual)
-
-    def _add_apart(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        self._add(self._summand(x), residual)
-
-    def _add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        reader = self.reader
-        if reader is None or not reader.norms_apart(len(residual)):
-            self._group.add(partial, residual)
-        else:
-            reader.given = self._group.add(partial, residual, reader.norm)
-
-
-def let_follow(written: object, read: object) -> NormedLinear | None:
-    """Let a sum that ends in the stream norm it for the product that reads it next.
-
-    Nothing else may change the stream between the two, or what is `given` is to be forgotten.
-
-    Returns:
-        That product; None where these are other operations, which are left as they are.
-    """
-    if not isinstance(written, SummedAdd) or not isinstance(read, NormedLinear):
-        return None
-    written.reader = read
-    return read
-
-
 def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
-    return partial(SummedAdd, ops, group)
+    def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
+        # A bias is added once.
+        own_bias = bias if group.rank == 0 else None
+        if ops.prepare_sum_linear is not None and group.buffers is not None:
+            return ops.prepare_sum_linear(weight, own_bias, group.buffers, group.add)
+        product = ops.prepare_linear(weight, own_bias)
+
+        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+            group.add(product(x), residual)
+
+        return add_product
+
+    return prepare
 
 
 def _adapted(products: AdaptedProducts, group: Group) -> AdaptedProducts:

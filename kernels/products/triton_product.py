@@ -11,20 +11,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, launch_options
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
-from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Linear, NormedLinear
+from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Linear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
 from tokenpod.kernels.products.library import load_kernels
 from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add, tiled
 from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
-from tokenpod.kernels.products.product_tiles import (
-    ALL_LIBRARY,
-    DeterministicTiles,
-    Kind,
-    Tile,
-    Tiles,
-    measured,
-)
+from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
 
 #: The matrix unit's smallest side.
 LEAST_MATRIX_ROWS = 16
@@ -64,57 +57,29 @@ def prepare_norm_linear(
     norm: RowNorm,
     activation: Activation | None,
     tiles: Tiles | None = None,
-) -> NormedLinear:
+) -> Linear:
     """The product norm(x) · weightᵀ + bias, gated if there is an activation.
 
     One kernel for a handful of tokens.
     """
+    table, (n, k) = table_for(weight, tiles), weight.shape
+    outputs = n if activation is None else n // 2
     if tiles is None:
         load_kernels(weight, bias)
-    return NormedProduct(weight, bias, norm, activation, table_for(weight, tiles))
 
-
-class NormedProduct:
-    """A `NormedLinear` with a weight [out, in]."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RowNorm,
-        activation: Activation | None,
-        tiles: Tiles,
-    ) -> None:
-        self.norm = norm
-        self.given: torch.Tensor | None = None
-        self._weight, self._bias, self._activation, self._tiles = weight, bias, activation, tiles
-
-    def norms_apart(self, tokens: int) -> bool:
-        """Only a `Kind.MULTIPLY_ADD` norms on the way.
-
-        False too where a token's norm must not depend on what else norms it.
-        """
-        if isinstance(self._tiles, DeterministicTiles):
-            return False
-        n, k = self._weight.shape
-        return self._tiles.choose(n, k, tokens).kind is not Kind.MULTIPLY_ADD
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The stream [T, in] -> [T, out], or half as many if they are gated."""
-        weight, bias, activation, norm = self._weight, self._bias, self._activation, self.norm
-        given, self.given = self.given, None
-        n, k = weight.shape
-        tile = self._tiles.choose(n, k, len(x))
-        inside = tile.kind is Kind.MULTIPLY_ADD
-        if not inside:
-            x = rms_norm(x, norm.weight, norm.epsilon) if given is None else given
+    def normed_product(x: torch.Tensor) -> torch.Tensor:
+        tile = table.choose(n, k, len(x))
+        inner = None if tile.kind is Kind.MULTIPLY_ADD else norm
+        if inner is not None:
+            x = rms_norm(x, inner.weight, inner.epsilon)
         if tile.kind is Kind.LIBRARY:
             y = functional.linear(x, weight, bias)
             return y if activation is None else act_mul(y, activation)
-        outputs = n if activation is None else n // 2
         y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-        multiply(x, weight, bias, y, tile, norm=norm if inside else None, activation=activation)
+        multiply(x, weight, bias, y, tile, norm=None if inner else norm, activation=activation)
         return y
+
+    return normed_product
 
 
 def prepare_add_linear(

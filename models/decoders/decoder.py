@@ -15,7 +15,7 @@ from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.decoders.ends import PerLayerEmbedding, TextHead, TokenEmbedding
-from tokenpod.models.decoders.layer import let_layers_follow, make_layer
+from tokenpod.models.decoders.layer import make_layer
 from tokenpod.models.decoders.step_plans import StepPlans
 from tokenpod.models.layers.attention import Attention
 from tokenpod.models.layers.linear import Delta, Products, Weights, no_delta
@@ -107,7 +107,6 @@ class Decoder:
             )
             for i, layer in enumerate(config.layers)
         ]
-        self._followers = let_layers_follow(self._layers)
         self._norm = make_norm(config.norm, products, "norm")
         self._head: TextHead | None = None
         if pooling is None:
@@ -148,8 +147,6 @@ class Decoder:
             x = layer(x, step)
             if batch.given is not None:
                 batch.given.add_behind(at, x)
-                for product in self._followers:
-                    product.given = None
         return self._norm(x), [streams[at] for at in taps]
 
     def embed_tokens(self, t_token: torch.Tensor) -> torch.Tensor:

@@ -8,23 +8,15 @@ operation; otherwise they are several plain ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from tokenpod.kernels.operations.expert_ops import AddExperts, ExpertWeights, Shared
-from tokenpod.kernels.operations.ops import NormedLinear
-from tokenpod.kernels.operations.parallel import let_follow
 from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.models.layers.linear import (
-    AddProduct,
-    BaseAdd,
-    BaseProduct,
-    Product,
-    Products,
-)
+from tokenpod.models.layers.linear import AddProduct, Product, Products
 from tokenpod.models.layers.mixer import Mix, Mixer, MixerParts
 from tokenpod.models.layers.normed import ActivatedProduct, NormedProduct, normed_product
 from tokenpod.models.layers.norms import (
@@ -226,35 +218,6 @@ class FollowedLayer:
         if self.per_layer is not None:
             self.per_layer.write(self.per_layer.read(x, step), x, step)
         return x if self.scale is None else x.mul_(self.scale)
-
-
-def let_layers_follow(layers: Sequence[Layer]) -> list[NormedLinear]:
-    """Let sums over ranks norm the stream for the branch that reads it next, where one can.
-
-    Returns:
-        The products that read it then: what changes the stream between two layers makes them forget
-        what is `given`.
-    """
-    found: list[NormedLinear] = []
-    before: Branch | None = None
-    for layer in layers:
-        branches: tuple[Branch, ...] = ()
-        if isinstance(layer, SequentialLayer):
-            branches = layer.mixer, layer.mlp
-        elif isinstance(layer, SingleLayer):
-            branches = (layer.branch,)
-        for branch in branches:
-            output = before.output if isinstance(before, (MixerBranch, MlpBranch)) else None
-            written = output.product if isinstance(output, AddedOutput) else None
-            read = branch.up if isinstance(branch, MlpBranch) else None
-            if isinstance(branch, MixerBranch):
-                read = getattr(branch.mix, "reads", None)
-            # With adapters either may be another operation in some steps.
-            if isinstance(written, BaseAdd) and isinstance(read, BaseProduct):
-                found += filter(None, [let_follow(written.base, read.base)])
-            before = branch
-        before = before if branches else None
-    return found
 
 
 def _followed(layer: Layer, spec: LayerSpec, parts: MixerParts) -> Layer:

@@ -258,8 +258,7 @@ class AttentionLayer:
         #: Numbers of a token's gates.
         self._gates = spec.heads * spec.head_dim if spec.output_gate else 0
         self._reads_another = spec.reads_layer is not None
-        #: Of the stream.
-        self.reads = normed_product(products, parts.named("qkv"), norm, parts.named("attention_in"))
+        self._qkv = normed_product(products, parts.named("qkv"), norm, parts.named("attention_in"))
         self._heads = _head_steps(spec, parts)
         slopes = None
         if isinstance(spec.positions, Alibi):
@@ -277,7 +276,7 @@ class AttentionLayer:
         ops, batch, pool, heads = self._ops, step.batch, step.pool, self._heads
         keys, values = pool.keys[self._cache], pool.values[self._cache]
         scales, angles = pool.scales[self._cache], step.rotations[self._rotation]
-        y, gate = self.reads(x, batch), None
+        y, gate = self._qkv(x, batch), None
         if self._gates:
             y, gate = y[:, : -self._gates].contiguous(), y[:, -self._gates :]
         y = heads.before(y)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from support.steps.hand_scheduler import HandScheduler
 from support.steps.lockstep import LockstepGroup, in_lockstep
 from support.steps.walks import walk
 from tokenpod.kernels.backends import reference
-from tokenpod.kernels.pointwise.reference_pointwise import act_mul
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.folder import read_config
@@ -78,46 +76,6 @@ def test_its_ranks_say_what_transformers_says(kind, world, golden, text, monkeyp
     expected = torch.cat(checkpoint.logprobs_of([tokens, other]))
     ours = walk_of_ranks(checkpoint.folder, world, tokens, other)
     torch.testing.assert_close(ours, expected, rtol=0, atol=checkpoint.tolerance)
-
-
-class Handed:
-    """A product of the normed stream that counts how often it was given that."""
-
-    given = None
-    times = 0
-
-    def __init__(self, weight, bias, norm, activation):
-        self.norm = norm
-        self._normed = reference.OPERATIONS.prepare_norm_linear(weight, bias, norm, activation)
-        self._plain = reference.OPERATIONS.prepare_linear(weight, bias)
-        self._activation = activation
-
-    def norms_apart(self, tokens):
-        return tokens > 1
-
-    def __call__(self, x):
-        given, self.given = self.given, None
-        if given is None:
-            return self._normed(x)
-        Handed.times += 1
-        y = self._plain(given)
-        return y if self._activation is None else act_mul(y, self._activation)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2"])
-def test_ranks_say_the_same_where_sums_norm_the_stream(name, golden, text, monkeypatch):
-    """The first block of a model reads what no sum has written; experts read by themselves."""
-    checkpoint = golden(name)
-    ops = replace(reference.OPERATIONS, prepare_norm_linear=Handed)
-    monkeypatch.setattr(loading, "operations_for", lambda device: ops)
-    monkeypatch.setattr(Handed, "times", 0)
-    tokens, other = text(30, seed=5), text(9, seed=6)
-    ours = walk_of_ranks(checkpoint.folder, 2, tokens, other)
-    expected = torch.cat(checkpoint.logprobs_of([tokens, other]))
-    torch.testing.assert_close(ours, expected, rtol=0, atol=checkpoint.tolerance)
-    steps, ranks, layers = 3, 2, len(load(checkpoint.folder).config.layers)
-    read = {"llama": 2 * layers - 1, "qwen3-moe": 0, "gemma2": 0}
-    assert Handed.times == steps * ranks * read[name]
 
 
 def test_a_shared_expert_costs_ranks_no_sum_of_its_own(golden, text, monkeypatch):

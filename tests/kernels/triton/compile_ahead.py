@@ -483,7 +483,6 @@ def others() -> None:
     rows = peers.SymmetricBuffers.at([0, 0], 0, 512 * peers.BLOCK, CPU)
     for hidden in (4096, 2880):
         rows.add(draw(2, 2, hidden, dtype=torch.float32), draw(2, hidden))
-        rows.add(draw(100, hidden), draw(100, hidden), RowNorm(draw(hidden), 1e-6))
     rows.gather(draw(2, 4096))
     buffers.tell(torch.zeros(3, dtype=torch.int64))
 

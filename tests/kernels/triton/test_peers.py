@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
 
 from support.kernels.interpreted import DEVICE
-from tokenpod.kernels.gpu import peers as module
 from tokenpod.kernels.gpu.peers import BLOCK, EMPTY, EMPTY_PAIR, SymmetricBuffers
-from tokenpod.kernels.operations.pointwise_ops import RowNorm
-from tokenpod.kernels.pointwise.triton_pointwise import rms_norm
 
 WORDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 
@@ -33,17 +29,13 @@ class Peers:
         #: [receiver, half, sender, word]
         self.memory = memory.view(torch.int32).view(world, 2, world, -1)
 
-    def put(self, message: torch.Tensor, *, sender: int, receiver: int, row: int = 0) -> None:
+    def put(self, message: torch.Tensor, *, sender: int, receiver: int) -> None:
         """What `sender` writes to `receiver`, if it has launched as often.
 
-        Of as many words as buffers hold in two launches; with `row` of rows of so many.
+        Of as many words as buffers hold in two launches.
         """
         words, size = message.reshape(-1).view(torch.int32), self.capacity
         places = torch.arange(len(words), device=DEVICE)
-        if row:
-            block = BLOCK * triton.next_power_of_2(triton.cdiv(row, BLOCK))
-            size = size // block * block
-            places = places // row * block + places % row
         counts = self.ranks[receiver].counts
         launch = counts[places % size // BLOCK] + 1 + places // size
         self.memory[receiver, launch % 2, sender, places % size] = words
@@ -142,61 +134,6 @@ def test_launches_of_any_sizes_follow_each_other():
         peers.ranks[0].sum(own)
         assert torch.equal(own, partials[0] + partials[1])
     assert peers.ranks[0].counts.tolist() == launches
-
-
-@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("features", [2 * BLOCK, 3 * BLOCK, 90])
-def test_a_sum_also_norms_the_stream_that_it_meets(features, weight_dtype, monkeypatch):
-    """Between sums without a norm, whose programs have other words."""
-    monkeypatch.setattr(module, "LEAST_NORMED", 3)
-    peers = Peers(2, blocks=6)
-    weight, dtype = draw(features, dtype=weight_dtype, seed=5), torch.float16
-    norm, launches = RowNorm(weight, 1e-3), torch.zeros(6, dtype=torch.int64)
-    block = BLOCK * triton.next_power_of_2(triton.cdiv(features, 2 * BLOCK))
-    for turn, with_norm in enumerate([True, False, True, True]):
-        partials = [draw(3, features, dtype=dtype, seed=10 * turn + rank) for rank in range(2)]
-        target = draw(3, features, dtype=dtype, seed=9)
-        expected = (target.float() + (partials[0].float() + partials[1].float())).to(dtype)
-        words = partials[1].view(torch.int32)
-        places = torch.arange(words.numel())
-        if with_norm:
-            places = (torch.arange(3)[:, None] * block + torch.arange(features // 2)).flatten()
-        counted = (places // BLOCK).unique()
-        if with_norm:
-            counted = torch.arange(3 * block // BLOCK)
-        launches[counted] += 1
-        half = launches[places // BLOCK] % 2
-        peers.memory[0, half, 1, places] = words.flatten()
-        got = peers.ranks[0].add(partials[0], target, norm if with_norm else None)
-        assert torch.equal(target, expected)
-        assert peers.ranks[0].counts.tolist() == launches.tolist()
-        if with_norm:
-            torch.testing.assert_close(got, rms_norm(expected, weight, 1e-3), rtol=2e-3, atol=1e-6)
-        else:
-            assert got is None
-    assert (peers.memory[0] == EMPTY.value).all()
-
-
-def test_few_rows_are_summed_without_their_norm():
-    peers = Peers(2)
-    partials = [draw(3, 90, dtype=torch.float16, seed=rank) for rank in range(2)]
-    peers.put(partials[1], sender=1, receiver=0)
-    target = torch.zeros_like(partials[0])
-    norm = RowNorm(torch.ones(90, dtype=torch.float16, device=DEVICE), 1e-6)
-    assert peers.ranks[0].add(partials[0], target, norm) is None
-    assert torch.equal(target, partials[0] + partials[1])
-
-
-def test_rows_that_a_launch_has_no_room_for_are_normed_by_the_next(monkeypatch):
-    monkeypatch.setattr(module, "LEAST_NORMED", 3)
-    peers = Peers(2)
-    partials = [draw(3, 90, dtype=torch.float16, seed=rank) for rank in range(2)]
-    peers.put(partials[1], sender=1, receiver=0, row=45)
-    target, weight = torch.zeros_like(partials[0]), draw(90, dtype=torch.float16, seed=5)
-    got = peers.ranks[0].add(partials[0], target, RowNorm(weight, 1e-6))
-    assert torch.equal(target, partials[0] + partials[1])
-    torch.testing.assert_close(got, rms_norm(target, weight, 1e-6), rtol=2e-3, atol=1e-6)
-    assert peers.ranks[0].counts.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

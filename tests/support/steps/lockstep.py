@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from tokenpod.kernels.operations.group import Group
-from tokenpod.kernels.pointwise.reference_pointwise import rms_norm
 
 T = TypeVar("T")
 
@@ -49,9 +48,8 @@ class LockstepGroup(Group):
     def sum(self, x: torch.Tensor) -> None:
         x.copy_(torch.stack(self._exchange(x)).sum(0))
 
-    def add(self, partial: torch.Tensor, residual: torch.Tensor, norm=None) -> torch.Tensor | None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         residual += torch.stack(self._exchange(partial)).sum(0)
-        return None if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim=-1)

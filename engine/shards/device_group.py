@@ -19,20 +19,19 @@ from torch.distributed import distributed_c10d as c10d
 from tokenpod.core.errors import EngineError
 from tokenpod.engine.shards.cpu_group import CpuGroup
 from tokenpod.engine.shards.rendezvous import one_line
-from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, EMPTY_PAIR, SymmetricBuffers
 
-#: Bytes of the longest sum whose words have numbers, by how many ranks there are: each sends all of
-#: it to every other one, twice the bytes. Measured on H200s (docs/measurements/gpu.md).
+#: Bytes of the longest of short sums, by how many ranks there are: each sends all of it to every
+#: other one. Measured on H200s (docs/measurements/gpu.md), when twice the bytes travelled.
 LONGEST_SUM = {2: 1 << 20, 4: 1 << 20, 8: 1 << 19}
-#: Words that two ranks send each other at a time of longer sums: the fastest of 2^18 to 2^22, and
-#: both halves of a buffer stay in the L2 cache.
-FLAGGED_WORDS = 1 << 20
+#: Words that two ranks send each other at a time: their longer sums are several launches.
+PAIR_WORDS = 1 << 22
 #: Tokens that the leader can broadcast at once without NCCL.
 MOST_BROADCAST = 4 * BLOCK
 
 
 def longest_sum(world: int) -> int:
-    """Words of 32 bits of the longest sum of so many ranks that have numbers."""
+    """Words of 32 bits of the longest of short sums of so many ranks."""
     return next((size // 4 for most, size in LONGEST_SUM.items() if world <= most), 0)
 
 
@@ -65,19 +64,17 @@ class DeviceGroup:
         except RuntimeError as error:
             raise EngineError(f"rank {self.rank} can't use NCCL: {one_line(error)}") from None
         self._memory: list[torch.Tensor] = []
-        #: What sums go through, the first that they fit.
-        self._sums: list[SymmetricBuffers] = []
+        #: What sums go through; None: NCCL.
+        self._sums: SymmetricBuffers | None = None
         #: See `Group.buffers`.
         self.buffers: SymmetricBuffers | None = None
         self._broadcasts: SymmetricBuffers | None = None
         longest = longest_sum(self.world)
-        if short := self._symmetric_buffers(longest, device):
-            self._sums.append(short)
+        sums = PAIR_WORDS if self.world == 2 else longest
+        if buffers := self._symmetric_buffers(sums, device):
+            self._sums = buffers
             self.buffers = self._symmetric_buffers(longest, device, together=1)
             self._broadcasts = self._symmetric_buffers(MOST_BROADCAST, device)
-            if self.world == 2:
-                long = self._symmetric_buffers(FLAGGED_WORDS, device, flagged=True)
-                self._sums += [long] if long else []
 
     def sum(self, x: torch.Tensor) -> None:
         """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
@@ -87,8 +84,11 @@ class DeviceGroup:
             distributed.all_reduce(x)
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
-        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`."""
-        if buffers := self._buffers_for(partial):
+        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`.
+
+        As `Group.add`; what `partial` may be besides, `SymmetricBuffers.add` says.
+        """
+        if buffers := self._buffers_for(residual):
             buffers.add(partial, residual)
         else:
             distributed.all_reduce(partial)
@@ -97,6 +97,8 @@ class DeviceGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, local] -> [n, world * local]: the ranks' columns, those of rank 0 first."""
         n, local = x.shape
+        if self._sums is not None and self.world == 2 and local * x.itemsize % 4 == 0:
+            return self._sums.gather(x.contiguous())
         parts = torch.empty((self.world, n, local), dtype=x.dtype, device=x.device)
         distributed.all_gather_into_tensor(parts, x.contiguous())
         return parts.transpose(0, 1).reshape(n, self.world * local)
@@ -119,21 +121,24 @@ class DeviceGroup:
 
     def _buffers_for(self, x: torch.Tensor) -> SymmetricBuffers | None:
         """What its sum goes through; None: NCCL."""
-        return next((buffers for buffers in self._sums if buffers.fit(x)), None)
+        buffers = self._sums
+        if buffers is None or x.nbytes % 4 or (self.world > 2 and not buffers.fit(x)):
+            return None
+        return buffers
 
     def _symmetric_buffers(
-        self, capacity: int, device: torch.device, *, together: int = BLOCK, flagged: bool = False
+        self, capacity: int, device: torch.device, *, together: int = BLOCK
     ) -> SymmetricBuffers | None:
         """Buffers in memory that all ranks reach; None, on all of them, where one does not."""
         if self.least(int(self.local_ranks == self.world and capacity > 0)) == 0:
             return None
         addresses: list[int] = []
         try:
-            words = SymmetricBuffers.words(self.world, capacity, flagged=flagged)
+            words = SymmetricBuffers.words(self.world, capacity)
             memory = symmetric_memory.empty(words, dtype=torch.int64, device=device)
             everyone: Any = distributed.group.WORLD
             handle: Any = symmetric_memory.rendezvous(memory, everyone)
-            memory.zero_()
+            memory.fill_(EMPTY_PAIR)
             torch.cuda.synchronize(device)
             # A handle may be of a larger allocation, cut up in the same way on every rank.
             offset = memory.data_ptr() - handle.buffer_ptrs[self.rank]
@@ -144,9 +149,7 @@ class DeviceGroup:
                 f"rank {self.rank} does not reach its peers' memory: {one_line(error)}",
                 stacklevel=2,
             )
-        # Nobody writes before all have zeroed theirs.
+        # Nobody writes before all have emptied theirs.
         if self.least(len(addresses)) != self.world:
             return None
-        return SymmetricBuffers.at(
-            addresses, self.rank, capacity, device, together=together, flagged=flagged
-        )
+        return SymmetricBuffers.at(addresses, self.rank, capacity, device, together=together)

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.engine.shards.device_group import FLAGGED_WORDS, MOST_BROADCAST, longest_sum
+from tokenpod.engine.shards.device_group import MOST_BROADCAST, PAIR_WORDS, longest_sum
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
-from tokenpod.kernels.operations.ops import AddLinear, Operations
+from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Operations
 
 
 class NotedGroup:
@@ -25,14 +25,13 @@ class NotedGroup:
 
         def of_all(capacity: int, **how: int) -> list[SymmetricBuffers]:
             return [
-                SymmetricBuffers.at([0] * world, each, capacity, device, **how)  # type: ignore[arg-type]
+                SymmetricBuffers.at([0] * world, each, capacity, device, **how)
                 for each in range(world)
             ]
 
         short = longest_sum(world) if one_pod else 0
-        self._forms = [of_all(short)] if short else []
-        if short and world == 2:
-            self._forms.append(of_all(FLAGGED_WORDS, flagged=True))
+        #: Of every rank; none: sums are NCCL's.
+        self._sums = of_all(PAIR_WORDS if world == 2 else short) if short else []
         #: Of every rank, where products end in sums.
         self.buffers = of_all(short, together=1) if short else None
         self._broadcasts = of_all(MOST_BROADCAST)
@@ -44,16 +43,19 @@ class NotedGroup:
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """Note it for each rank."""
-        for buffers in self._for(partial):
+        for buffers in self._for(residual):
             buffers.add(partial, residual)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """What has the shape of all ranks' columns."""
+        """Note it for each rank; what has the shape of all ranks' columns."""
+        if self._sums and self.world == 2 and x.shape[1] * x.itemsize % 4 == 0:
+            gathered = [buffers.gather(x.contiguous()) for buffers in self._sums]
+            return gathered[0]
         return x.new_empty(len(x), self.world * x.shape[1])
 
     def broadcast(self, tokens: torch.Tensor) -> None:
         """Note it for each rank."""
-        if self._forms and len(tokens) <= MOST_BROADCAST:
+        if self._sums and len(tokens) <= MOST_BROADCAST:
             for buffers in self._broadcasts:
                 buffers.tell(tokens)
 
@@ -74,10 +76,10 @@ class NotedGroup:
             weight: torch.Tensor,
             bias: torch.Tensor | None,
             buffers: list[SymmetricBuffers],
-            apart: AddLinear,
+            add: AddSummand,
         ) -> AddLinear:
             products: list[Callable[..., None]] = [
-                prepare(weight, bias, each, apart) for each in buffers
+                prepare(weight, bias, each, add) for each in buffers
             ]
 
             def add_products(x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -89,4 +91,5 @@ class NotedGroup:
         return replace(ops, prepare_sum_linear=prepare_all)
 
     def _for(self, x: torch.Tensor) -> list[SymmetricBuffers]:
-        return next((form for form in self._forms if form[0].fit(x)), [])
+        fits = not x.nbytes % 4 and (self.world == 2 or all(each.fit(x) for each in self._sums))
+        return self._sums if fits else []

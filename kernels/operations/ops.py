@@ -66,6 +66,14 @@ class AddLinear(Protocol):
         ...
 
 
+class AddSummand(Protocol):
+    """The end of a product whose summands are those of ranks."""
+
+    def __call__(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+        """Partial [T, out] of this rank, or [splits, T, out] as `SymmetricBuffers.add` says."""
+        ...
+
+
 #: What `Group.buffers` is; each kind of group has its own.
 PeerBuffers = Any
 
@@ -132,12 +140,12 @@ class PrepareSumLinear(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         buffers: PeerBuffers,
-        apart: AddLinear,
+        add: AddSummand,
     ) -> AddLinear:
         """Weight [out, in], bias [out] or None -> residual += Σ (x · weightᵀ + bias), in place.
 
-        The sum is over ranks and bit by bit the same on all. `apart` does the same in two steps:
-        for tokens with which one step would not be faster, or impossible.
+        The sum is over ranks and bit by bit the same on all. For tokens with which one step would
+        not be faster, or impossible, `add` is the second.
         """
         ...
 

@@ -69,14 +69,14 @@ def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
         # A bias is added once.
         own_bias = bias if group.rank == 0 else None
+        if ops.prepare_sum_linear is not None and group.buffers is not None:
+            return ops.prepare_sum_linear(weight, own_bias, group.buffers, group.add)
         product = ops.prepare_linear(weight, own_bias)
 
         def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
             group.add(product(x), residual)
 
-        if ops.prepare_sum_linear is None or group.buffers is None:
-            return add_product
-        return ops.prepare_sum_linear(weight, own_bias, group.buffers, add_product)
+        return add_product
 
     return prepare
 

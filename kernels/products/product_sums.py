@@ -2,9 +2,8 @@
 
 A program of such a product has some outputs of this rank. It sends them to the other ranks'
 buffers, waits for theirs of the same outputs, and adds the sum to the residual stream, all in the
-words of `peers`: 32 bits of outputs, and above them the number of the launch. Outputs are rounded
-before they travel and before they are summed, in the order of ranks: bit by bit what the product
-alone and `SymmetricBuffers.add` behind it yield.
+words of `peers`. Outputs are rounded before they travel and before they are summed, in the order of
+ranks: bit by bit what the product alone and `SymmetricBuffers.add` behind it yield.
 
 Word token · n/2 + row/2 holds outputs `row` and `row + 1` of a token, or one output of 32 bits. So
 a word belongs to other programs if the tile is another, and to other outputs if n is. Therefore
@@ -105,7 +104,7 @@ def add_ranks(
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             place = half + RANK * ranks.capacity + at
-            send(own, launch, ranks.addresses + rank, place, inside)
+            send(own, ranks.addresses + rank, place, inside)
     low, high = numbers(tl.load(ranks.residual + at, mask=inside, other=0), KIND)
     sum_low = tl.zeros(at.shape, tl.float32)
     sum_high = tl.zeros(at.shape, tl.float32)
@@ -113,7 +112,7 @@ def add_ranks(
         word = own
         if rank != RANK:
             place = half + rank * ranks.capacity + at
-            word = receive(launch, ranks.addresses + RANK, place, inside)
+            word = receive(ranks.addresses + RANK, place, inside)
         rank_low, rank_high = numbers(word, KIND)
         sum_low += rank_low
         sum_high += rank_high

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, launch_options
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
-from tokenpod.kernels.operations.ops import AddLinear, Linear
+from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Linear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
 from tokenpod.kernels.products.library import load_kernels
@@ -107,22 +107,30 @@ def prepare_sum_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     buffers: SymmetricBuffers,
-    apart: AddLinear,
+    add: AddSummand,
     tiles: Tiles | None = None,
 ) -> AddLinear:
     """The product residual += Σ (x · weightᵀ + bias) over ranks.
 
-    One kernel for few tokens, whose programs join their outputs.
+    One kernel for few tokens, whose programs join their outputs. Where programs along k share a
+    sum, `add` gets their summands.
     """
     table, (n, k) = table_for(weight, tiles), weight.shape
+    product = prepare_linear(weight, bias, tiles)
 
     def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
         if whole and fits(residual, buffers, _outputs_of(tile, gated=False)):
             multiply(x, weight, bias, residual, tile, buffers=buffers)
+            return
+        tile = table.choose(n, k, len(x))
+        if tile.kind is Kind.MATRIX and tile.splits > 1 and bias is None and buffers.fit(residual):
+            partials = _partials(tile.splits, residual)
+            multiply(x, weight, None, residual, tile, partials=partials)
+            add(partials, residual)
         else:
-            apart(x, residual)
+            add(product(x), residual)
 
     return sum_product
 
@@ -174,6 +182,7 @@ def multiply(
     add: bool = False,
     buffers: SymmetricBuffers | None = None,
     more: MoreRows | None = None,
+    partials: torch.Tensor | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
@@ -182,6 +191,8 @@ def multiply(
 
     With `buffers` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
     are neither splits nor an activation, and all ranks call this with the same tile.
+
+    With `partials`, [splits, T, n] float32, the sums of programs that share a row are left there.
 
     With `more`, of one token and `Kind.MULTIPLY_ADD` without an activation, its rows are multiplied
     too.
@@ -243,7 +254,7 @@ def multiply(
         assert norm is None
         target = y
         if splits > 1:
-            target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+            target = _partials(splits, y) if partials is None else partials
             common |= {"BIAS": False, "ADD": False}
         matrix[grid](
             x,
@@ -259,8 +270,13 @@ def multiply(
             SPLITS=splits,
             **common,
         )
-        if splits > 1:
+        if splits > 1 and partials is None:
             add_up(target, bias, y, add=add)
+
+
+def _partials(splits: int, y: torch.Tensor) -> torch.Tensor:
+    """Room for the sums of programs that share rows of a weight, [splits, T, n] float32."""
+    return torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device)
 
 
 def _multiply_tiles(

@@ -480,9 +480,11 @@ def others() -> None:
     moved.scatter(rows, one)
     buffers = peers.SymmetricBuffers.at([0, 0], 0, peers.BLOCK, CPU)
     buffers.add(draw(peers.BLOCK), draw(peers.BLOCK))
+    rows = peers.SymmetricBuffers.at([0, 0], 0, 512 * peers.BLOCK, CPU)
+    for hidden in (4096, 2880):
+        rows.add(draw(2, 2, hidden, dtype=torch.float32), draw(2, hidden))
+    rows.gather(draw(2, 4096))
     buffers.tell(torch.zeros(3, dtype=torch.int64))
-    long = peers.SymmetricBuffers.at([0, 0], 0, peers.FLAGGED_BLOCK, CPU, flagged=True)
-    long.add(draw(2 * peers.BLOCK), draw(2 * peers.BLOCK))
 
 
 def sample() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.kernels.interpreted import DEVICE
-from tokenpod.kernels.gpu.peers import BLOCK, FLAGGED_BLOCK, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, EMPTY, EMPTY_PAIR, SymmetricBuffers
 
 WORDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 
@@ -18,45 +18,31 @@ WORDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 class Peers:
     """Ranks with buffers."""
 
-    def __init__(self, world: int, blocks: int = 2, *, flagged: bool = False) -> None:
-        self.world, self.flagged = world, flagged
-        self.capacity = blocks * (FLAGGED_BLOCK if flagged else BLOCK)
-        words = SymmetricBuffers.words(world, self.capacity, flagged=flagged)
-        memory = torch.zeros((world, words), dtype=torch.int64, device=DEVICE)
+    def __init__(self, world: int, blocks: int = 2) -> None:
+        self.world, self.capacity = world, blocks * BLOCK
+        words = SymmetricBuffers.words(world, self.capacity)
+        memory = torch.full((world, words), EMPTY_PAIR, dtype=torch.int64, device=DEVICE)
         addresses = [buffer.data_ptr() for buffer in memory]
         self.ranks = [
-            SymmetricBuffers.at(addresses, rank, self.capacity, DEVICE, flagged=flagged)
-            for rank in range(world)
+            SymmetricBuffers.at(addresses, rank, self.capacity, DEVICE) for rank in range(world)
         ]
-        if flagged:
-            data = 2 * world * self.capacity
-            #: [receiver, half, sender, word], [receiver, half, sender, block]
-            self.memory = memory.view(torch.int32)[:, :data].view(world, 2, world, -1)
-            self.flags = memory.view(torch.int32)[:, data:].view(world, 2, world, blocks)
-        else:
-            self.memory = memory.view(world, 2, world, -1)
+        #: [receiver, half, sender, word]
+        self.memory = memory.view(torch.int32).view(world, 2, world, -1)
 
-    def put(self, message: torch.Tensor, *, sender: int, receiver: int, launch: int) -> None:
-        """What `sender` writes to `receiver` in its launch number `launch`.
+    def put(self, message: torch.Tensor, *, sender: int, receiver: int) -> None:
+        """What `sender` writes to `receiver`, if it has launched as often.
 
-        Where blocks are flagged each has a number of its own, the receiver's next one.
+        Of as many words as buffers hold in two launches.
         """
-        words = message.reshape(-1).view(torch.int32)
-        if not self.flagged:
-            stamped = words.to(torch.int64) & 0xFFFFFFFF | launch << 32
-            self.memory[receiver, launch % 2, sender, : len(words)] = stamped
-            return
-        counts = self.ranks[receiver].counts.clone()
-        for at, piece in enumerate(words.split(FLAGGED_BLOCK)):
-            block = at % len(counts)
-            counts[block] += 1
-            half, start = counts[block] % 2, block * FLAGGED_BLOCK
-            self.memory[receiver, half, sender, start : start + len(piece)] = piece
-            self.flags[receiver, half, sender, block] = counts[block]
+        words, size = message.reshape(-1).view(torch.int32), self.capacity
+        places = torch.arange(len(words), device=DEVICE)
+        counts = self.ranks[receiver].counts
+        launch = counts[places % size // BLOCK] + 1 + places // size
+        self.memory[receiver, launch % 2, sender, places % size] = words
 
-    def sum(self, rank: int, partials: list[torch.Tensor], launch: int, into=None) -> torch.Tensor:
+    def sum(self, rank: int, partials: list[torch.Tensor], into=None) -> torch.Tensor:
         for sender in set(range(self.world)) - {rank}:
-            self.put(partials[sender], sender=sender, receiver=rank, launch=launch)
+            self.put(partials[sender], sender=sender, receiver=rank)
         own = partials[rank].clone()
         if into is None:
             self.ranks[rank].sum(own)
@@ -77,73 +63,60 @@ def assert_rounded(got, expected):
     torch.testing.assert_close(got, expected, rtol=2**-7 if cut_off else 1e-6, atol=1e-6)
 
 
-FORMS = pytest.mark.parametrize("flagged", [False, True], ids=["words", "flagged"])
-
-
-@FORMS
 @pytest.mark.parametrize("dtype", WORDS, ids=str)
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_sum_is_rounded_once_and_the_same_everywhere(world, dtype, flagged):
-    peers = Peers(world, flagged=flagged)
+def test_a_sum_is_rounded_once_and_the_same_everywhere(world, dtype):
+    peers = Peers(world)
     partials = [draw(3, 140, dtype=dtype, seed=rank) for rank in range(world)]
     expected = torch.stack([partial.float() for partial in partials]).sum(0).to(dtype)
-    sums = [peers.sum(rank, partials, launch=1) for rank in range(world)]
+    sums = [peers.sum(rank, partials) for rank in range(world)]
     for got in sums:
         assert torch.equal(got, sums[0])
     assert_rounded(sums[0], expected)
 
 
-@FORMS
 @pytest.mark.parametrize("dtype", WORDS, ids=str)
-def test_a_sum_meets_the_residual_stream_before_it_is_rounded(dtype, flagged):
-    peers = Peers(2, flagged=flagged)
+def test_a_sum_meets_the_residual_stream_before_it_is_rounded(dtype):
+    peers = Peers(2)
     partials = [draw(2, 64, dtype=dtype, seed=rank) * 2**-9 for rank in range(2)]
     residual = draw(2, 64, dtype=dtype, seed=9)
     expected = (residual.float() + (partials[0].float() + partials[1].float())).to(dtype)
     for rank in range(2):
-        assert_rounded(peers.sum(rank, partials, launch=1, into=residual), expected)
+        assert_rounded(peers.sum(rank, partials, into=residual), expected)
 
 
-def test_the_others_get_the_message_with_the_launch_on_every_word():
+def test_the_others_get_the_message_and_empty_its_place():
     peers = Peers(3)
     partials = [draw(1, 20, dtype=torch.float32, seed=rank) for rank in range(3)]
-    peers.sum(1, partials, launch=1)
+    peers.sum(1, partials)
     for receiver in (0, 2):
         words = peers.memory[receiver, 1, 1, :20]
-        assert (words >> 32).unique().tolist() == [1]
-        assert torch.equal(words.to(torch.int32).view(torch.float32), partials[1][0])
-        assert not peers.memory[receiver, 1, 1, 20:].any()
-        assert not peers.memory[receiver, 0].any()
+        assert torch.equal(words.view(torch.float32), partials[1][0])
+        assert (peers.memory[receiver, 1, 1, 20:] == EMPTY.value).all()
+        assert (peers.memory[receiver, 0] == EMPTY.value).all()
+    assert (peers.memory[1] == EMPTY.value).all()
 
 
-@pytest.mark.parametrize("words", [FLAGGED_BLOCK + 1, 3 * FLAGGED_BLOCK, 4 * FLAGGED_BLOCK - 6])
-def test_both_forms_of_a_sum_are_bit_by_bit_the_same(words):
-    """Also of what is longer than flagged buffers and goes through them in two pieces."""
-    flagged, stamped = Peers(2, 2, flagged=True), Peers(2, 4 * FLAGGED_BLOCK // BLOCK)
-    for launch in (1, 2):
-        partials = [draw(words, 2, dtype=torch.bfloat16, seed=launch + rank) for rank in range(2)]
+@pytest.mark.parametrize("words", [2 * BLOCK + 2, 4 * BLOCK])
+def test_what_is_longer_than_the_buffer_takes_several_launches(words):
+    small, large = Peers(2, 2), Peers(2, 4)
+    for _ in range(2):
+        partials = [draw(words, 2, dtype=torch.bfloat16, seed=rank) for rank in range(2)]
         residual = draw(words, 2, dtype=torch.bfloat16, seed=9)
-        expected = stamped.sum(1, partials, launch=launch, into=residual)
+        expected = large.sum(1, partials, into=residual)
         for rank in range(2):
-            got = flagged.sum(rank, partials, launch=launch, into=residual)
-            assert torch.equal(got, expected)
-            blocks = torch.arange(-(-words // FLAGGED_BLOCK)) % 2
-            counts = blocks.bincount(minlength=2) * launch
-            assert flagged.ranks[rank].counts.tolist() == counts.tolist()
+            assert torch.equal(small.sum(rank, partials, into=residual), expected)
+    assert small.ranks[0].counts.max() == 4
 
 
-def test_the_others_get_flagged_words_and_then_the_number_of_the_launch():
-    peers = Peers(3, 3, flagged=True)
-    partials = [draw(1, FLAGGED_BLOCK + 20, dtype=torch.float32, seed=r) for r in range(3)]
-    peers.sum(1, partials, launch=1)
-    for receiver in (0, 2):
-        words = peers.memory[receiver, 1, 1]
-        assert torch.equal(words[: FLAGGED_BLOCK + 20].view(torch.float32), partials[1][0])
-        assert not words[FLAGGED_BLOCK + 20 :].any()
-        assert peers.flags[receiver, 1, 1].tolist() == [1, 1, 0]
-        assert not peers.memory[receiver, 0].any()
-        assert not peers.flags[receiver, 0].any()
-    assert peers.ranks[1].counts.tolist() == [1, 1, 0]
+def test_columns_of_ranks_are_gathered_beside_each_other():
+    """Of more rows than buffers hold at a time."""
+    columns = [draw(16, 2 * 90, dtype=torch.bfloat16, seed=rank) for rank in range(2)]
+    peers = Peers(2, 2)
+    peers.capacity = 990  # 11 rows
+    for rank in range(2):
+        peers.put(columns[1 - rank], sender=1 - rank, receiver=rank)
+        assert torch.equal(peers.ranks[rank].gather(columns[rank]), torch.cat(columns, dim=1))
 
 
 def test_launches_of_any_sizes_follow_each_other():
@@ -155,13 +128,35 @@ def test_launches_of_any_sizes_follow_each_other():
         for block in range(-(-words // BLOCK)):
             launches[block] += 1
             part = slice(block * BLOCK, (block + 1) * BLOCK)
-            message = partials[1][0, part].contiguous().view(torch.int32).long() & 0xFFFFFFFF
-            buffer = peers.memory[0, launches[block] % 2, 1, part]
-            buffer[: len(message)] = message | launches[block] << 32
+            message = partials[1][0, part].contiguous().view(torch.int32)
+            peers.memory[0, launches[block] % 2, 1, part][: len(message)] = message
         own = partials[0].clone()
         peers.ranks[0].sum(own)
         assert torch.equal(own, partials[0] + partials[1])
     assert peers.ranks[0].counts.tolist() == launches
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_what_programs_along_k_have_summed_is_added_up_first(dtype):
+    peers, splits = Peers(2), draw(3, 4, 70, dtype=torch.float32, seed=1)
+    own = (splits[0] + splits[1] + splits[2]).to(dtype)
+    other, target = (draw(4, 70, dtype=dtype, seed=seed) for seed in (2, 3))
+    expected = (target.float() + (own.float() + other.float())).to(dtype)
+    peers.put(other, sender=1, receiver=0)
+    peers.ranks[0].add(splits, target)
+    assert torch.equal(target, expected)
+
+
+def test_a_word_that_looks_like_none_is_sent_as_another():
+    peers = Peers(2)
+    odd = torch.tensor([[EMPTY.value, 3]], dtype=torch.int32, device=DEVICE).view(torch.float32)
+    peers.put(torch.ones_like(odd), sender=1, receiver=0)
+    got = odd.clone()
+    peers.ranks[0].sum(got)
+    assert got.isnan().tolist() == [[True, False]]
+    sent = peers.memory[1, 1, 0, :2]
+    assert sent.tolist() == [-1, 3]
+    assert sent.view(torch.float32)[0].isnan()
 
 
 def test_the_leader_tells_its_tokens():
@@ -181,15 +176,11 @@ def test_what_does_not_fit_is_known_before():
     assert buffers.fit(torch.zeros(2 * BLOCK, dtype=torch.bfloat16))
     assert not buffers.fit(torch.zeros(BLOCK + 1, dtype=torch.float32))
     assert not buffers.fit(torch.zeros(3, dtype=torch.bfloat16))
-    flagged = Peers(2, blocks=1, flagged=True).ranks[0]
-    assert flagged.fit(torch.zeros(9 * FLAGGED_BLOCK, dtype=torch.float32))
-    assert not flagged.fit(torch.zeros(3, dtype=torch.bfloat16))
 
 
-@FORMS
-def test_bad_numbers_stay_bad(flagged):
-    peers = Peers(2, flagged=flagged)
+def test_bad_numbers_stay_bad():
+    peers = Peers(2)
     partials = [torch.tensor([[float("nan"), float("inf")]], device=DEVICE), torch.ones(1, 2)]
-    got = peers.sum(0, [partial.to(DEVICE) for partial in partials], launch=1)
+    got = peers.sum(0, [partial.to(DEVICE) for partial in partials])
     assert got[0, 0].isnan()
     assert got[0, 1] == float("inf")

@@ -14,7 +14,7 @@ import torch
 from triton.runtime import interpreter
 
 from support.kernels.interpreted import DEVICE
-from tokenpod.kernels.gpu.peers import FLAGGED_BLOCK, SymmetricBuffers
+from tokenpod.kernels.gpu.peers import BLOCK, SymmetricBuffers
 from tokenpod.kernels.products import triton_product as product
 from tokenpod.kernels.products.product_tiles import Kind, Tile
 
@@ -24,7 +24,7 @@ MATRIX = Tile(Kind.MATRIX, block_n=32, block_k=32, warps=2, stages=3)
 K = 72
 TURNS = 24
 #: Words that ranks send each other at a time of long sums.
-LONG = 2 * FLAGGED_BLOCK
+LONG = 2 * BLOCK
 
 
 @dataclass
@@ -66,7 +66,7 @@ def turn_of(turn: int, world: int) -> tuple[bool, Tile, Sum]:
 
 
 def long_partial(turn: int, rank: int) -> torch.Tensor:
-    """A rank's summand, of up to three times what flagged buffers hold."""
+    """A rank's summand, of up to three times what the buffers for it hold."""
     words = int(np.random.default_rng(turn).integers(1, 3 * LONG))
     generator = torch.Generator().manual_seed(2 * turn + rank)
     return torch.randn(words, generator=generator).to(DEVICE)
@@ -78,7 +78,7 @@ def _read_late(seed: int) -> None:
     And always for a moment, in which the others have the processor.
     """
     builder = interpreter.InterpreterBuilder
-    load, atomic = builder.create_masked_load, builder.create_atomic_rmw
+    load = builder.create_masked_load
     draw = random.Random(seed)
 
     def late(self, pointers, mask, other, cache, eviction, is_volatile):
@@ -86,11 +86,7 @@ def _read_late(seed: int) -> None:
             time.sleep(0.1 if draw.random() < 0.05 else 0.0005)
         return load(self, pointers, mask, other, cache, eviction, is_volatile)
 
-    def late_atomic(self, *arguments):
-        time.sleep(0.05 if draw.random() < 0.01 else 0.0005)
-        return atomic(self, *arguments)
-
-    builder.create_masked_load, builder.create_atomic_rmw = late, late_atomic
+    builder.create_masked_load = late
 
 
 def follow_turns(job: tuple[int, int, torch.Tensor, torch.Tensor]) -> list[np.ndarray]:
@@ -98,15 +94,15 @@ def follow_turns(job: tuple[int, int, torch.Tensor, torch.Tensor]) -> list[np.nd
 
     Args:
         job: the rank, how many there are, and their memory: [two kinds of buffers, receiver, half,
-            sender, word] and [receiver, words of a flagged buffer].
+            sender, word] and [receiver, words of the buffer for long sums].
     """
-    rank, world, memory, flagged = job
+    rank, world, memory, others = job
     torch.set_num_threads(1)
     _read_late(rank)
-    addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in (*memory, flagged)]
+    addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in (*memory, others)]
     behind = SymmetricBuffers.at(addresses[0], rank, memory.shape[-1], DEVICE)
     at_the_end = SymmetricBuffers.at(addresses[1], rank, memory.shape[-1], DEVICE, together=1)
-    long = SymmetricBuffers.at(addresses[2], rank, LONG, DEVICE, flagged=True)
+    long = SymmetricBuffers.at(addresses[2], rank, LONG, DEVICE)
     totals = []
     for turn in range(TURNS):
         joined, tile, each = turn_of(turn, world)

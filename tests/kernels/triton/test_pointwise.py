@@ -148,8 +148,8 @@ def test_rows_of_every_size(tokens, n, dtype, draw, device):
 def test_gelu_of_short_numbers_is_off_by_little_more_than_rounding(device):
     """Each number for itself, also where the result is small."""
     x = torch.linspace(-5.5, 8, 5000).to(torch.float16)[None].to(device)
-    got = pointwise.activate(x, Activation.GELU).double().cpu()
     truth = torch.nn.functional.gelu(x.double().cpu())
+    got = pointwise.activate(x, Activation.GELU).double().cpu()  # in x's place
     normal = truth.abs() > torch.finfo(torch.float16).smallest_normal
     off = (got - truth).abs() / truth.abs()
     assert off[normal].max() < torch.finfo(torch.float16).eps / 2 + 2e-4

@@ -279,6 +279,8 @@ def _lines(report: Report) -> Iterator[str]:
             cache += f"; windows: {found.window_slots:,} slots of {each}, in the reserve"
         elif found.windows is not None:
             cache += f"; windows: {found.windows}"
+        elif not found.slot_bytes and not found.row_bytes:
+            cache = f"none: texts are read as a whole, {found.slots or 0:,} tokens at once"
         yield f"{'KV cache':<16}{gib(found.kv_bytes):>8}  {cache}"
         yield f"{'left':<16}{gib(found.free - found.kv_bytes):>8}"
         if report.offload_slots:

@@ -142,10 +142,10 @@ def choose_slots(
         The number, or None if `wanted` does not fit. PROBE_TOKENS more fit as well.
     """
     fits = most_useful
-    if slot_bytes:  # else all layers have a window
+    if slot_bytes:  # else all layers have a window, or keep nothing
         fits = int(max(free, 0) * fraction) // slot_bytes - PROBE_TOKENS
     if wanted is not None:
-        return wanted if wanted <= fits else None
+        return wanted if not slot_bytes or wanted <= fits else None
     return max(min(fits, most_useful), 1)
 
 
@@ -185,7 +185,7 @@ def offload_slots(asked: int, ranks: int, slot_bytes: int) -> int:
         ranks: of that machine.
         slot_bytes: memory of one slot in all layers of one rank.
     """
-    return asked // ranks // slot_bytes // BLOCK * BLOCK
+    return asked // ranks // slot_bytes // BLOCK * BLOCK if slot_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)

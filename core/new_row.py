@@ -42,7 +42,9 @@ class NewRow:
 
     @property
     def flags(self) -> int:
-        """What it asks of a sampler, of `DRAWS` and `EDITED`."""
+        """What it asks of a sampler, of `DRAWS` and `EDITED`: nothing if it is read for vectors."""
+        if self.request.pooling is not None:
+            return 0
         flags = TABLE.needs(self.request.sampling) & (DRAWS | EDITED)
         return flags | EDITED if self.ends or self.stops else flags
 

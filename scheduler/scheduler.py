@@ -29,6 +29,7 @@ from tokenpod.scheduler.drafts.forced import Forced
 from tokenpod.scheduler.kv.kv import KV
 from tokenpod.scheduler.kv.offload import Offload, offload_of
 from tokenpod.scheduler.kv.preemption import Always, Preemption
+from tokenpod.scheduler.kv.whole_texts import WholeTexts
 from tokenpod.scheduler.planners.batcher import Batcher
 from tokenpod.scheduler.planners.deadlines import Deadlines
 from tokenpod.scheduler.planners.order import Arrival, Shortest
@@ -102,13 +103,17 @@ class Scheduler:
         slots, windows = limits.slots + PROBE_TOKENS, None
         if limits.windows is not None:
             windows = Windows(slots, limits.windows, caching=limits.caching)
-        self.kv = KV(
-            slots,
-            caching=limits.caching,
-            by_uses=limits.prefix_eviction == "lfu",
-            offload=offload_of(limits),
-            windows=windows,
-            snapshots=limits.snapshots,
+        self.kv = (
+            WholeTexts(slots)
+            if limits.whole_prompts
+            else KV(
+                slots,
+                caching=limits.caching,
+                by_uses=limits.prefix_eviction == "lfu",
+                offload=offload_of(limits),
+                windows=windows,
+                snapshots=limits.snapshots,
+            )
         )
         self.adapters = AdapterSlots(
             limits.adapter_slots, limits.adapters, limits.adapter_heads, limits.whole_adapters

@@ -1,7 +1,7 @@
 """A tower's layers as CUDA graphs: one per layer, for each of the last shapes of images.
 
     image 1  of a shape   layers are called as they are
-    image 2               each is captured, and replayed
+    image 2               each is captured, and replayed, if `CapturePace` says so
     image 3 and later     each is replayed: one launch, where transformers makes 25 to 30
 
 A graph reads what the layer before has left where that is; the first one's arguments are copied to
@@ -11,6 +11,7 @@ where it reads them. Layers of one image run one after the other, so all shapes 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -21,14 +22,16 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tokenpod.engine.gpu.graphs import record
+from tokenpod.engine.images.capture_pace import CapturePace
 
 if TYPE_CHECKING:
     from tokenpod.models.towers.tower import Tower
 
 log = logging.getLogger("tokenpod.engine")
 
-#: Shapes whose graphs are kept, and shapes that are remembered as seen once.
-MOST_SHAPES, _MOST_SEEN = 8, 64
+#: Of what shapes that are captured take on the device, besides memory that they share; and of that
+#: what a graph takes, about.
+MOST_BYTES, _GRAPH_BYTES = 256 << 20, 160 << 10
 
 
 class _Input(NamedTuple):
@@ -57,6 +60,11 @@ class _Shape:
     #: Where the layers' common arguments are read.
     inputs: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return len(self.layers) * _GRAPH_BYTES + sum(each.nbytes for each in self.inputs)
+
 
 class CapturedLayers:
     """Calls the layers of a tower, captured where their shapes have come before.
@@ -67,12 +75,19 @@ class CapturedLayers:
 
     Args:
         device: of the tower. (A CPU will do for tests: "replaying" calls the layer again.)
+        pace: which shapes are captured.
+        most_bytes: that these may take on the device; the one that came last is kept in any case.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        pace: CapturePace | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._device, self._most_bytes = device, most_bytes
+        self._pace = pace or CapturePace()
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._memory: Any = None
         self._works = True
         #: Of this image: its shape, if that is captured; whether it is with this image; layers that
@@ -90,6 +105,11 @@ class CapturedLayers:
 
     def begin(self) -> None:
         """A new image comes."""
+        self._pace.begin()
+        if self._is_new:
+            taken = sum(shape.nbytes for shape in self.shapes)
+            while taken > self._most_bytes and len(self._shapes) > 1:
+                taken -= self._shapes.popitem(last=False)[1].nbytes
         self._shape, self._is_new = None, False
         self._called, self._copied, self._left = set(), {}, set()
 
@@ -112,7 +132,10 @@ class CapturedLayers:
             # another one might take it for what that computes with.
             return forward(*args, **named)
         if layer is None:
-            return self._captured(self._shape, at, signature, forward, leaves, form)
+            began = time.perf_counter()
+            made = self._captured(self._shape, at, signature, forward, leaves, form)
+            self._pace.took(time.perf_counter() - began)
+            return made
         if layer.signature != signature:
             return forward(*args, **named)
         for read, leaf in zip(layer.reads, filter(_is_read, leaves), strict=True):
@@ -125,20 +148,13 @@ class CapturedLayers:
     # -- details -------------------------------------------------------------------------------
 
     def _known(self, signature: Hashable) -> _Shape | None:
-        """The shape of images whose first layer is called so, from the second image on."""
+        """The shape of images whose first layer is called so, if it is captured, or is to be."""
         shape = self._shapes.get(signature)
         if shape is not None:
             self._shapes.move_to_end(signature)
-        elif signature in self._seen:
-            del self._seen[signature]
+        elif self._pace.worth(signature):
             shape = self._shapes[signature] = _Shape()
             self._is_new = True
-            if len(self._shapes) > MOST_SHAPES:
-                self._shapes.popitem(last=False)
-        else:
-            self._seen[signature] = None
-            if len(self._seen) > _MOST_SEEN:
-                self._seen.popitem(last=False)
         return shape
 
     def _captured(

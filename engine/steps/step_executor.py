@@ -162,7 +162,8 @@ class StepExecutor(ABC, Generic[S]):
                 self._pool.copy_states(plan.loaded_from.tolist(), plan.loaded_row.tolist())
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
-            self._note_slots(plan)
+            if self._keeps:
+                self._note_slots(plan)
             unknown = Unknown.of(plan) if plan.drafts else None
             if unknown is not None:
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
@@ -252,6 +253,11 @@ class StepExecutor(ABC, Generic[S]):
     # -- window slots --------------------------------------------------------------------------
 
     @property
+    def _keeps(self) -> bool:
+        """Whether slots matter: not where each text is read in one step."""
+        return self._model.pooling is None or bool(self._pool.keys)
+
+    @property
     def _windowed(self) -> bool:
         """Whether layers with a window have slots of their own."""
         return self._pool.window_slots > 0
@@ -290,7 +296,8 @@ class StepExecutor(ABC, Generic[S]):
             if (asked := new.request.pooling) is not None:
                 length = len(new.request.prompt)
                 self._texts[row] = TextSoFar(length, asked.left_out, asked.tokens, asked.weights)
-        _begin_runs(plan, self._runs, plan.prefix_slot)
+        if self._keeps:
+            _begin_runs(plan, self._runs, plan.prefix_slot)
         if self._windowed:
             windows = self._in_windows(plan.prefix_window, plan.prefix_slot)
             _begin_runs(plan, self._window_runs, windows)

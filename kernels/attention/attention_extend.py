@@ -138,7 +138,7 @@ def _launch(
     kv_heads = own_keys.shape[1]
     _attend[(kv_heads * tile.parts, len(tiles))](
         *(q, keys, values, out, row_table, tiles, b_row),
-        *(options.alibi_slopes, options.sinks, options.distance_bias),
+        *(options.alibi_slopes, options.sinks),
         *((scales.keys, scales.values) if scales else (None, None)),
         *(q.stride(0), q.stride(1), out.stride(0)),
         *(own_keys.stride(0), own_keys.stride(1), own_values.stride(0), own_values.stride(1)),
@@ -146,7 +146,6 @@ def _launch(
         options.scale_of(head_dim),
         options.softcap or 0.0,
         window or 0,
-        0 if options.distance_bias is None else options.distance_bias.shape[1] // 2,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=own_values.shape[2],
@@ -177,7 +176,7 @@ def _describe(pool: torch.Tensor, slots: int, columns: int) -> TensorDescriptor:
 
 
 @launched
-@triton.jit(do_not_specialize=["window", "furthest"])
+@triton.jit(do_not_specialize=["window"])
 def _attend(
     q,
     keys,
@@ -188,7 +187,6 @@ def _attend(
     b_row,
     h_slope,
     h_sink,
-    h_bias,
     key_scales,
     value_scales,
     q_token_stride,
@@ -202,7 +200,6 @@ def _attend(
     scale,
     softcap,
     window,
-    furthest,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -255,9 +252,6 @@ def _attend(
         mask=is_asked,
         other=0.0,
     )
-    biases = None
-    if h_bias is not None:
-        biases = h_bias + heads * (2 * furthest + 1) + furthest
     slopes = None
     if ALIBI:
         slopes = tl.load(h_slope + heads)
@@ -304,10 +298,10 @@ def _attend(
         if WINDOWED or stage > 0:
             for at in tl.range(low, high, BLOCK_N):
                 most, total, result, slots = _add_keys(
-                    most, total, result, slots, query, at, lowest, end, asked, slopes, biases,
+                    most, total, result, slots, query, at, lowest, end, asked, slopes,
                     keys, values, row_table, source, kv_head, column,
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
-                    table_stride, scale, softcap, window, furthest,
+                    table_stride, scale, softcap, window,
                     HEAD_DIM, VALUE_DIM, DIM, COLUMNS, PARTS, BLOCK_N, CONTIGUOUS, DESCRIBED,
                     WINDOWED, SOFTCAP, ALIBI, SCALED, CAUSAL, ALIGNED, stage != 1,
                 )  # fmt: skip
@@ -351,7 +345,6 @@ def _add_keys(
     end,
     asked,
     slopes,
-    biases,
     keys,
     values,
     row_table,
@@ -366,7 +359,6 @@ def _add_keys(
     scale,
     softcap,
     window,
-    furthest,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -428,13 +420,9 @@ def _add_keys(
     if SCALED:
         key, value = key.to(query.dtype), value.to(query.dtype)
     products = tl.dot(query, tl.trans(key), input_precision="tf32x3")
-    signed = asked[:, None] - seen[None, :]
-    distance = signed
+    distance = asked[:, None] - seen[None, :]
     if not CAUSAL:
-        distance = tl.abs(signed)
-    if biases is not None:
-        near = tl.minimum(tl.maximum(signed, -furthest), furthest)
-        products += tl.load(biases[:, None] + near) / scale
+        distance = tl.abs(distance)
     logits = logits_of(products, scale, softcap, slopes, distance, SOFTCAP, ALIBI)
     if MASKED:
         if CAUSAL:

@@ -77,9 +77,9 @@ def cut_rows(
     return tiles[is_contiguous], tiles[~is_contiguous]
 
 
-def unpack_tiles(packed: torch.Tensor, *, causal: bool = True) -> TileList:
-    """Two lists [n, fields], contiguous and scattered, of packed [2 · n · fields] int32; views."""
-    contiguous, scattered = packed.view(2, -1, FIELDS if causal else WHOLE_FIELDS)
+def unpack_tiles(packed: torch.Tensor) -> TileList:
+    """Two lists [n, FIELDS], contiguous and scattered, of packed [2 · n · FIELDS] int32; views."""
+    contiguous, scattered = packed.view(2, -1, FIELDS)
     return TileList(contiguous, scattered)
 
 

@@ -72,7 +72,6 @@ class LoopPlan(AttentionPlan):
     extends: list[Extend]
     batch: ForwardBatch
     window: int | None
-    causal: bool = True
 
     def refresh(self, b_runs: Sequence[list[Run]], b_context: Sequence[int]) -> bool:
         """See `Refreshed`; of steps in which every row has one token."""
@@ -84,7 +83,7 @@ class LoopPlan(AttentionPlan):
         return True
 
 
-def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> LoopPlan:
+def plan_attention(batch: ForwardBatch, window: int | None) -> LoopPlan:
     """What layers with this window share of a step."""
     singles = batch.single_rows
     first, runs = _seen(batch.b_runs[:singles], batch.b_context, window)
@@ -95,10 +94,9 @@ def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = Tr
         runs=room,
         b_first=b_first,
         addresses=(room.ctypes.data, b_first.ctypes.data),
-        extends=plan_extends(batch, window, causal=causal),
+        extends=plan_extends(batch, window),
         batch=batch,
         window=window,
-        causal=causal,
     )
     if Loop.tape is not None:
         Loop.tape.plans.append(plan)
@@ -139,14 +137,12 @@ def attention(
     if Loop.tape is not None and not compiled:
         Loop.tape.whole = False  # what is gathered differs from step to step
     if not fast:
-        return attend_rows(q, pools, plan.batch, plan.window, options, causal=plan.causal)
+        return attend_rows(q, pools, plan.batch, plan.window, options)
     out = q.new_empty((tokens, heads, value_dim))
     if tokens > plan.batch.tokens:
         out[plan.batch.tokens :] = 0
     if rows and not compiled:
-        found = attend_rows(
-            q[:rows], pools, plan.batch, plan.window, options, causal=plan.causal, rows=rows
-        )
+        found = attend_rows(q[:rows], pools, plan.batch, plan.window, options, rows=rows)
         out[:rows] = found.view(rows, heads, value_dim)
     elif rows:
         # Sums are float32; where queries are too, they are made in place.

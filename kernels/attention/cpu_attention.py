@@ -71,12 +71,9 @@ class Extend:
     mask: torch.Tensor | None
 
 
-def plan_extends(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> list[Extend]:
+def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
     """What to read for each row of several tokens."""
-    rows = range(batch.single_rows, batch.rows)
-    if causal:
-        return [_plan_extend(batch, row, window) for row in rows]
-    return [extend for row in rows for extend in _plan_whole(batch, row, window)]
+    return [_plan_extend(batch, row, window) for row in range(batch.single_rows, batch.rows)]
 
 
 def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None) -> list[Run]:
@@ -86,7 +83,7 @@ def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None
 
 def are_fast(options: AttentionOptions) -> bool:
     """Whether flash attention, which knows a scale only, can do it."""
-    slow = options.softcap, options.alibi_slopes, options.sinks, options.distance_bias
+    slow = options.softcap, options.alibi_slopes, options.sinks
     return all(option is None for option in slow)
 
 
@@ -97,21 +94,20 @@ def attend_rows(
     window: int | None,
     options: AttentionOptions,
     *,
-    causal: bool = True,
     rows: int | None = None,
 ) -> torch.Tensor:
     """Attention of q [T, H, D] over the pool: [T, H · V].
 
-    Row by row by the definition, what a window hides left out. A row that is not causal is in the
-    step as a whole. `rows`: of the first rows alone, whose tokens q has; None: of all.
+    Row by row by the definition, what a window hides left out. `rows`: of the first rows alone,
+    whose tokens q has; None: of all.
     """
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty((*q.shape[:2], pools.values.shape[2]))
     out[batch.tokens :] = 0
     for row in range(batch.rows if rows is None else rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
-        if not causal or is_mutual(batch, row):
-            runs = visible_runs(batch, row, end - start, window if causal else None)
+        if is_mutual(batch, row):
+            runs = visible_runs(batch, row, end - start, window)
             k, v = (read.to(exact) for read in pools.gather(_slots(runs)))
             own = attend(q[start:end].to(exact), k, v, window, options, causal=False)
             out[start:end] = own.to(q.dtype)
@@ -193,32 +189,6 @@ def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
         mask = _mask(queries, seen, window, causal=not mutual)
         return Extend(start, end, prefix, own, _slots(runs), mask)
     return Extend(start, end, prefix, own, None, None)
-
-
-#: Queries of a window that are asked together: what they see besides is a window on either side.
-_WINDOW_QUERIES = 128
-
-
-def _plan_whole(batch: ForwardBatch, row: int, window: int | None) -> list[Extend]:
-    """A row that is here as a whole, each of whose tokens sees those behind it, too."""
-    start, end = batch.b_start[row], batch.b_start[row + 1]
-    runs, n = batch.b_runs[row], end - start
-    if window is None or window >= n:
-        index = _slots(runs) if len(runs) > MAX_PARTS else None
-        return [Extend(start, end, runs, [], index, None)]
-    slots, extends = _slots(runs), []
-    masks: dict[tuple[int, int, int], torch.Tensor] = {}
-    for first in range(0, n, _WINDOW_QUERIES):
-        last = min(first + _WINDOW_QUERIES, n)
-        low, high = max(first - window + 1, 0), min(last + window - 1, n)
-        shape = (first - low, last - low, high - low)
-        if shape not in masks:
-            distance = torch.arange(*shape[:2])[:, None] - torch.arange(shape[2])
-            hidden = distance.abs() >= window
-            masks[shape] = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-        seen = slots[low:high]
-        extends.append(Extend(start + first, start + last, [], [], seen, masks[shape]))
-    return extends
 
 
 def _drop(runs: list[Run], length: int) -> list[Run]:

@@ -24,14 +24,11 @@ class ReferencePlan(AttentionPlan):
 
     batch: ForwardBatch
     window: int | None
-    causal: bool
 
 
-def plan_attention(
-    batch: ForwardBatch, window: int | None, *, causal: bool = True
-) -> ReferencePlan:
+def plan_attention(batch: ForwardBatch, window: int | None) -> ReferencePlan:
     """What layers with this window share of a step."""
-    return ReferencePlan(batch, window, causal)
+    return ReferencePlan(batch, window)
 
 
 def attention(
@@ -59,15 +56,9 @@ def attention(
             _read(values, slots, exact, scales and scales.values),
             plan.window,
             options,
-            causal=plan.causal and not is_mutual(batch, row),
+            causal=not is_mutual(batch, row),
         ).to(q.dtype)
     return out.flatten(1)
-
-
-def bias_of(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """[H, n, context]: what a table [H, 2n + 1] adds at distances [n, context]."""
-    furthest = table.shape[1] // 2
-    return table[:, distance.clamp(-furthest, furthest) + furthest]
 
 
 def _read(
@@ -101,8 +92,6 @@ def attend(
     distance = asked_at - seen_at
     if options.alibi_slopes is not None:
         logits = logits - options.alibi_slopes[:, None, None] * distance.abs()
-    if options.distance_bias is not None:
-        logits = logits + bias_of(options.distance_bias, distance)
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         visible &= distance.abs() < window

@@ -17,7 +17,6 @@ from tokenpod.kernels.attention.attention_decode import choose_splits, decode
 from tokenpod.kernels.attention.attention_extend import extend, extend_single
 from tokenpod.kernels.attention.attention_plan import (
     FIELDS,
-    WHOLE_FIELDS,
     TileList,
     cut_rows,
     list_tiles,
@@ -30,6 +29,8 @@ from tokenpod.kernels.attention.attention_tiles import (
     extend_tile_for,
     single_tile,
 )
+from tokenpod.kernels.attention.text_tiles import CapturedTexts
+from tokenpod.kernels.attention.triton_texts import captured_texts
 from tokenpod.kernels.gpu.launch import Gpu, gpu_of
 from tokenpod.kernels.mixers.recurrent_plan import CHUNK, cut_chunks
 from tokenpod.kernels.operations.attention_ops import (
@@ -69,13 +70,12 @@ class PagedPlan(AttentionPlan):
     batch: ForwardBatch
     paged: PagedRows
     window: int | None
-    causal: bool = True
     _tiles: dict[tuple[int, bool], TileList] = field(default_factory=dict)
 
     def tiles(self, queries: int, *, causal: bool) -> TileList:
         """Tiles of up to `queries` queries, of the rows that are, or are not, causal."""
         if self.paged.tiles is not None:
-            return unpack_tiles(self.paged.tiles[self.window, queries], causal=causal)
+            return unpack_tiles(self.paged.tiles[self.window, queries])
         kind = queries, causal
         if kind not in self._tiles:
             self._tiles[kind] = list_tiles(self.batch, self.window, queries, causal=causal)
@@ -83,11 +83,11 @@ class PagedPlan(AttentionPlan):
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """Whether rows with several tokens are causal: all are, none is, or some are."""
-        return (self.causal,) if self.batch.b_mutual is None else (True, False)
+        """Whether rows with several tokens are causal: all are, or some."""
+        return (True,) if self.batch.b_mutual is None else (True, False)
 
 
-def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = True) -> PagedPlan:
+def plan_attention(batch: ForwardBatch, window: int | None) -> PagedPlan:
     """What layers with this window share of a step.
 
     Of a batch of single rows only, nothing but their number is read on the host: a graph captured
@@ -98,7 +98,7 @@ def plan_attention(batch: ForwardBatch, window: int | None, *, causal: bool = Tr
     """
     if batch.paged is None:
         raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
-    return PagedPlan(batch, batch.paged, window, causal)
+    return PagedPlan(batch, batch.paged, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +115,16 @@ class CapturedTiles:
     chunks: bool = False
     #: Whether each row has tiles, also one of a single token.
     texts: bool = False
-    causal: bool = True
 
     @property
     def _lists(self) -> int:
         return 2 * len(self.kinds) + self.chunks
 
-    @property
-    def _fields(self) -> int:
-        return FIELDS if self.causal else WHOLE_FIELDS
-
     def count(self, tokens: int) -> int:
         """Tiles are full, but for each row's last."""
         sizes = [queries for _, queries in self.kinds] + [CHUNK] * self.chunks
         tiles = tokens // min(sizes, default=1) + self.rows
-        return self._lists * tiles * self._fields
+        return self._lists * tiles * FIELDS
 
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
         """Write the tiles of these rows; False: there is no room for them."""
@@ -137,12 +132,12 @@ class CapturedTiles:
             rows = replace(rows, single_rows=0)
         found: list[npt.NDArray[np.int32]] = []
         for kind in self.kinds:
-            found += cut_rows(rows, *kind, causal=self.causal)
+            found += cut_rows(rows, *kind)
         if self.chunks:
             if rows.rows - rows.single_rows > self.rows:
                 return False
             found.append(cut_chunks(rows))
-        for tiles, room in zip(found, into.reshape(self._lists, -1, self._fields), strict=True):
+        for tiles, room in zip(found, into.reshape(self._lists, -1, FIELDS), strict=True):
             if len(tiles) > len(room):
                 return False
             room[: len(tiles)], room[len(tiles) :] = tiles, 0
@@ -158,13 +153,14 @@ class CapturedTiles:
 
 def prepare_capture(
     shapes: Sequence[Heads | TileKind], rows: int, *, texts: bool = False
-) -> CapturedTiles:
+) -> CapturedTiles | CapturedTexts:
     """Room for the tiles of layers of these shapes, in steps of up to so many rows."""
     heads = [shape for shape in shapes if isinstance(shape, Heads)]
+    if not all(each.causal for each in heads):
+        return captured_texts(heads, rows)
     kinds = dict.fromkeys((each.window, _queries_per_tile(each)) for each in heads)
     most = rows if texts else min(rows, MOST_CAPTURED_EXTENDS)
-    causal = all(each.causal for each in heads)
-    return CapturedTiles(tuple(kinds), most if shapes else 0, CHUNKS in shapes, texts, causal)
+    return CapturedTiles(tuple(kinds), most if shapes else 0, CHUNKS in shapes, texts)
 
 
 def _queries_per_tile(heads: Heads) -> int:

@@ -9,6 +9,7 @@ from tokenpod.kernels.adapters.reference_adapters import (
 from tokenpod.kernels.attention.composed_latent import latent_of
 from tokenpod.kernels.attention.reference_attention import attention, plan_attention
 from tokenpod.kernels.attention.reference_latent import store_latent
+from tokenpod.kernels.attention.reference_texts import attend_texts, plan_texts
 from tokenpod.kernels.cache.reference_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.reference_experts import prepare_experts
 from tokenpod.kernels.mixers.convolution import plan_recurrent
@@ -36,6 +37,8 @@ OPERATIONS = Operations(
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
+    plan_texts=plan_texts,
+    attend_texts=attend_texts,
     store_latent=store_latent,
     plan_latent=plan_latent,
     attend_latent=attend_latent,

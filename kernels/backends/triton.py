@@ -12,6 +12,7 @@ from tokenpod.kernels.adapters.triton_adapters import adapt, plan_adapters
 from tokenpod.kernels.attention.composed_latent import latent_of
 from tokenpod.kernels.attention.triton_attention import attention, plan_attention, prepare_capture
 from tokenpod.kernels.attention.triton_latent import absorbed, plan_tokens, store_latent
+from tokenpod.kernels.attention.triton_texts import attend_texts, plan_texts
 from tokenpod.kernels.cache.triton_rotary import rotate, store_key_value
 from tokenpod.kernels.experts.triton_experts import prepare_experts
 from tokenpod.kernels.gpu.launch import capability, shared_bytes
@@ -54,6 +55,8 @@ OPERATIONS = Operations(
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
+    plan_texts=plan_texts,
+    attend_texts=attend_texts,
     store_latent=store_latent,
     plan_latent=plan_latent,
     attend_latent=attend_latent,

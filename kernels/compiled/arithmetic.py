@@ -10,10 +10,11 @@ _F = np.float32
 LOG2_E = _F(1.4426950408889634)
 
 # 2**r for r in [-1/2, 1/2]: a polynomial of degree 6 through Chebyshev points, off by 2e-8 at most.
-_C0, _C1, _C2, _C3, _C4, _C5, _C6 = (
+EXP2_TERMS = (
     _F(1.0), _F(6.9314718e-01), _F(2.4022651e-01), _F(5.5503272e-02),
     _F(9.6180253e-03), _F(1.3400526e-03), _F(1.5469812e-04),
 )  # fmt: skip
+_C0, _C1, _C2, _C3, _C4, _C5, _C6 = EXP2_TERMS
 
 
 @inlined()

@@ -26,6 +26,15 @@ class LatentPlan(MixerPlan):
     __slots__ = ()
 
 
+class TextPlan(MixerPlan):
+    """What `Operations.plan_texts` found out about a step."""
+
+    __slots__ = ()
+
+    #: [T] int64 on the device: the numbers of the step's tokens, from 0.
+    t_index: torch.Tensor
+
+
 class Rotation:
     """What `Operations.rotate` found out about a step; each implementation has its own."""
 
@@ -101,9 +110,6 @@ class AttentionOptions:
     softcap: float | None = None
     #: [H] float32: logits fall by slope · distance (Press et al. 2021).
     alibi_slopes: torch.Tensor | None = None
-    #: [H, 2n + 1] float32: what is added to the logits of keys, in order from n and more positions
-    #: behind the query to n and more before it (Raffel et al. 2020).
-    distance_bias: torch.Tensor | None = None
     #: [H] float32: a logit per head that takes its share of the softmax and has no value (gpt-oss).
     sinks: torch.Tensor | None = None
 
@@ -118,14 +124,8 @@ NO_OPTIONS = AttentionOptions()
 class PlanAttention(Protocol):
     """What all layers of a step with the same window share."""
 
-    def __call__(
-        self, batch: ForwardBatch, window: int | None, *, causal: bool = True
-    ) -> AttentionPlan:
-        """A token at position p sees positions p - window + 1 to p (all up to p if None).
-
-        Unless `causal`, it sees those up to p + window - 1, too (all of its row if None), of rows
-        that are in one step as a whole.
-        """
+    def __call__(self, batch: ForwardBatch, window: int | None) -> AttentionPlan:
+        """A token at position p sees positions p - window + 1 to p (all up to p if None)."""
         ...
 
 
@@ -172,7 +172,7 @@ class Heads(NamedTuple):
     window: int | None
     dtype: torch.dtype
     device: torch.device
-    #: Off: a token sees those behind it, too; of one model all layers do, or none.
+    #: Off: they are those of `AttendTexts`; of one model all layers are, or none.
     causal: bool = True
 
 
@@ -192,6 +192,55 @@ class Attend(Protocol):
 
         Query head h reads key/value head h // (H // K). The step's own keys and values are
         already in the pool: in q's dtype, or with `scales` as numbers of 8 bits.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What differs between layers that read texts as a whole."""
+
+    #: Products of queries and keys are multiplied by it; None: D ** -0.5.
+    scale: float | None = None
+    #: A token sees those fewer positions away, on either side; None: all of its text.
+    window: int | None = None
+    #: [H, 2n + 1] float32: what is added to the logits of keys, in order from n and more positions
+    #: behind the query to n and more before it (Raffel et al. 2020).
+    distance_bias: torch.Tensor | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """The scale of heads of so many numbers."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+#: A token sees all of its text, and nothing is added.
+NEAR_AND_FAR = TextOptions()
+
+
+class PlanTexts(Protocol):
+    """What all layers share of a step whose rows are texts, each of which is here as a whole."""
+
+    def __call__(self, batch: ForwardBatch) -> TextPlan:
+        """Of the batch, offsets of rows into the tokens are read, or tiles of a captured step."""
+        ...
+
+
+class AttendTexts(Protocol):
+    """Softmax(q · kᵀ · scale) · v over a text, of which nothing is kept."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        plan: TextPlan,
+        options: TextOptions = NEAR_AND_FAR,
+    ) -> torch.Tensor:
+        """Q [T, H, D], keys and values [T, K, D] of a step's tokens -> [T, H · D].
+
+        A token sees those behind it, too. Query head h reads key/value head h // (H // K). Heads
+        of a token follow each other; tokens may be apart by any stride: all three may be parts of
+        the product that made them. What is computed of tokens that belong to no text means nothing.
         """
         ...
 

@@ -23,8 +23,10 @@ from tokenpod.kernels.operations.adapter_ops import (
 from tokenpod.kernels.operations.attention_ops import (
     Attend,
     AttendLatent,
+    AttendTexts,
     PlanAttention,
     PlanLatent,
+    PlanTexts,
     PrepareCapture,
     Rotate,
     StoreKeyValue,
@@ -178,6 +180,8 @@ class Operations:
     store_key_value: StoreKeyValue
     plan_attention: PlanAttention
     attention: Attend
+    plan_texts: PlanTexts
+    attend_texts: AttendTexts
     store_latent: StoreLatent
     plan_latent: PlanLatent
     attend_latent: AttendLatent

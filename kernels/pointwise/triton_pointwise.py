@@ -11,12 +11,21 @@ from tokenpod.kernels.gpu.launcher import launched
 from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows
 from tokenpod.kernels.pointwise import reference_pointwise as reference
 
-#: Outputs of the gated unit that one program makes.
-GATE_BLOCK = 1024
+#: Outputs of the gated unit that one program makes; and of an activation alone, of many tokens.
+GATE_BLOCK, ACTIVATION_BLOCK = 1024, 4096
+MANY_TOKENS = 64
 
 #: Of `Activation.SWIGLU_CLAMPED`.
 SWIGLU_ALPHA: tl.constexpr = tl.constexpr(reference.SWIGLU_ALPHA)
 SWIGLU_LIMIT: tl.constexpr = tl.constexpr(reference.SWIGLU_LIMIT)
+
+
+def named(activation: Activation | None, dtype: torch.dtype) -> str:
+    """What `activated` calls it, for results of `dtype`."""
+    if activation is None:
+        return "none"
+    short = activation is Activation.GELU and dtype.itemsize == 2
+    return "gelu_short" if short else activation.value
 
 
 def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
@@ -94,16 +103,17 @@ def _norm_rows(
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation of each number."""
+    """The activation of each number, in its place."""
     tokens, n = x.shape
-    out = torch.empty_like(x)
-    _activate[(tokens, triton.cdiv(n, GATE_BLOCK))](
+    out = x.contiguous()
+    block = GATE_BLOCK if tokens < MANY_TOKENS else ACTIVATION_BLOCK
+    _activate[(tokens, triton.cdiv(n, block))](
         x,
         out,
         x.stride(0),
         n,
-        ACTIVATION=activation.value,
-        BLOCK=GATE_BLOCK,
+        ACTIVATION=named(activation, out.dtype),
+        BLOCK=block,
         **launch_options(x.device),
     )
     return out
@@ -118,7 +128,7 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         out,
         gate_up.stride(0),
         n,
-        ACTIVATION=activation.value,
+        ACTIVATION=named(activation, out.dtype),
         BLOCK=GATE_BLOCK,
         **launch_options(gate_up.device),
     )
@@ -229,6 +239,20 @@ def activated(x, ACTIVATION: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_short":
+        # Φ(x) = 1 / (1 + 2**(-x · p(x²))), p found by least squares until its largest error was
+        # least. For numbers of 2 bytes: within ±5.6 it is off by 1e-4 of the result at most, a
+        # twentieth of what rounding to bfloat16 is, in half of the instructions.
+        square = tl.minimum(x * x, 31.36)
+        power = square * -3.8277978e-11 + 5.2338704e-09
+        power = square * power - 2.9509365e-07
+        power = square * power + 8.6493234e-06
+        power = square * power - 1.2445224e-04
+        power = square * power - 2.9496524e-04
+        power = square * power + 1.0531312e-01
+        power = square * power + 2.3018885
+        root = tl.rsqrt(1.0 + tl.exp2(-x * power))
+        y = x * root * root
     elif ACTIVATION == "relu":
         # Not a maximum: NaN must stay NaN.
         y = tl.where(x < 0, 0.0, x)

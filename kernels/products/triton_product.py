@@ -13,7 +13,7 @@ from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, laun
 from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Linear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.pointwise.triton_pointwise import act_mul, rms_norm
+from tokenpod.kernels.pointwise.triton_pointwise import act_mul, named, rms_norm
 from tokenpod.kernels.products.library import load_kernels
 from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add, tiled
 from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
@@ -208,7 +208,7 @@ def multiply(
         block_t = max(block_t, LEAST_MATRIX_ROWS)
     common = {
         "BIAS": bias is not None,
-        "ACTIVATION": "none" if activation is None else activation.value,
+        "ACTIVATION": named(activation, y.dtype),
         "ADD": add,
         "KIND": str(y.dtype).removeprefix("torch."),
         "RANK": buffers.rank if buffers else 0,
@@ -307,7 +307,7 @@ def _multiply_tiles(
         n,
         k,
         BIAS=bias is not None,
-        ACTIVATION="none" if activation is None else activation.value,
+        ACTIVATION=named(activation, y.dtype),
         ADD=add,
         DESCRIBED=described,
         EVEN=k % block_k == 0,

@@ -9,7 +9,13 @@ from functools import partial
 import torch
 
 from tokenpod.kernels.cache.kv_pool import KVLayout
-from tokenpod.kernels.operations.attention_ops import AttentionOptions, AttentionPlan, Heads
+from tokenpod.kernels.operations.attention_ops import (
+    AttentionOptions,
+    AttentionPlan,
+    Heads,
+    TextOptions,
+    TextPlan,
+)
 from tokenpod.kernels.operations.batch import ForwardBatch
 from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.pointwise_ops import HeadNorm
@@ -24,7 +30,7 @@ from tokenpod.models.layers.head_steps import (
     QueryGrowth,
 )
 from tokenpod.models.layers.layer_tensors import LayerTensors, norm_weights
-from tokenpod.models.layers.mixer import Cache, MixerParts, Turned
+from tokenpod.models.layers.mixer import Cache, Mix, MixerParts, Turned
 from tokenpod.models.layers.normed import normed_product
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.positions import Alibi, DistanceBias, Rope
@@ -70,13 +76,14 @@ class Attention:
     output_gate: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-    #: Off: a token sees those behind it, too; of a window so many on either side.
+    #: Off: a token sees those behind it, too; of a window so many on either side. A text is read in
+    #: one step then, and nothing is kept of it.
     causal: bool = True
     #: Rows of an image see each other, see `ForwardBatch.b_mutual`.
     mutual: bool = False
     #: And so do all other tokens of a prompt.
     mutual_prompts: bool = False
-    #: What is added to logits by distance; None: nothing is.
+    #: What is added to logits by distance, where a text is read as a whole; None: nothing is.
     distance_bias: DistanceBias | None = None
     #: Multiplies what the last product says.
     output_scale: float = 1.0
@@ -94,6 +101,14 @@ class Attention:
                 raise ModelError(f"attention.{name} is {dim}: heads are held in pairs")
         if self.value_dim != self.head_dim and (self.values_are_keys or self.output_gate):
             raise ModelError("attention.value_dim is head_dim where values are keys, or gated")
+        if not self.causal:
+            others = self.softcap, self.sinks, self.output_gate, self.values_are_keys
+            if any(others) or self.reads_layer is not None or self.value_dim != self.head_dim:
+                raise ModelError("attention that is not causal knows no such options")
+            if isinstance(self.positions, Alibi):
+                raise ModelError("attention that is not causal has no ALiBi")
+        elif self.distance_bias is not None:
+            raise ModelError("attention.distance_bias goes with attention that is not causal")
         if isinstance(self.positions, Alibi) and len(self.positions.slopes) != self.heads:
             slopes = len(self.positions.slopes)
             raise ModelError(f"attention.positions has {slopes} slopes for {self.heads} heads")
@@ -117,15 +132,16 @@ class Attention:
 
     @property
     def cache(self) -> Cache:
-        """Keys and values of all key/value heads."""
-        window = self.window if self.causal else None
-        layout = KVLayout(self.kv_heads, self.head_dim, self.value_dim)
-        return Cache(layout, window, kept=self.causal)
+        """Keys and values of all key/value heads, unless a text is read as a whole."""
+        if not self.causal:
+            return Cache(None, None)
+        return Cache(KVLayout(self.kv_heads, self.head_dim, self.value_dim), self.window)
 
     @property
-    def turned(self) -> Turned:
-        """Whole heads, in part or as a whole."""
-        return Turned(self.positions, self.head_dim)
+    def turned(self) -> Turned | None:
+        """Whole heads, in part or as a whole; None: they are read where their product is."""
+        plain = self.qk_norm is None and self.positions is None
+        return None if plain and not self.causal else Turned(self.positions, self.head_dim)
 
     @property
     def expansion(self) -> None:
@@ -229,22 +245,26 @@ class Attention:
     @property
     def plan_key(self) -> Hashable:
         """Whatever the heads are, layers of one window see the same."""
-        return self.window if self.causal and not self.mutual else (self.window, self.causal)
+        if not self.causal:
+            return TextPlan
+        return (self.window, "mutual") if self.mutual else self.window
 
-    def plan(self, ops: Operations, batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, ops: Operations, batch: ForwardBatch) -> AttentionPlan | TextPlan:
         """What each row sees."""
+        if not self.causal:
+            return ops.plan_texts(batch)
         if batch.b_mutual is not None and not self.mutual:
             batch = replace(batch, b_mutual=None)
-        return ops.plan_attention(batch, self.window, causal=self.causal)
+        return ops.plan_attention(batch, self.window)
 
     def captured(self, dtype: torch.dtype, device: torch.device) -> Heads | None:
         """Tiles of queries follow from the shape of heads, and from the window."""
         shape = self.heads, self.kv_heads, self.head_dim
         return Heads(*shape, self.window, dtype, device, self.causal)
 
-    def make(self, parts: MixerParts, norm: Norm | None) -> AttentionLayer:
+    def make(self, parts: MixerParts, norm: Norm | None) -> Mix:
         """With the layer's weights."""
-        return AttentionLayer(self, parts, norm)
+        return (AttentionLayer if self.causal else TextAttentionLayer)(self, parts, norm)
 
 
 class AttentionLayer:
@@ -268,7 +288,6 @@ class AttentionLayer:
             softcap=spec.softcap,
             alibi_slopes=slopes,
             sinks=products.tensor(parts.named("sinks")) if spec.sinks else None,
-            distance_bias=_by_distance(spec.distance_bias, parts),
         )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -292,8 +311,37 @@ class AttentionLayer:
         return found if gate is None else found * gate.sigmoid()
 
 
+class TextAttentionLayer:
+    """One layer's attention where texts are read as a whole, and nothing of them is kept."""
+
+    def __init__(self, spec: Attention, parts: MixerParts, norm: Norm | None) -> None:
+        products = parts.products
+        self._ops, self._key, self._rotation = products.ops, spec.plan_key, parts.rotation
+        self._turned = spec.turned is not None
+        self._kv_shape = spec.kv_heads, spec.head_dim
+        self._qkv = normed_product(products, parts.named("qkv"), norm, parts.named("attention_in"))
+        self._heads = _head_steps(spec, parts)
+        bias = _by_distance(spec.distance_bias, parts)
+        self._options = TextOptions(spec.scale, spec.window, bias)
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """From the stream to what its heads found, [T, H · head_dim]."""
+        ops, batch, heads = self._ops, step.batch, self._heads
+        plan = step.plan(self._key, TextPlan)
+        y = heads.before(self._qkv(x, batch))
+        if self._turned:
+            keys, values = (y.new_empty(len(y), *self._kv_shape) for _ in range(2))
+            angles, at = step.rotations[self._rotation], plan.t_index
+            q = ops.store_key_value(y, angles, heads.norm, keys, values, at)
+        else:
+            sizes = heads.queries, heads.keys, heads.keys
+            parts = y.split_with_sizes(sizes, 1)
+            q, keys, values = (part.view(len(y), -1, self._kv_shape[1]) for part in parts)
+        return ops.attend_texts(heads.after(q, batch.t_position), keys, values, plan, self._options)
+
+
 def _by_distance(bias: DistanceBias | None, parts: MixerParts) -> torch.Tensor | None:
-    """[H, 2 · furthest + 1] float32; see `AttentionOptions.distance_bias`."""
+    """[H, 2 · furthest + 1] float32; see `TextOptions.distance_bias`."""
     if bias is None:
         return None
     reach = range(-bias.furthest, bias.furthest + 1)

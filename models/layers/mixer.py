@@ -36,8 +36,6 @@ class Cache(NamedTuple):
     window: int | None
     #: Of the row, whatever its length; None: nothing.
     state: StateLayout | None = None
-    #: Whether keys and values are read after the step: not where all of a text is in one.
-    kept: bool = True
 
 
 class Turned(NamedTuple):

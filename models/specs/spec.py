@@ -102,8 +102,9 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         """Raise ModelError if layers have too many experts, or do not go together."""
-        if self.encodes and len({mixer.cache.kv for mixer in self.mixers}) > 1:
-            raise ModelError(f"{self.architecture}: layers of an encoder are of one shape")
+        whole = [isinstance(x, Attention) and not x.causal for x in self.mixers]
+        if any(whole) and not all(whole):
+            raise ModelError(f"{self.architecture}: all layers of an encoder see whole texts")
         experts = sum(x.mlp.count for x in self.layers if isinstance(x.mlp, Experts))
         if experts > MOST_EXPERTS:
             raise ModelError(
@@ -118,14 +119,10 @@ class ModelSpec:
 
     @cached_property
     def _keeping(self) -> dict[int, Mixer]:
-        """By layer, the mixers that have keys and values of their own: a layer has one at most.
-
-        Those of an encoder's layer are not read after it: all layers write to those of the first.
-        """
-        layers = self.layers[:1] if self.encodes else self.layers
+        """By layer, the mixers that have keys and values of their own: a layer has one at most."""
         return {
             i: mixer
-            for i, layer in enumerate(layers)
+            for i, layer in enumerate(self.layers)
             for mixer in layer.mixers
             if mixer.reads_layer is None and mixer.cache.kv is not None
         }
@@ -161,7 +158,7 @@ class ModelSpec:
     @property
     def encodes(self) -> bool:
         """Whether each token sees all of its text, so that nothing is read after its step."""
-        return any(not mixer.cache.kept for mixer in self.mixers)
+        return any(isinstance(x, Attention) and not x.causal for x in self.mixers)
 
     @property
     def mutual(self) -> int:
@@ -186,8 +183,6 @@ class ModelSpec:
 
     def cache_of(self, i: int) -> int:
         """Which of the pool's caches of keys and values layer `i` reads; 0 if none."""
-        if self.encodes:
-            return 0
         for mixer in self.layers[i].mixers:
             if mixer.cache.kv is not None:
                 reads = mixer.reads_layer

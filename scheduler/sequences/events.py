@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from tokenpod.core.outputs import Drafted, Ended, Failure, FailureCode, FinishCode, Started
 from tokenpod.scheduler.sequences.sequence import EndState, Sequence
 from tokenpod.scheduler.sequences.work import Settled
@@ -25,7 +23,7 @@ class Events:
         #: were found in the prefix tree, requests by how their last sample ended, and drafted and
         #: accepted tokens by how far behind the last known one they stood.
         self._prompt_tokens = self._cached_tokens = 0
-        self._ended = Ended()
+        self._ended = dict.fromkeys(EndState, 0)
         self._drafted: list[int] = []
         self._accepted: list[int] = []
 
@@ -40,7 +38,7 @@ class Events:
         return {
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
-            "ended": self._ended,
+            "ended": Ended(**{state.name.lower(): n for state, n in self._ended.items()}),
             "drafted_at": [*self._drafted],
             "accepted_at": [*self._accepted],
         }
@@ -81,5 +79,4 @@ class Events:
 
     def ended(self, state: EndState) -> None:
         """The last sample of a request has ended."""
-        name = state.name.lower()
-        self._ended = msgspec.structs.replace(self._ended, **{name: getattr(self._ended, name) + 1})
+        self._ended[state] += 1

@@ -307,6 +307,20 @@ def test_a_tower_of_images_is_counted_where_images_are_served(big: Path):
     assert "image tower" not in capacity(seeing, blind, memory=80 * GIB, ranks=1).reserve
 
 
+def test_an_encoder_takes_no_cache(tmp_path: Path):
+    """However many tokens are asked for, and with the host's memory, too."""
+    encoder = {
+        **{"architectures": ["BertModel"], "hidden_size": 768, "num_hidden_layers": 12},
+        **{"num_attention_heads": 12, "intermediate_size": 3072, "vocab_size": 30_522},
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(encoder))
+    asked = "--model-id", tmp_path, "--memory-gib", 4, "--max-batch-total-tokens", 10**6
+    found = answer(*asked, "--host-kv-bytes", 10**9)
+    assert (found["kv_bytes_per_token"], found["kv_slots"]) == (0, 10**6)
+    assert "none: texts are read as a whole, 1,000,000 tokens at once" in size(*asked).stdout
+
+
 def test_experts_of_8_bits_are_counted(tmp_path: Path):
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     mixture = CONFIG | experts | {"architectures": ["MixtralForCausalLM"]}

@@ -115,11 +115,11 @@ def test_vectors_are_those_of_the_modules(made, kind):
 
 
 def test_no_text_waits_for_a_loop(made, monkeypatch):
-    """Not even one of a token, which attends by a loop of its own: compiling takes seconds."""
+    """Not even one of a token, which decoders read by another loop: compiling takes seconds."""
     # Loops are compiled for heads of this size, too.
     monkeypatch.setattr(compiled_attention, "_is_worth_compiling", lambda numbers: True)
     _decode.cache_clear()
-    engine = Engine(made("minilm").folder)
+    engine = Engine(made("qwen3").folder)
     known = _decode.cache_info().misses
     assert known > 0
     engine.answer(asked([[5], [5, 6, 7]]))

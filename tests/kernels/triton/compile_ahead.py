@@ -33,6 +33,7 @@ from support.kernels.space_steps import (
 from tokenpod.engine.gpu.device_sampler import DeviceSampler, Launches
 from tokenpod.kernels.adapters import triton_adapters as adapters
 from tokenpod.kernels.attention import attention_extend
+from tokenpod.kernels.attention import triton_texts as texts
 from tokenpod.kernels.backends.triton import OPERATIONS
 from tokenpod.kernels.cache import slot_copies as slots
 from tokenpod.kernels.cache import triton_rotary as rotary
@@ -40,10 +41,10 @@ from tokenpod.kernels.experts import triton_experts as experts
 from tokenpod.kernels.gpu import launch, peers, steps
 from tokenpod.kernels.operations.adapter_ops import AdapterWeights, Added, DenseWeight
 from tokenpod.kernels.operations.attention_ops import (
-    NO_OPTIONS,
     AttentionOptions,
     KVScales,
     LatentShape,
+    TextOptions,
 )
 from tokenpod.kernels.operations.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
@@ -112,6 +113,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         quantised_products,
         lane_products,
         token_product,
+        texts,
     )
     for module in choosing:
         module.capability = lambda device: capability
@@ -152,12 +154,13 @@ def attend_with_everything() -> None:
 def attend_whole_texts() -> None:
     """Of encoders: all of a text, or what is near, with numbers by distance or without."""
     table = torch.ones(HEADS, 9)
-    for options, window in ((AttentionOptions(distance_bias=table), None), (NO_OPTIONS, 20)):
-        step = lay_out([Spec(40, 40), Spec(50, 50, piece=4)], CPU)
-        pools = draw(2, step.slots, KV_HEADS, HEAD_DIM)
-        q = draw(step.batch.tokens, HEADS, HEAD_DIM)
-        plan = attention.plan_attention(step.batch, window, causal=False)
-        attention.attention(q, pools[0], pools[1], plan, options)
+    step = lay_out([Spec(40, 40), Spec(50, 50)], CPU)
+    for options in (TextOptions(distance_bias=table), TextOptions(window=20), TextOptions()):
+        for head_dim in (32, 64, 80, 128, 256, 512):
+            kv = draw(2, step.batch.tokens, KV_HEADS, head_dim)
+            q = draw(step.batch.tokens, HEADS, head_dim)
+            plan = texts.plan_texts(step.batch)
+            texts.attend_texts(q, *kv, plan, options)
 
 
 def attend_deterministically() -> None:
@@ -234,7 +237,9 @@ def multiply() -> None:
             product.multiply(x, weight, None, gated, tile, norm=norm, activation=Activation.SILU)
         else:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
-    for _, tile in deterministic(launch.shared_bytes(CPU)).tiled:
+    shared = launch.shared_bytes(CPU)
+    for rows in (60, 300, 5000):
+        tile = deterministic(product.capability(CPU), shared, gated=True).choose(4096, 4096, rows)
         product.multiply(x, weight, None, y, tile, add=True)
         product.multiply(x, weight, None, gated, tile, activation=Activation.SILU)
 

@@ -143,3 +143,17 @@ def test_rows_of_every_size(tokens, n, dtype, draw, device):
     truth = reference.act_mul(x.double(), Activation.SILU)
     tolerance = 1e-5 if dtype == torch.float32 else bound(dtype)
     assert error(pointwise.act_mul(x, Activation.SILU), truth) < tolerance
+
+
+def test_gelu_of_short_numbers_is_off_by_little_more_than_rounding(device):
+    """Each number for itself, also where the result is small."""
+    x = torch.linspace(-5.5, 8, 5000).to(torch.float16)[None].to(device)
+    truth = torch.nn.functional.gelu(x.double().cpu())
+    got = pointwise.activate(x, Activation.GELU).double().cpu()  # in x's place
+    normal = truth.abs() > torch.finfo(torch.float16).smallest_normal
+    off = (got - truth).abs() / truth.abs()
+    assert off[normal].max() < torch.finfo(torch.float16).eps / 2 + 2e-4
+    edges = torch.tensor([[float("nan"), float("inf"), -1000.0, 0.0]]).to(torch.float16).to(device)
+    got = pointwise.activate(edges, Activation.GELU)[0].tolist()
+    assert got[0] != got[0]
+    assert got[1:] == [float("inf"), 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Texts that are read as a whole, and attention over them compared with its definition."""
+"""Rows whose tokens see each other, and attention over them compared with its definition."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from tokenpod.kernels.backends import reference
 from tokenpod.kernels.operations.attention_ops import NO_OPTIONS, AttentionOptions
 
 HEADS = 4
-LENGTHS = (1, 1, 2, 17, 130, 300)
 
 
 def options_of(name: str, device: torch.device) -> AttentionOptions:
     generator = torch.Generator().manual_seed(5)
-    if name == "distance":
-        table = torch.randn(HEADS, 2 * 20 + 1, generator=generator)
-        return AttentionOptions(distance_bias=table.to(device))
     if name == "alibi":
         return AttentionOptions(alibi_slopes=torch.rand(HEADS, generator=generator).to(device))
     return NO_OPTIONS
@@ -41,21 +37,3 @@ def agree_where_some_see_each_other(ops, device, window, piece, options, dtype=t
     differs = (plain != exact).any(1)
     assert differs[1:20].all()
     assert not differs[[0, *range(21, 28), *range(53, 83)]].any()
-
-
-def agree(ops, device, window, piece, options, *, lengths=LENGTHS, dtype=torch.float32):
-    specs = [Spec(n, n, piece=piece) for n in lengths]
-    step = lay_out(specs, device)
-    inputs = draw_inputs(step, HEADS, 2, 64, dtype, device)
-    plan = reference.plan_attention(step.batch, window, causal=False)
-    exact = reference.attention(
-        inputs.q.double(), inputs.keys.double(), inputs.values.double(), plan, options
-    )
-    got = ops.attention(
-        inputs.q,
-        inputs.keys,
-        inputs.values,
-        ops.plan_attention(step.batch, window, causal=False),
-        options,
-    )
-    assert_close(got, exact, dtype)

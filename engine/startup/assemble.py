@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +26,7 @@ from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
 from tokenpod.core.windows import WindowRoom
 from tokenpod.engine.drafts.draft import DraftModel, draft_of
+from tokenpod.engine.startup.kept import Kept, Measured, kept_of
 from tokenpod.engine.startup.kv_scales import (
     EIGHT_BITS,
     POOL_TYPES,
@@ -87,6 +91,10 @@ class Assembled:
         return self.room.slots
 
 
+def _nothing() -> None:
+    """All weights are there."""
+
+
 def with_rows(
     model: LoadedModel,
     options: EngineOptions,
@@ -113,6 +121,7 @@ def assemble(
     device: torch.device,
     group: Group | None = None,
     draft: DraftModel | None = None,
+    loaded: Callable[[], object] = _nothing,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -127,6 +136,8 @@ def assemble(
         device: a CPU or a GPU.
         group: the ranks that share the model, if it is divided.
         draft: finds drafts, whole on each of them; None: whatever drafts there are, plans have.
+        loaded: waits for weights that are still being read, zeros until then: called before any
+            number that is computed matters.
 
     Raises:
         EngineError: the pool that was asked for does not fit, on some rank; the device can't read
@@ -135,8 +146,26 @@ def assemble(
     if group is not None:
         group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
+        loaded()
         return _on_cpu(model, options, positions, device, group, draft)
-    return _on_device(model, options, positions, device, group, draft)
+
+    def ready() -> None:
+        loaded()
+        if group is not None:
+            group.least(1)
+
+    on_device = partial(_on_device, model, options, positions, device, group, draft, ready)
+    # Ranks would have to agree.
+    kept = kept_of(options, device) if group is None and device.type == "cuda" else None
+    measured = kept.read() if kept is not None else None
+    if kept is not None and measured is not None:
+        with contextlib.suppress(EngineError, torch.OutOfMemoryError):
+            return on_device(kept, measured)
+        # It may be as wrong that a step takes so much, or that no more is there.
+        kept.forget()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return on_device(kept, None)
 
 
 def _on_cpu(
@@ -227,8 +256,14 @@ def _on_device(
     device: torch.device,
     group: Group | None,
     draft: DraftModel | None,
+    loaded: Callable[[], object],
+    kept: Kept | None,
+    measured: Measured | None,
 ) -> Assembled:
-    """The pool takes what the worst step leaves: that step is run first, on a small pool."""
+    """The pool takes what the worst step leaves: that step is run first, on a small pool.
+
+    Unless that was `measured` by a start before, which `kept` it.
+    """
     dtype = kv_dtype(model, options, device)
     limits = step_limits(options)
     rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts
@@ -241,34 +276,39 @@ def _on_device(
     executor = device_executor(
         model, options, pool, positions, device, group=group, draft=drafter, offload=offload
     )
-    before = torch.cuda.memory_reserved(device)
+    before, free_before = torch.cuda.memory_reserved(device), free_memory(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
     adapter = int(adapted)
     # Of a longer one parts of that length are merged.
     context = min(positions, LONGEST_EXPANDED + prompt) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
-    run_worst_steps(
-        executor,
-        rows,
-        prompt,
-        positions,
-        (drafts, each),
-        adapter,
-        context,
-        unknown=draft is not None,
-        pools=pools,
-        mutual=model.config.mutual > 0,
-        smaller=False,
-    )
-    step = torch.cuda.memory_reserved(device) - before
+    if measured is None:
+        run_worst_steps(
+            executor,
+            rows,
+            prompt,
+            positions,
+            (drafts, each),
+            adapter,
+            context,
+            unknown=draft is not None,
+            pools=pools,
+            mutual=model.config.mutual > 0,
+            smaller=False,
+        )
+        step = torch.cuda.memory_reserved(device) - before
+        taken = max(free_before.bytes - free_memory(device).bytes, step)
+    else:
+        step, taken = measured.step, measured.taken
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
-    left = free_memory(device)
-    free = FreeMemory(left.bytes - step - step // GAPS, f"{left.source} less the largest step")
+    left = free_before.bytes - taken - step - step // GAPS
+    free = FreeMemory(left, f"{free_before.source} less the largest step")
     room = room_for(model, options, positions, free, dtype, group, draft)
     slots = room.slots
     scales = None
     if dtype == EIGHT_BITS:
+        loaded()
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     # The small one goes.
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
@@ -296,12 +336,13 @@ def _on_device(
     )
     map_ahead(device, step // GAPS)
     pin_ahead()
+    loaded()
     warm_up(executor, [0] * min(prompt, slots, positions, 64), pools=pools)
     if offload is not None:
         warm_copies(executor, pool.sink, offload.slots)
-    measured: Sequence[tuple[StepSize, float]] = ()
-    if options.max_gap_seconds is not None and not pools:
-        measured = timed_steps(
+    times = [] if measured is None else measured.times
+    if measured is None and options.max_gap_seconds is not None and not pools:
+        times = timed_steps(
             executor,
             rows=room.rows,
             prompt=options.max_batch_prefill_tokens,
@@ -309,6 +350,8 @@ def _on_device(
             slots=slots,
             stateless=model.config.own_state is None,
         )
+    if measured is None and kept is not None:
+        kept.write(Measured(step, taken, times))
     return Assembled(
         executor,
         room,
@@ -316,7 +359,7 @@ def _on_device(
         overlap=True,
         adapters=model.adapters,
         offload_slots=0 if offload is None else offload.slots,
-        measured=measured,
+        measured=times,
         captures=executor if some else None,
     )
 

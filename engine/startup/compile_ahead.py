@@ -103,17 +103,23 @@ def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -
         constraints=ConstraintLimits(),
     )
     found.update(msgspec.msgpack.encode(alike))
-    versions = version("triton"), version("torch")
-    found.update(json.dumps([world, capability, versions]).encode())
+    found.update(json.dumps([world, capability]).encode())
+    found.update(conditions(Path(options.model_folder)))
+    return folder / f"tokenpod-{found.hexdigest()[:32]}.json"
+
+
+def conditions(model: Path) -> bytes:
+    """A digest of the package's sources, of the versions of others, and of a model's settings."""
+    found = hashlib.sha256(json.dumps([version("triton"), version("torch")]).encode())
     package = Path(str(files("tokenpod")))
     for part in _SOURCES:
         for path in sorted((package / part).rglob("*.*")):
             if path.suffix in (".py", ".json"):
                 found.update(path.read_bytes())
-    for path in sorted(Path(options.model_folder).glob("*.json")):
+    for path in sorted(model.glob("*.json")):
         if "tokenizer" not in path.name:
             found.update(path.read_bytes())
-    return folder / f"tokenpod-{found.hexdigest()[:32]}.json"
+    return found.digest()
 
 
 def compile_for(
@@ -167,7 +173,7 @@ def compile_for(
         "folder": str(folder),
     }
     with contextlib.suppress(OSError):  # a cache that is full of what is needed may be read-only
-        _write(note, json.dumps(facts))
+        write_whole(note, json.dumps(facts))
     return facts
 
 
@@ -178,8 +184,8 @@ def _has_notes() -> bool:
     return any(Path(knobs.cache.dir).glob("tokenpod-*.json"))
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: the process may be ended at any time."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: the process may be ended at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")

@@ -1,0 +1,77 @@
+"""What starts measure, kept beside the kernels for starts that would measure the same.
+
+Steps that are measured before a pod serves take two seconds. What comes of them follows from the
+package, the model's settings, the options and the machine, whose digest is the name of a file that
+holds it. Under any other conditions there is another file. What does not fit is forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tokenpod.core.messages import EngineOptions
+from tokenpod.engine.startup.compile_ahead import conditions, write_whole
+from tokenpod.scheduler.steps.machine_times import StepSize
+
+#: Where the driver says its version.
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the first steps of a start show."""
+
+    #: Bytes that torch keeps of the GPU's memory for the largest step.
+    step: int
+    #: Bytes by which free memory fell meanwhile: code that was loaded is in them.
+    taken: int
+    #: Sizes of plain steps, and their seconds.
+    times: list[tuple[StepSize, float]]
+
+
+class Kept:
+    """What was measured under some conditions, if it was.
+
+    Args:
+        options: those that steps follow from.
+        machine: name, memory and driver of the GPU, or whatever else it is known by.
+        folder: that of the kernels.
+    """
+
+    def __init__(self, options: EngineOptions, machine: Sequence[object], folder: Path) -> None:
+        alike = msgspec.structs.replace(options, model_folder="", device="cuda", questions_fd=-1)
+        digest = hashlib.sha256(msgspec.msgpack.encode(alike))
+        digest.update(repr([*machine]).encode())
+        digest.update(conditions(Path(options.model_folder)))
+        self._file = folder / f"tokenpod-{digest.hexdigest()[:32]}.steps"
+
+    def read(self) -> Measured | None:
+        """None: nothing is kept, or nothing that can be read."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=Measured)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def write(self, measured: Measured) -> None:
+        """Keep it; where the folder can't be written nothing is kept."""
+        with contextlib.suppress(OSError):
+            write_whole(self._file, msgspec.json.encode(measured).decode())
+
+    def forget(self) -> None:
+        """Let the next start measure."""
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+
+
+def kept_of(options: EngineOptions, device: torch.device) -> Kept:
+    """What was measured on this machine's GPU."""
+    from triton import knobs
+
+    found = torch.cuda.get_device_properties(device)
+    driver = _DRIVER.read_text() if _DRIVER.exists() else ""
+    return Kept(options, (found.name, found.total_memory, driver), Path(knobs.cache.dir))

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -151,15 +152,20 @@ def compile_for(
     note = note_of(options, gpu.capability, folder)
     if note.exists() and architecture is None:
         return json.loads(note.read_text())  # type: ignore[no-any-return]
-    from tokenpod.engine.startup.weightless import find_kernels
+    from tokenpod.engine.startup.sampling_kernels import find_sampling
     from tokenpod.kernels.gpu.compiling import Compilers
-    from tokenpod.models.folder import is_native
 
     torch.set_num_threads(1)
-    # What transformers computes launches few of our kernels, and has no shapes without weights.
-    native = is_native(Path(options.model_folder))
     hashing.join()  # a process that forks has one thread
     compilers = Compilers(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+    if options.placement is None or options.placement.rank == 0:
+        find_sampling(options, gpu.capability, compilers.take)
+    # Only now: these take a second, and the longest kernels are being compiled meanwhile.
+    from tokenpod.engine.startup.weightless import find_kernels
+    from tokenpod.models.folder import is_native
+
+    # What transformers computes launches few of our kernels, and has no shapes without weights.
+    native = is_native(Path(options.model_folder))
     kernels = find_kernels(options, gpu, compilers.take) if native else []
     found = time.monotonic()
     compilers.end()
@@ -199,7 +205,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     hashing = hash_triton()
     if not _has_notes():
-        import tokenpod.engine.startup.weightless  # noqa: F401
+        import tokenpod.engine.startup.sampling_kernels
+
+        if not select.select([sys.stdin], [], [], 0)[0]:
+            import tokenpod.engine.startup.weightless  # noqa: F401
     told = sys.stdin.buffer.read()
     if not told:
         return 0  # the engine has ended

@@ -17,8 +17,11 @@ from tokenpod.engine.gpu.device_launches import Asked
 from tokenpod.engine.gpu.device_sampler import DeviceSampler
 from tokenpod.kernels.gpu.compiling import Kernel, Notes
 
+META = torch.device("meta")
 #: Rows of the draws that are noted: kernels are the same for all numbers of them.
 _ROWS = 2
+#: Of architectures that generate.
+_GENERATE = "ForCausalLM", "ForConditionalGeneration"
 
 
 def find_sampling(
@@ -26,22 +29,29 @@ def find_sampling(
 ) -> None:
     """Call `found` with each, in the order of their first launches.
 
-    With none, if the model's settings do not plainly say what they follow from. From then on this
+    With none, if the model's files do not plainly say what they follow from. From then on this
     process launches no kernels.
     """
-    config = json.loads((Path(options.model_folder) / "config.json").read_text())
-    config = config.get("text_config", config)
-    vocab_size, stored = config.get("vocab_size"), config.get("dtype", config.get("torch_dtype"))
+    folder = Path(options.model_folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return  # who reads the model says it
+    names = config.get("architectures") or [""]
+    own = config.get("text_config", config)
+    vocab_size, stored = own.get("vocab_size"), own.get("dtype", own.get("torch_dtype"))
     dtype = getattr(torch, str(options.dtype or stored), None)
-    if type(vocab_size) is not int or not isinstance(dtype, torch.dtype):
-        return
-    meta = torch.device("meta")
-    Notes(capability, found).begin()
-    sampler = DeviceSampler(
-        rows=_ROWS, vocab_size=vocab_size, device=meta, most_edits=options.max_logit_edits + 1
-    )
-    numbers = torch.empty(_ROWS, dtype=torch.int64, device=meta)
-    masks = torch.empty(_ROWS, -(-vocab_size // 32), dtype=torch.int32, device=meta)
-    logits = torch.empty(_ROWS, vocab_size, dtype=dtype, device=meta)
-    for asked in (Asked(logits, numbers, numbers, each) for each in (None, masks)):
-        sampler.launch_all(asked)
+    generates = str(names[0]).endswith(_GENERATE) and not (folder / "modules.json").exists()
+    if generates and type(vocab_size) is int and isinstance(dtype, torch.dtype):
+        Notes(capability, found).begin()
+        launch_sampling(vocab_size, dtype, options.max_logit_edits + 1)
+
+
+def launch_sampling(vocab_size: int, dtype: torch.dtype, most_edits: int) -> None:
+    """Launch all kernels of sampling on tensors without memory, with masks and without."""
+    sampler = DeviceSampler(rows=_ROWS, vocab_size=vocab_size, device=META, most_edits=most_edits)
+    numbers = torch.empty(_ROWS, dtype=torch.int64, device=META)
+    masks = torch.empty(_ROWS, -(-vocab_size // 32), dtype=torch.int32, device=META)
+    logits = torch.empty(_ROWS, vocab_size, dtype=dtype, device=META)
+    for each in (None, masks):
+        sampler.launch_all(Asked(logits, numbers, numbers, each))

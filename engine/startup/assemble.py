@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,17 +153,10 @@ def assemble(
             group.least(1)
 
     on_device = partial(_on_device, model, options, positions, device, group, draft, ready)
-    # Ranks would have to agree.
-    kept = kept_of(options, device) if group is None and device.type == "cuda" else None
-    measured = kept.read() if kept is not None else None
-    if kept is not None and measured is not None:
-        with contextlib.suppress(EngineError, torch.OutOfMemoryError):
-            return on_device(kept, measured)
-        # It may be as wrong that a step takes so much, or that no more is there.
-        kept.forget()
-        gc.collect()
-        torch.cuda.empty_cache()
-    return on_device(kept, None)
+    if group is not None or device.type != "cuda":
+        return on_device(None, None)  # ranks would have to agree on what is kept
+    kept = kept_of(options, device)
+    return kept.used(partial(on_device, kept))
 
 
 def _on_cpu(

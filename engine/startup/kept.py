@@ -8,16 +8,21 @@ holds it. Under any other conditions there is another file. What does not fit is
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 
+from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.compile_ahead import conditions, write_whole
 from tokenpod.scheduler.steps.machine_times import StepSize
+
+T = TypeVar("T")
 
 #: Where the driver says its version.
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -66,6 +71,21 @@ class Kept:
         """Let the next start measure."""
         with contextlib.suppress(OSError):
             self._file.unlink()
+
+    def used(self, start: Callable[[Measured | None], T]) -> T:
+        """What `start` makes of what is kept; if that does not fit, or there is nothing, of None.
+
+        It does not fit where that raises EngineError or torch.OutOfMemoryError.
+        """
+        if (measured := self.read()) is not None:
+            with contextlib.suppress(EngineError, torch.OutOfMemoryError):
+                return start(measured)
+            # Perhaps a step takes more than was kept, perhaps there is less memory: see anew.
+            self.forget()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return start(None)
 
 
 def kept_of(options: EngineOptions, device: torch.device) -> Kept:

@@ -152,11 +152,9 @@ def assemble(
         if group is not None:
             group.least(1)
 
-    on_device = partial(_on_device, model, options, positions, device, group, draft, ready)
-    if group is not None or device.type != "cuda":
-        return on_device(None, None)  # ranks would have to agree on what is kept
     kept = kept_of(options, device)
-    return kept.used(partial(on_device, kept))
+    start = partial(_on_device, model, options, positions, device, group, draft, ready, kept)
+    return kept.used(start, group)
 
 
 def _on_cpu(
@@ -248,7 +246,7 @@ def _on_device(
     group: Group | None,
     draft: DraftModel | None,
     loaded: Callable[[], object],
-    kept: Kept | None,
+    kept: Kept,
     measured: Measured | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool.
@@ -341,7 +339,7 @@ def _on_device(
             slots=slots,
             stateless=model.config.own_state is None,
         )
-    if measured is None and kept is not None:
+    if measured is None:
         kept.write(Measured(step, taken, times))
     return Assembled(
         executor,

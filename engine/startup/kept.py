@@ -20,6 +20,7 @@ import torch
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.startup.compile_ahead import conditions, write_whole
+from tokenpod.kernels.operations.group import Group
 from tokenpod.scheduler.steps.machine_times import StepSize
 
 T = TypeVar("T")
@@ -49,10 +50,15 @@ class Kept:
     """
 
     def __init__(self, options: EngineOptions, machine: Sequence[object], folder: Path) -> None:
-        alike = msgspec.structs.replace(options, model_folder="", device="cuda", questions_fd=-1)
+        place = options.placement
+        rank = (place.rank, place.world) if place is not None else (0, 1)
+        alike = msgspec.structs.replace(
+            options, model_folder="", device="cuda", questions_fd=-1, placement=None
+        )
         digest = hashlib.sha256(msgspec.msgpack.encode(alike))
-        digest.update(repr([*machine]).encode())
-        digest.update(conditions(Path(options.model_folder)))
+        digest.update(repr([*machine, *rank]).encode())
+        for each in filter(None, (options.model_folder, options.draft_folder)):
+            digest.update(conditions(Path(each)))
         self._file = folder / f"tokenpod-{digest.hexdigest()[:32]}.steps"
 
     def read(self) -> Measured | None:
@@ -72,16 +78,24 @@ class Kept:
         with contextlib.suppress(OSError):
             self._file.unlink()
 
-    def used(self, start: Callable[[Measured | None], T]) -> T:
+    def used(self, start: Callable[[Measured | None], T], group: Group | None = None) -> T:
         """What `start` makes of what is kept; if that does not fit, or there is nothing, of None.
 
-        It does not fit where that raises EngineError or torch.OutOfMemoryError.
+        It does not fit where that raises EngineError or torch.OutOfMemoryError. Ranks of a group
+        take what is kept if all have it, and start together: where it does not fit it is forgotten,
+        the error is raised, and the next start measures.
         """
-        if (measured := self.read()) is not None:
-            with contextlib.suppress(EngineError, torch.OutOfMemoryError):
+        measured = self.read()
+        if group is not None and not group.least(int(measured is not None)):
+            measured = None
+        if measured is not None:
+            try:
                 return start(measured)
-            # Perhaps a step takes more than was kept, perhaps there is less memory: see anew.
-            self.forget()
+            except (EngineError, torch.OutOfMemoryError):
+                # Perhaps a step takes more than was kept, perhaps there is less memory: see anew.
+                self.forget()
+                if group is not None:
+                    raise
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import EngineOptions
+from tokenpod.core.messages import EngineOptions, Placement
 from tokenpod.engine.startup import compile_ahead
 from tokenpod.engine.startup.kept import Kept, Measured
 from tokenpod.models.checkpoints.errors import ModelError
@@ -110,3 +110,33 @@ def test_what_is_wrong_with_the_weights_is_no_question_of_memory(kept):
     with pytest.raises(ModelError):
         kept.used(start)
     assert kept.read() == MEASURED
+
+
+class Others:
+    """Other ranks, which have something kept, or do not."""
+
+    def __init__(self, least):
+        self.least = lambda number: min(number, least)
+
+
+def test_ranks_take_what_all_of_them_have(kept):
+    assert kept.used(lambda measured: measured, Others(1)) == MEASURED
+    assert kept.used(lambda measured: measured, Others(0)) is None
+
+
+def test_ranks_that_have_no_memory_start_again_and_measure(kept):
+    def start(measured):
+        raise EngineError("no memory")
+
+    with pytest.raises(EngineError):
+        kept.used(start, Others(1))
+    assert kept.read() is None
+
+
+def test_each_rank_has_its_own(kept, options, tmp_path):
+    placement = Placement(0, 2, 0, "", "", 0, "", "", "")
+    ranks = [msgspec.structs.replace(placement, rank=rank, secret=f"{rank}") for rank in (0, 0, 1)]
+    made = [msgspec.structs.replace(options, placement=each) for each in ranks]
+    first, again, second = (Kept(each, MACHINE, tmp_path) for each in made)
+    first.write(MEASURED)
+    assert (again.read(), second.read()) == (MEASURED, None)

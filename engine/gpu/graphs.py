@@ -129,9 +129,19 @@ def record(step: Callable[[], T], memory: Any) -> tuple[Replay[T], Any]:
     return Replay(graph, made), memory or graph.pool()
 
 
+#: Steps of up to so many tokens read the weights for as long as those of fewer do.
+_FEW_TOKENS = 64
+
+
 def _coarse(size: int, most: int) -> bool:
-    """Whether a size is a power of two or one and a half of it, or the largest."""
-    return size == most or size in (top := 1 << size.bit_length() - 1, top * 3 // 2)
+    """Whether a size is the largest, or a power of two or one and a half of it.
+
+    Of few tokens only powers of four are.
+    """
+    top = 1 << size.bit_length() - 1
+    if size <= _FEW_TOKENS:
+        return size == most or (size == top and size.bit_length() % 2 == 1)
+    return size == most or size in (top, top * 3 // 2)
 
 
 class Graphs:

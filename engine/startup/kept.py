@@ -97,8 +97,7 @@ class Kept:
                 if group is not None:
                     raise
             gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # where CUDA is not used, it does nothing
         return start(None)
 
 

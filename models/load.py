@@ -154,8 +154,7 @@ def load_model(
         pooling = None
         if layout.pooling is not None:
             pooling = pooling_head(layout.pooling, folder, checkpoint, device)
-        if later is not None:
-            later.begin(files.pop_all())
+        still_open = files.pop_all() if later is not None else ExitStack()
     ops = deterministic_operations() if deterministic else operations_for(device)
     store = None
     if adapters is not None:
@@ -163,7 +162,7 @@ def load_model(
         virtual = VirtualBase(spec, shard, dtype, positions)
         targets = targets_of(family, spec)
         store = store_of(targets, weights, tensors, adapters, virtual, ops, group, folder)
-    return Decoder(
+    model = Decoder(
         replace(spec, drafts=drafts).on_rank(shard),
         tensors,
         parallel(ops, group) if group else ops,
@@ -174,6 +173,10 @@ def load_model(
         quantization=layout.reader.name if layout.reader else "",
         pooling=pooling,
     )
+    if later is not None:
+        # Not sooner: layers load kernels, which takes longer beside copies to the GPU.
+        later.begin(still_open)
+    return model
 
 
 def _opened(folder: Path, fuse: Path | None) -> Checkpoint:

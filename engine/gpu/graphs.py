@@ -76,6 +76,11 @@ class Replay(Generic[T]):
     def __init__(self, graph: torch.cuda.CUDAGraph, made: T) -> None:
         self._graph, self._made = graph, made
 
+    @property
+    def made(self) -> T:
+        """What it makes, or has made."""
+        return self._made
+
     def __call__(self) -> T:
         """Run it."""
         self._graph.replay()
@@ -117,9 +122,9 @@ def record(step: Callable[[], T], memory: Any) -> tuple[Replay[T], Any]:
 
     `memory`: of graphs captured before, to be shared, or None; returned for the next.
     """
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps.
+    # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps, and waits for
+    # what has been queued, which may be computed meanwhile.
     with torch.cuda.stream(_capturing()):
         graph.capture_begin(pool=memory, capture_error_mode="thread_local")
         try:
@@ -216,7 +221,8 @@ class Graphs:
         forward: Callable[[], torch.Tensor],
         words: torch.Tensor,
     ) -> Callable[[torch.Tensor], object]:
-        logits = forward()  # in the same memory each time, where it is captured
+        # In the same memory each time, where it is captured: whatever is there will do.
+        logits = forward.made if isinstance(forward, Replay) else forward()
         run = self._captured_of(functools.partial(step, logits), words)
         return (lambda logits: run()) if words.is_cuda else step
 

@@ -19,8 +19,8 @@ import torch
 #: is asked less often.
 PIECE_BYTES = 4 << 20
 PINNED_BYTES = 8 << 20
-#: Threads, and pieces under way on their way elsewhere.
-READERS = 4
+#: Threads, and a thread's pieces on their way elsewhere.
+READERS, UNDER_WAY = 8, 4
 
 
 class Pieces:
@@ -74,10 +74,10 @@ class Pieces:
         count = max((PINNED_BYTES if target.is_cuda else PIECE_BYTES) // width, 1)
         under_way: deque[Callable[[], None]] = deque()
         for number, begin in enumerate(range(0, len(target), count)):
-            if len(under_way) == READERS:
+            if len(under_way) == UNDER_WAY:
                 under_way.popleft()()
             part = target[begin : begin + count]
-            scratch = self._scratch_at(number % READERS)
+            scratch = self._scratch_at(number % UNDER_WAY)
             piece = scratch.bytes(len(part) * width, pinned=target.is_cuda)
             wait = self._begin(file, piece, start + begin * width)
             rows = piece.view(dtype).view(len(part), *row)

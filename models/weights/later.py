@@ -17,8 +17,7 @@ WORKERS = 3
 class Later:
     """Reads of large weights of a GPU, which are zeros until `wait` has returned.
 
-    What takes no notice of their numbers need not wait: making a model's layers, the largest steps,
-    captures.
+    The largest steps and captures take no notice of their numbers.
 
     Args:
         device: a GPU.

@@ -25,6 +25,8 @@ from tokenpod.scheduler.steps.machine_times import StepSize
 
 T = TypeVar("T")
 
+#: Bytes of code that is loaded at most; where more is gone, others have taken it.
+MOST_CODE = 2 << 30
 #: Where the driver says its version.
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -69,7 +71,9 @@ class Kept:
             return None
 
     def write(self, measured: Measured) -> None:
-        """Keep it; where the folder can't be written nothing is kept."""
+        """Keep it, unless others took memory meanwhile, or the folder can't be written."""
+        if measured.taken - measured.step > MOST_CODE:
+            return
         with contextlib.suppress(OSError):
             write_whole(self._file, msgspec.json.encode(measured).decode())
 

@@ -9,7 +9,7 @@ import torch
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions, Placement
 from tokenpod.engine.startup import compile_ahead
-from tokenpod.engine.startup.kept import Kept, Measured
+from tokenpod.engine.startup.kept import MOST_CODE, Kept, Measured
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.scheduler.steps.machine_times import StepSize
 
@@ -75,6 +75,12 @@ def test_what_is_forgotten_or_broken_is_measured_anew(kept, tmp_path):
     kept.forget()
     kept.forget()
     assert not list(tmp_path.glob("*.steps"))
+
+
+def test_what_was_measured_while_others_took_memory_is_not_kept(options, tmp_path):
+    made = Kept(options, MACHINE, tmp_path)
+    made.write(Measured(5 << 30, (5 << 30) + MOST_CODE + 1, []))
+    assert made.read() is None
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(options, tmp_path):

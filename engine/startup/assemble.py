@@ -36,6 +36,7 @@ from tokenpod.engine.startup.memory import (
     PROCESSES_GROW,
     FreeMemory,
     free_memory,
+    in_one_piece,
     map_ahead,
     pin_ahead,
 )
@@ -464,12 +465,13 @@ def make_pool(
     `windows`: the slots of layers with a window, where these are apart.
     """
     config = model.config
-    return model.pool_class(
-        slots=slots,
-        layouts=config.kv_layouts,
-        dtype=dtype or model.dtype,
-        device=device,
-        scales=scales,
-        window_slots=windows.slots if windows else 0,
-        windowed=[window is not None for window in config.kv_windows],
-    )
+    with in_one_piece(device):
+        return model.pool_class(
+            slots=slots,
+            layouts=config.kv_layouts,
+            dtype=dtype or model.dtype,
+            device=device,
+            scales=scales,
+            window_slots=windows.slots if windows else 0,
+            windowed=[window is not None for window in config.kv_windows],
+        )

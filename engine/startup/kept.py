@@ -52,6 +52,8 @@ class Kept:
     """
 
     def __init__(self, options: EngineOptions, machine: Sequence[object], folder: Path) -> None:
+        #: A model without a folder may be any.
+        self._known = bool(options.model_folder)
         place = options.placement
         rank = (place.rank, place.world) if place is not None else (0, 1)
         alike = msgspec.structs.replace(
@@ -65,6 +67,8 @@ class Kept:
 
     def read(self) -> Measured | None:
         """None: nothing is kept, or nothing that can be read."""
+        if not self._known:
+            return None
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=Measured)
         except (OSError, msgspec.DecodeError):
@@ -72,7 +76,7 @@ class Kept:
 
     def write(self, measured: Measured) -> None:
         """Keep it, unless others took memory meanwhile, or the folder can't be written."""
-        if measured.taken - measured.step > MOST_CODE:
+        if not self._known or measured.taken - measured.step > MOST_CODE:
             return
         with contextlib.suppress(OSError):
             write_whole(self._file, msgspec.json.encode(measured).decode())

@@ -68,6 +68,12 @@ def test_another_model_finds_nothing(kept, options, tmp_path):
     assert Kept(options, MACHINE, tmp_path).read() is None
 
 
+def test_nothing_is_kept_of_a_model_without_a_folder(options, tmp_path):
+    made = Kept(msgspec.structs.replace(options, model_folder=""), MACHINE, tmp_path)
+    made.write(MEASURED)
+    assert made.read() is None
+
+
 def test_what_is_forgotten_or_broken_is_measured_anew(kept, tmp_path):
     (file,) = tmp_path.glob("*.steps")
     file.write_text('{"step": "five"}')

@@ -21,8 +21,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,9 @@ import msgspec
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_process import die_with_parent
+from tokenpod.engine.startup.conditions import conditions, write_whole
 from tokenpod.models.checkpoints.errors import ModelError
 
-#: Where what decides about kernels is written: below the package.
-_SOURCES = "core", "engine", "kernels", "models"
 #: Streaming multiprocessors by architecture: A100, L40S, H100 and H200, B200, RTX PRO 6000. They
 #: decide into how many parts attention is split, of which kernels know only whether it is.
 _PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
@@ -109,20 +106,6 @@ def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -
     return folder / f"tokenpod-{found.hexdigest()[:32]}.json"
 
 
-def conditions(model: Path) -> bytes:
-    """A digest of the package's sources, of the versions of others, and of a model's settings."""
-    found = hashlib.sha256(json.dumps([version("triton"), version("torch")]).encode())
-    package = Path(str(files("tokenpod")))
-    for part in _SOURCES:
-        for path in sorted((package / part).rglob("*.*")):
-            if path.suffix in (".py", ".json"):
-                found.update(path.read_bytes())
-    for path in sorted(model.glob("*.json")):
-        if "tokenizer" not in path.name:
-            found.update(path.read_bytes())
-    return found.digest()
-
-
 def compile_for(
     options: EngineOptions, architecture: str | None, hashing: threading.Thread
 ) -> dict[str, Any]:
@@ -188,14 +171,6 @@ def _has_notes() -> bool:
     from triton import knobs
 
     return any(Path(knobs.cache.dir).glob("tokenpod-*.json"))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: the process may be ended at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def main() -> int:

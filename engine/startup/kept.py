@@ -19,7 +19,7 @@ import torch
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.startup.compile_ahead import conditions, write_whole
+from tokenpod.engine.startup.conditions import conditions, write_whole
 from tokenpod.kernels.operations.group import Group
 from tokenpod.scheduler.steps.machine_times import StepSize
 

@@ -8,7 +8,7 @@ import torch
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions, Placement
-from tokenpod.engine.startup import compile_ahead
+from tokenpod.engine.startup import conditions
 from tokenpod.engine.startup.kept import MOST_CODE, Kept, Measured
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.scheduler.steps.machine_times import StepSize
@@ -52,7 +52,7 @@ def test_another_machine_finds_nothing(kept, options, tmp_path, part):
 
 
 def test_another_version_finds_nothing(kept, options, tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_ahead, "version", lambda name: "0")
+    monkeypatch.setattr(conditions, "version", lambda name: "0")
     assert Kept(options, MACHINE, tmp_path).read() is None
 
 

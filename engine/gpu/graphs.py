@@ -76,11 +76,6 @@ class Replay(Generic[T]):
     def __init__(self, graph: torch.cuda.CUDAGraph, made: T) -> None:
         self._graph, self._made = graph, made
 
-    @property
-    def made(self) -> T:
-        """What it makes, or has made."""
-        return self._made
-
     def __call__(self) -> T:
         """Run it."""
         self._graph.replay()
@@ -221,8 +216,8 @@ class Graphs:
         forward: Callable[[], torch.Tensor],
         words: torch.Tensor,
     ) -> Callable[[torch.Tensor], object]:
-        # In the same memory each time, where it is captured: whatever is there will do.
-        logits = forward.made if isinstance(forward, Replay) else forward()
+        # In the same memory each time, where it is captured. A graph's first run sets it up, too.
+        logits = forward()
         run = self._captured_of(functools.partial(step, logits), words)
         return (lambda logits: run()) if words.is_cuda else step
 

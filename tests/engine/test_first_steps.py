@@ -13,7 +13,9 @@ from support.engines.demo_engine import CPU, demo_model
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.run import load
+from tokenpod.engine.startup import assemble as parts
 from tokenpod.engine.startup.assemble import assemble
+from tokenpod.engine.startup.kept import Kept
 from tokenpod.engine.steps.first_steps import run_worst_steps, timed_steps
 
 OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_tokens=64)
@@ -72,7 +74,7 @@ class Nobody:
 def test_a_second_start_measures_nothing_and_steps_of_all_sizes_find_their_memory(
     golden, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(parts, "kept_of", lambda options, device: Kept(options, (), tmp_path))
     folder = str(golden("llama", max_position_embeddings=2048).folder)
     options = EngineOptions(folder, "bfloat16", "cuda", 1, 64, 1024, max_gap_seconds=0.1)
     options = msgspec.structs.replace(options, max_batch_total_tokens=20_000)

@@ -154,7 +154,8 @@ def load_model(
         pooling = None
         if layout.pooling is not None:
             pooling = pooling_head(layout.pooling, folder, checkpoint, device)
-        still_open = files.pop_all() if later is not None else ExitStack()
+        if later is not None:
+            later.begin(files.pop_all())
     ops = deterministic_operations() if deterministic else operations_for(device)
     store = None
     if adapters is not None:
@@ -162,7 +163,7 @@ def load_model(
         virtual = VirtualBase(spec, shard, dtype, positions)
         targets = targets_of(family, spec)
         store = store_of(targets, weights, tensors, adapters, virtual, ops, group, folder)
-    model = Decoder(
+    return Decoder(
         replace(spec, drafts=drafts).on_rank(shard),
         tensors,
         parallel(ops, group) if group else ops,
@@ -173,10 +174,6 @@ def load_model(
         quantization=layout.reader.name if layout.reader else "",
         pooling=pooling,
     )
-    if later is not None:
-        # Not sooner: layers load kernels, which takes longer beside copies to the GPU.
-        later.begin(still_open)
-    return model
 
 
 def _opened(folder: Path, fuse: Path | None) -> Checkpoint:

@@ -17,7 +17,7 @@ WORKERS = 3
 class Later:
     """Reads of large weights of a GPU, which are zeros until `wait` has returned.
 
-    The largest steps and captures take no notice of their numbers.
+    Who makes layers, runs the largest steps or captures takes no notice of their numbers.
 
     Args:
         device: a GPU.

@@ -153,6 +153,7 @@ def assemble(
         if group is not None:
             group.least(1)
 
+    kv_dtype(model, options, device)  # what the device can't read is refused before all else
     kept = kept_of(options, device)
     start = partial(_on_device, model, options, positions, device, group, draft, ready, kept)
     return kept.used(start, group)

@@ -58,6 +58,7 @@ class Looks(TorchDispatchMode):
         return made
 
 
+@pytest.mark.sampled(8, "slow")
 @pytest.mark.parametrize("family", KINDS)
 def test_no_layer_looks_at_a_weight_that_comes_later(family, golden):
     folder = golden(family).folder

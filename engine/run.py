@@ -41,6 +41,7 @@ from tokenpod.models.eagle import is_eagle
 from tokenpod.models.folder import read_config, sees_images
 from tokenpod.models.load import load_model
 from tokenpod.models.medusa import is_medusa
+from tokenpod.models.weights.later import Later
 from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.scheduler.drafts.drafting import Drafter, Drafting, ModelDrafts
 from tokenpod.scheduler.drafts.ngrams import NGrams
@@ -200,6 +201,7 @@ def load(
             link.send(Loading(done, total))
 
     dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
+    later = Later(device)
     model = load_model(
         folder,
         dtype=dtype,
@@ -217,6 +219,7 @@ def load(
         task=options.task,
         drafts=options.speculate,
         deterministic=options.deterministic,
+        later=later if device.type == "cuda" else None,
     )
     config, pooling = model.config, model.pooling
     adapters = read_given(model.adapters, options)
@@ -251,7 +254,13 @@ def load(
         ahead.wait()
     options = with_rows(model, options, positions, device, group)
     assembled = assemble(
-        model, options, positions=positions, device=device, group=group, draft=draft
+        model,
+        options,
+        positions=positions,
+        device=device,
+        group=group,
+        draft=draft,
+        loaded=later.wait,
     )
     own, room = config.own_state, assembled.room
     limits = Limits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from tokenpod.models.pooling.head import pooling_head
 from tokenpod.models.specs.kv_scales import read_scales
 from tokenpod.models.specs.layer_spec import Experts
 from tokenpod.models.specs.layout import Layout
+from tokenpod.models.weights.later import Later
 from tokenpod.models.weights.memory import available_bytes, freed_at_once
 from tokenpod.models.weights.shard import WHOLE, Shard
 
@@ -61,6 +63,7 @@ def load_model(
     task: str = "auto",
     drafts: int = 0,
     deterministic: bool = False,
+    later: Later | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -81,6 +84,7 @@ def load_model(
         task: what is done with it, a value of `Task`; "auto": what its files show.
         drafts: so many of a row may turn out to be wrong.
         deterministic: what a token yields does not depend on the step that it is in.
+        later: may go on reading when the model is there; None: all is read by then.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -104,10 +108,13 @@ def load_model(
     family, spec = read.family, read.spec
     _check_length(spec, max_total_tokens)
     spec.check(shard.world)
-    with (
-        _opened(folder, fuse) as checkpoint,
-        verified(folder, checkpoint.files, required=require_manifest, share=share),
-    ):
+    if adapters is not None or fuse is not None or drafts:
+        later = None  # these look at weights
+    with ExitStack() as files:
+        checkpoint = files.enter_context(_opened(folder, fuse))
+        files.enter_context(
+            verified(folder, checkpoint.files, required=require_manifest, share=share)
+        )
         layout = read_layout(
             folder,
             checkpoint,
@@ -139,6 +146,7 @@ def load_model(
                 progress=progress,
                 shard=shard,
                 reader=layout.reader,
+                later=later,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
@@ -146,6 +154,8 @@ def load_model(
         pooling = None
         if layout.pooling is not None:
             pooling = pooling_head(layout.pooling, folder, checkpoint, device)
+        if later is not None:
+            later.begin(files.pop_all())
     ops = deterministic_operations() if deterministic else operations_for(device)
     store = None
     if adapters is not None:

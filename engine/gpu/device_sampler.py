@@ -247,6 +247,12 @@ class DeviceSampler(Sampler):
         self._broadcast(drafts)
         return drafts
 
+    def launch_all(self, asked: Asked) -> None:
+        """Launch what any rows may need, one after the other."""
+        self._draw_greedy(asked)
+        self._draw_sampled(asked)
+        self._find_tops(asked, processed=True)
+
     # -- launches ------------------------------------------------------------------------------
 
     def _scored(self, asked: Asked) -> tuple[object, ...]:

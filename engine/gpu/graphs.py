@@ -117,9 +117,9 @@ def record(step: Callable[[], T], memory: Any) -> tuple[Replay[T], Any]:
 
     `memory`: of graphs captured before, to be shared, or None; returned for the next.
     """
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps.
+    # Not `torch.cuda.graph`: it gives all memory back that torch keeps for steps, and waits for
+    # what has been queued, which may be computed meanwhile.
     with torch.cuda.stream(_capturing()):
         graph.capture_begin(pool=memory, capture_error_mode="thread_local")
         try:
@@ -129,9 +129,19 @@ def record(step: Callable[[], T], memory: Any) -> tuple[Replay[T], Any]:
     return Replay(graph, made), memory or graph.pool()
 
 
+#: Steps of up to so many tokens read the weights for as long as those of fewer do.
+_FEW_TOKENS = 64
+
+
 def _coarse(size: int, most: int) -> bool:
-    """Whether a size is a power of two or one and a half of it, or the largest."""
-    return size == most or size in (top := 1 << size.bit_length() - 1, top * 3 // 2)
+    """Whether a size is the largest, or a power of two or one and a half of it.
+
+    Of few tokens only powers of four are.
+    """
+    top = 1 << size.bit_length() - 1
+    if size <= _FEW_TOKENS:
+        return size == most or (size == top and size.bit_length() % 2 == 1)
+    return size == most or size in (top, top * 3 // 2)
 
 
 class Graphs:
@@ -206,7 +216,8 @@ class Graphs:
         forward: Callable[[], torch.Tensor],
         words: torch.Tensor,
     ) -> Callable[[torch.Tensor], object]:
-        logits = forward()  # in the same memory each time, where it is captured
+        # In the same memory each time, where it is captured. A graph's first run sets it up, too.
+        logits = forward()
         run = self._captured_of(functools.partial(step, logits), words)
         return (lambda logits: run()) if words.is_cuda else step
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +24,7 @@ from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.model_size import LONGEST_EXPANDED
 from tokenpod.core.windows import WindowRoom
 from tokenpod.engine.drafts.draft import DraftModel, draft_of
+from tokenpod.engine.startup.kept import Kept, Measured, kept_of
 from tokenpod.engine.startup.kv_scales import (
     EIGHT_BITS,
     POOL_TYPES,
@@ -34,6 +36,7 @@ from tokenpod.engine.startup.memory import (
     PROCESSES_GROW,
     FreeMemory,
     free_memory,
+    in_one_piece,
     map_ahead,
     pin_ahead,
 )
@@ -87,6 +90,10 @@ class Assembled:
         return self.room.slots
 
 
+def _nothing() -> None:
+    """All weights are there."""
+
+
 def with_rows(
     model: LoadedModel,
     options: EngineOptions,
@@ -113,6 +120,7 @@ def assemble(
     device: torch.device,
     group: Group | None = None,
     draft: DraftModel | None = None,
+    loaded: Callable[[], object] = _nothing,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -127,6 +135,8 @@ def assemble(
         device: a CPU or a GPU.
         group: the ranks that share the model, if it is divided.
         draft: finds drafts, whole on each of them; None: whatever drafts there are, plans have.
+        loaded: waits for weights that are still being read, zeros until then: called before any
+            number that is computed matters.
 
     Raises:
         EngineError: the pool that was asked for does not fit, on some rank; the device can't read
@@ -135,8 +145,18 @@ def assemble(
     if group is not None:
         group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
+        loaded()
         return _on_cpu(model, options, positions, device, group, draft)
-    return _on_device(model, options, positions, device, group, draft)
+
+    def ready() -> None:
+        loaded()
+        if group is not None:
+            group.least(1)
+
+    kv_dtype(model, options, device)  # what the device can't read is refused before all else
+    kept = kept_of(options, device)
+    start = partial(_on_device, model, options, positions, device, group, draft, ready, kept)
+    return kept.used(start, group)
 
 
 def _on_cpu(
@@ -227,8 +247,14 @@ def _on_device(
     device: torch.device,
     group: Group | None,
     draft: DraftModel | None,
+    loaded: Callable[[], object],
+    kept: Kept,
+    measured: Measured | None,
 ) -> Assembled:
-    """The pool takes what the worst step leaves: that step is run first, on a small pool."""
+    """The pool takes what the worst step leaves: that step is run first, on a small pool.
+
+    Unless that was `measured` by a start before, which `kept` it.
+    """
     dtype = kv_dtype(model, options, device)
     limits = step_limits(options)
     rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts
@@ -241,34 +267,39 @@ def _on_device(
     executor = device_executor(
         model, options, pool, positions, device, group=group, draft=drafter, offload=offload
     )
-    before = torch.cuda.memory_reserved(device)
+    before, free_before = torch.cuda.memory_reserved(device), free_memory(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
     adapter = int(adapted)
     # Of a longer one parts of that length are merged.
     context = min(positions, LONGEST_EXPANDED + prompt) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
-    run_worst_steps(
-        executor,
-        rows,
-        prompt,
-        positions,
-        (drafts, each),
-        adapter,
-        context,
-        unknown=draft is not None,
-        pools=pools,
-        mutual=model.config.mutual > 0,
-        smaller=False,
-    )
-    step = torch.cuda.memory_reserved(device) - before
+    if measured is None:
+        run_worst_steps(
+            executor,
+            rows,
+            prompt,
+            positions,
+            (drafts, each),
+            adapter,
+            context,
+            unknown=draft is not None,
+            pools=pools,
+            mutual=model.config.mutual > 0,
+            smaller=False,
+        )
+        step = torch.cuda.memory_reserved(device) - before
+        taken = max(free_before.bytes - free_memory(device).bytes, step)
+    else:
+        step, taken = measured.step, measured.taken
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
-    left = free_memory(device)
-    free = FreeMemory(left.bytes - step - step // GAPS, f"{left.source} less the largest step")
+    left = free_before.bytes - taken - step - step // GAPS
+    free = FreeMemory(left, f"{free_before.source} less the largest step")
     room = room_for(model, options, positions, free, dtype, group, draft)
     slots = room.slots
     scales = None
     if dtype == EIGHT_BITS:
+        loaded()
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     # The small one goes.
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
@@ -296,12 +327,13 @@ def _on_device(
     )
     map_ahead(device, step // GAPS)
     pin_ahead()
+    loaded()
     warm_up(executor, [0] * min(prompt, slots, positions, 64), pools=pools)
     if offload is not None:
         warm_copies(executor, pool.sink, offload.slots)
-    measured: Sequence[tuple[StepSize, float]] = ()
-    if options.max_gap_seconds is not None and not pools:
-        measured = timed_steps(
+    times = [] if measured is None else measured.times
+    if measured is None and options.max_gap_seconds is not None and not pools:
+        times = timed_steps(
             executor,
             rows=room.rows,
             prompt=options.max_batch_prefill_tokens,
@@ -309,6 +341,8 @@ def _on_device(
             slots=slots,
             stateless=model.config.own_state is None,
         )
+    if measured is None:
+        kept.write(Measured(step, taken, times))
     return Assembled(
         executor,
         room,
@@ -316,7 +350,7 @@ def _on_device(
         overlap=True,
         adapters=model.adapters,
         offload_slots=0 if offload is None else offload.slots,
-        measured=measured,
+        measured=times,
         captures=executor if some else None,
     )
 
@@ -432,12 +466,13 @@ def make_pool(
     `windows`: the slots of layers with a window, where these are apart.
     """
     config = model.config
-    return model.pool_class(
-        slots=slots,
-        layouts=config.kv_layouts,
-        dtype=dtype or model.dtype,
-        device=device,
-        scales=scales,
-        window_slots=windows.slots if windows else 0,
-        windowed=[window is not None for window in config.kv_windows],
-    )
+    with in_one_piece(device):
+        return model.pool_class(
+            slots=slots,
+            layouts=config.kv_layouts,
+            dtype=dtype or model.dtype,
+            device=device,
+            scales=scales,
+            window_slots=windows.slots if windows else 0,
+            windowed=[window is not None for window in config.kv_windows],
+        )

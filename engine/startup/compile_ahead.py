@@ -15,13 +15,12 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,9 @@ import msgspec
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_process import die_with_parent
+from tokenpod.engine.startup.conditions import conditions, write_whole
 from tokenpod.models.checkpoints.errors import ModelError
 
-#: Where what decides about kernels is written: below the package.
-_SOURCES = "core", "engine", "kernels", "models"
 #: Streaming multiprocessors by architecture: A100, L40S, H100 and H200, B200, RTX PRO 6000. They
 #: decide into how many parts attention is split, of which kernels know only whether it is.
 _PROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
@@ -103,16 +101,8 @@ def note_of(options: EngineOptions, capability: tuple[int, int], folder: Path) -
         constraints=ConstraintLimits(),
     )
     found.update(msgspec.msgpack.encode(alike))
-    versions = version("triton"), version("torch")
-    found.update(json.dumps([world, capability, versions]).encode())
-    package = Path(str(files("tokenpod")))
-    for part in _SOURCES:
-        for path in sorted((package / part).rglob("*.*")):
-            if path.suffix in (".py", ".json"):
-                found.update(path.read_bytes())
-    for path in sorted(Path(options.model_folder).glob("*.json")):
-        if "tokenizer" not in path.name:
-            found.update(path.read_bytes())
+    found.update(json.dumps([world, capability]).encode())
+    found.update(conditions(Path(options.model_folder)))
     return folder / f"tokenpod-{found.hexdigest()[:32]}.json"
 
 
@@ -145,15 +135,20 @@ def compile_for(
     note = note_of(options, gpu.capability, folder)
     if note.exists() and architecture is None:
         return json.loads(note.read_text())  # type: ignore[no-any-return]
-    from tokenpod.engine.startup.weightless import find_kernels
+    from tokenpod.engine.startup.sampling_kernels import find_sampling
     from tokenpod.kernels.gpu.compiling import Compilers
-    from tokenpod.models.folder import is_native
 
     torch.set_num_threads(1)
-    # What transformers computes launches few of our kernels, and has no shapes without weights.
-    native = is_native(Path(options.model_folder))
     hashing.join()  # a process that forks has one thread
     compilers = Compilers(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+    if options.placement is None or options.placement.rank == 0:
+        find_sampling(options, gpu.capability, compilers.take)
+    # Only now: these take a second, and the longest kernels are being compiled meanwhile.
+    from tokenpod.engine.startup.weightless import find_kernels
+    from tokenpod.models.folder import is_native
+
+    # What transformers computes launches few of our kernels, and has no shapes without weights.
+    native = is_native(Path(options.model_folder))
     kernels = find_kernels(options, gpu, compilers.take) if native else []
     found = time.monotonic()
     compilers.end()
@@ -167,7 +162,7 @@ def compile_for(
         "folder": str(folder),
     }
     with contextlib.suppress(OSError):  # a cache that is full of what is needed may be read-only
-        _write(note, json.dumps(facts))
+        write_whole(note, json.dumps(facts))
     return facts
 
 
@@ -178,14 +173,6 @@ def _has_notes() -> bool:
     return any(Path(knobs.cache.dir).glob("tokenpod-*.json"))
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: the process may be ended at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
 def main() -> int:
     """Compile what the options on stdin need; says what that was."""
     die_with_parent()
@@ -193,7 +180,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     hashing = hash_triton()
     if not _has_notes():
-        import tokenpod.engine.startup.weightless  # noqa: F401
+        import tokenpod.engine.startup.sampling_kernels
+
+        if not select.select([sys.stdin], [], [], 0)[0]:
+            import tokenpod.engine.startup.weightless  # noqa: F401
     told = sys.stdin.buffer.read()
     if not told:
         return 0  # the engine has ended

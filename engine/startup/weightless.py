@@ -21,6 +21,7 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.gpu.graphs import ladder
 from tokenpod.engine.startup.assemble import device_executor, kv_dtype, make_pool
 from tokenpod.engine.startup.kv_scales import EIGHT_BITS
+from tokenpod.engine.startup.sampling_kernels import META, launch_sampling
 from tokenpod.engine.steps.first_steps import warm_up, worst_step
 from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
 from tokenpod.kernels.gpu.compiling import Kernel, Notes
@@ -38,9 +39,6 @@ from tokenpod.models.weights.weights import Stack
 
 if TYPE_CHECKING:
     from tokenpod.engine.startup.noted_group import NotedGroup
-
-META = torch.device("meta")
-
 
 #: What asks for a number, or whether it is none.
 _READS = (
@@ -235,6 +233,10 @@ def _run_steps(model: Decoder, options: EngineOptions, group: NotedGroup | None)
     for scattered in (False, True) if config.mutual else ():
         step(1, limits.prompt // 2, mutual=True, scattered=scattered)
     warm_up(executor, [0] * min(limits.prompt, positions, 64), pools=pools)
+    if not pools and (group is None or group.rank == 0):
+        # Steps above draw without masks, or report nothing of those that have them.
+        most_edits = max(options.max_logit_edits + len(config.eos_token_ids), 1)
+        launch_sampling(config.vocab_size, model.dtype, most_edits)
 
 
 def weightless_model(options: EngineOptions, group: NotedGroup | None) -> Decoder:

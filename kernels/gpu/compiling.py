@@ -184,13 +184,18 @@ class Compilers:
         #: Programs in C that could not be compiled: first launches try it again.
         self.no_programs = 0
         self._processes = processes
+        #: Digests of the keys of all that were given.
+        self._taken: set[str] = set()
         self._waiting: list[Kernel] = []
         #: By process, what it compiles.
         self._running: dict[int, str] = {_begun(compile_driver): "of the driver"}
 
     def take(self, kernel: Kernel) -> None:
-        """Compile it, unless it is there: now, or when a process has ended."""
+        """Compile it, unless it is there or under way: now, or when a process has ended."""
         digest = hashlib.sha256(kernel.key.encode()).hexdigest()
+        if digest in self._taken:
+            return
+        self._taken.add(digest)
         if get_cache_manager(digest).get_group(f"{kernel.name[:150]}.json") is not None:
             return
         self.lacking += 1

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tokenpod.core import sampling
 from tokenpod.core.sampling import TABLE
-from tokenpod.kernels.sampling.noise import WATERMARK_KEY, token_words
+from tokenpod.kernels.sampling.noise import WATERMARK_KEY, span_words
 
 WORDS = tl.constexpr(sampling.ROW_WORDS)
 FLAGS = tl.constexpr(TABLE.place("flags"))
@@ -64,6 +64,9 @@ COUNTED = tl.constexpr(sampling.COUNTED)
 #: Such rows' top tokens read the history that the draw read, so it is `join_tops` that notes the
 #: token.
 PROCESSED_TOPS = tl.constexpr(sampling.PROCESSED_TOPS)
+
+#: Of a row's list of edits, entries that are looked through at once.
+_ENTRIES = tl.constexpr(256)
 
 #: A count is two halves of a word: prompt above, output below; each stops at this.
 MOST_COUNT = tl.constexpr(0xFFFF)
@@ -164,7 +167,7 @@ def _edited(
     flags = tl.load(words_ptr + FLAGS)
     if tl.load(words_ptr + WATERMARK) != 0:
         key = tl.load(words_ptr + PREVIOUS) * WATERMARK_KEY
-        green = token_words(key, ids, 0, 0) < 0x80000000
+        green = tl.reshape(span_words(key, first, 0, 0, SPAN), ids.shape) < 0x80000000
         scores = tl.where(green, scores + 2.0, scores)
     if flags & COUNTED:
         scores = _penalised(scores, ids, words_ptr, counts_ptr, vocab_size)
@@ -241,11 +244,16 @@ def _listed(
 @triton.jit
 def _entries(first, begin, until, edit_id_ptr, MOST_EDITS: tl.constexpr, SPAN: tl.constexpr):
     """Which entries of `begin` to `until`, whose ids rise, fall in this span: from, to below."""
-    at = tl.arange(0, MOST_EDITS)
-    listed = tl.load(edit_id_ptr + at, mask=(at >= begin) & (at < until), other=-1)
-    before = tl.sum(((listed >= 0) & (listed < first)).to(tl.int32))
-    within = tl.sum(((listed >= first) & (listed < first + SPAN)).to(tl.int32))
-    return begin + before, begin + before + within
+    BLOCK: tl.constexpr = min(MOST_EDITS, _ENTRIES)
+    at = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    within = tl.zeros((BLOCK,), tl.int32)
+    for entry in range(begin, until, BLOCK):
+        listed = tl.load(edit_id_ptr + entry + at, mask=entry + at < until, other=-1)
+        before += ((listed >= 0) & (listed < first)).to(tl.int32)
+        within += ((listed >= first) & (listed < first + SPAN)).to(tl.int32)
+    start = begin + tl.sum(before, axis=0)
+    return start, start + tl.sum(within, axis=0)
 
 
 @triton.jit
@@ -313,19 +321,21 @@ def _without(
     SPAN: tl.constexpr,
 ):
     """Add -inf to the scores of tokens that would complete a bad word."""
-    at = tl.arange(0, MOST_EDITS)
-    there = (at >= begin) & (at < until)
-    entry = tl.load(edit_id_ptr + at, mask=there, other=0)
-    armed = tl.load(edit_value_ptr + at, mask=there, other=0.0) != 0.0
-    token = entry >> WORD_BITS
-    bans = armed & ((entry & ENDS_WORD) != 0) & (token >= first) & (token < first + SPAN)
-    token = tl.where(bans, token, NOBODY)
-    # Few of a word's entries are armed and in this span: each is found by one pass over the list.
-    banned = tl.min(token, axis=0)
-    while banned < NOBODY:
-        # Added, so that NaN and Inf stay what they are and the row is found out.
-        scores = tl.where(ids == banned, scores + -float("inf"), scores)
-        banned = tl.min(tl.where(token > banned, token, NOBODY), axis=0)
+    BLOCK: tl.constexpr = min(MOST_EDITS, _ENTRIES)
+    for start in range(begin, until, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = at < until
+        entry = tl.load(edit_id_ptr + at, mask=there, other=0)
+        armed = tl.load(edit_value_ptr + at, mask=there, other=0.0) != 0.0
+        token = entry >> WORD_BITS
+        bans = armed & ((entry & ENDS_WORD) != 0) & (token >= first) & (token < first + SPAN)
+        token = tl.where(bans, token, NOBODY)
+        # Few of a word's entries are armed and in this span: each is found by one pass over them.
+        banned = tl.min(token, axis=0)
+        while banned < NOBODY:
+            # Added, so that NaN and Inf stay what they are and the row is found out.
+            scores = tl.where(ids == banned, scores + -float("inf"), scores)
+            banned = tl.min(tl.where(token > banned, token, NOBODY), axis=0)
     return scores
 
 

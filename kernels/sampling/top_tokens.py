@@ -7,7 +7,8 @@
 They are two launches since one would need the registers of both for all rows.
 
 A token is one integer, its rank: the logit's bits in an order that integers have too, then the id
-reversed, so that the lowest id comes first in ties.
+reversed, so that the lowest id comes first in ties. Ranks are not sorted but halved by a border
+until 64 are above it: a loop of few instructions, where sorting compiles for seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tokenpod.kernels.sampling.sampling_rows import (
     read_scores,
     temperature_of,
 )
+from tokenpod.kernels.sampling.selection import border_of, of_rising, rising_bits
 from tokenpod.kernels.sampling.truncation import falling_key, survives
 
 #: How many are found, whatever a row asks.
@@ -43,15 +45,22 @@ _NOTHING = tl.constexpr(-(1 << 62))
 
 @triton.jit
 def _rank_of(logits, ids):
-    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 ties with 0
-    rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return (rising << _ID_BITS) | (_ID_MASK - ids)
+    return (rising_bits(logits).to(tl.int64) << _ID_BITS) | (_ID_MASK - ids)
 
 
 @triton.jit
 def _logit_of(rank):
-    rising = (rank >> _ID_BITS).to(tl.int32)
-    return tl.where(rising < 0, rising ^ 0x7FFFFFFF, rising).to(tl.float32, bitcast=True)
+    return of_rising((rank >> _ID_BITS).to(tl.int32))
+
+
+@triton.jit
+def _store_best(ranks, there, out_ptr):
+    """Store the 64 highest of distinct ranks in any order; where there are fewer, `_NOTHING`."""
+    kept = there & (ranks >= border_of(ranks, there, MOST_TOP_TOKENS))
+    one = kept.to(tl.int32)
+    tl.store(out_ptr + tl.cumsum(one, axis=0) - 1, ranks, mask=kept)
+    place = tl.arange(0, MOST_TOP_TOKENS)
+    tl.store(out_ptr + place, _NOTHING, mask=place >= tl.sum(one, axis=0))
 
 
 @launched
@@ -67,7 +76,7 @@ def split_tops(
     vocab_size,
     SPLIT: tl.constexpr,
 ):
-    """[n, splits, 64] ranks, falling; each split's highest logit and mass relative to it."""
+    """[n, splits, 64] ranks; each split's highest logit and mass relative to it."""
     split, b, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     words_ptr += tl.load(b_row_ptr + b).to(tl.int64) * WORDS
     if (tl.load(words_ptr + TOP_N) == 0) | ((tl.load(words_ptr + FLAGS) & PROCESSED_TOPS) != 0):
@@ -77,10 +86,9 @@ def split_tops(
     logits = tl.load(
         logits_ptr + b.to(tl.int64) * logits_stride + ids, mask=there, other=-float("inf")
     ).to(tl.float32)
-    ranks = tl.topk(tl.where(there, _rank_of(logits, ids), _NOTHING), MOST_TOP_TOKENS)
-    best = tl.max(logits, axis=0)
     out = b * splits + split
-    tl.store(rank_ptr + out * MOST_TOP_TOKENS + tl.arange(0, MOST_TOP_TOKENS), ranks)
+    _store_best(_rank_of(logits, ids), there, rank_ptr + out * MOST_TOP_TOKENS)
+    best = tl.max(logits, axis=0)
     tl.store(best_ptr + out, best)
     mass = tl.sum(tl.exp(logits - tl.where(best == -float("inf"), 0.0, best)), axis=0)
     tl.store(mass_ptr + out, mass)
@@ -104,7 +112,7 @@ def split_processed_tops(
     MOST_EDITS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """[n, splits, 64] ranks, falling, of the tokens that could be drawn."""
+    """[n, splits, 64] ranks of the tokens that could be drawn."""
     split, b, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(b_row_ptr + b).to(tl.int64)
     words_ptr += row * WORDS
@@ -129,9 +137,8 @@ def split_processed_tops(
             nearest = tl.load(stats_ptr + NEAREST).to(tl.int64)
             centre = tl.load(stats_ptr + CENTRE)
             drawable = drawable & survives(falling_key(scores, ids), limit, nearest, centre)
-    ranks = tl.topk(tl.where(drawable, _rank_of(scores, ids), _NOTHING), MOST_TOP_TOKENS)
     out = b * splits + split
-    tl.store(rank_ptr + out * MOST_TOP_TOKENS + tl.arange(0, MOST_TOP_TOKENS), ranks)
+    _store_best(_rank_of(scores, ids), drawable, rank_ptr + out * MOST_TOP_TOKENS)
 
 
 @launched
@@ -156,33 +163,35 @@ def join_tops(
 ):
     """[n, 64] ids and log probabilities: the row's top_n and what ties with the last; then -1, 0.
 
-    SPLITS is a power of two that holds `splits`.
+    SPLITS is a power of two that holds `splits`. The row's ranks are overwritten.
     """
     b = tl.program_id(0)
     row = tl.load(b_row_ptr + b).to(tl.int64)
     words_ptr += row * WORDS
     flags, top_n = tl.load(words_ptr + FLAGS), tl.load(words_ptr + TOP_N)
     place = tl.arange(0, MOST_TOP_TOKENS)
-    top_id_ptr += b * MOST_TOP_TOKENS + place
-    top_logprob_ptr += b * MOST_TOP_TOKENS + place
+    top_id_ptr += b * MOST_TOP_TOKENS
+    top_logprob_ptr += b * MOST_TOP_TOKENS
     token = tl.load(token_ptr + b)
     if (top_n == 0) | (token < 0):
-        tl.store(top_id_ptr, tl.full((MOST_TOP_TOKENS,), -1, tl.int64))
-        tl.store(top_logprob_ptr, tl.zeros((MOST_TOP_TOKENS,), tl.float32))
+        tl.store(top_id_ptr + place, tl.full((MOST_TOP_TOKENS,), -1, tl.int64))
+        tl.store(top_logprob_ptr + place, tl.zeros((MOST_TOP_TOKENS,), tl.float32))
         return
     at = tl.arange(0, SPLITS * MOST_TOP_TOKENS)
-    ranks = tl.load(
-        rank_ptr + b.to(tl.int64) * splits * MOST_TOP_TOKENS + at,
-        mask=at < splits * MOST_TOP_TOKENS,
-        other=_NOTHING,
-    )
-    ranks = tl.topk(ranks, MOST_TOP_TOKENS)
+    rank_ptr += b.to(tl.int64) * splits * MOST_TOP_TOKENS
+    ranks = tl.load(rank_ptr + at, mask=at < splits * MOST_TOP_TOKENS, other=_NOTHING)
+    # Threads read what others write: the best 64 are brought together where all were.
+    tl.debug_barrier()
+    _store_best(ranks, ranks > _NOTHING, rank_ptr)
+    tl.debug_barrier()
+    ranks = tl.load(rank_ptr + place)
+    there = ranks > _NOTHING
+    # Those that are none lie behind the others.
+    place = tl.where(there, tl.sum((ranks[None, :] > ranks[:, None]).to(tl.int32), axis=1), place)
     logits = _logit_of(ranks)
     # With fewer tokens than top_n there is no last place: -inf lets all in.
-    last = tl.max(
-        tl.where((place == top_n - 1) & (ranks > _NOTHING), logits, -float("inf")), axis=0
-    )
-    report = (ranks > _NOTHING) & ((place < top_n) | (logits == last))
+    last = tl.max(tl.where((place == top_n - 1) & there, logits, -float("inf")), axis=0)
+    report = there & ((place < top_n) | (logits == last))
     if flags & PROCESSED_TOPS:
         # As the drawn token's log probability came about, so that its own is the same.
         stats_ptr += b * STATS
@@ -197,5 +206,5 @@ def join_tops(
         peak = tl.max(best, axis=0)
         log_mass = precise_log(tl.sum(mass * tl.exp(best - peak), axis=0))
     ids = tl.where(report, _ID_MASK - (ranks & _ID_MASK), -1)
-    tl.store(top_id_ptr, ids)
-    tl.store(top_logprob_ptr, tl.where(report, logits - peak - log_mass, 0.0))
+    tl.store(top_id_ptr + place, ids)
+    tl.store(top_logprob_ptr + place, tl.where(report, logits - peak - log_mass, 0.0))

@@ -22,6 +22,7 @@ from tokenpod.kernels.sampling.sampling_rows import (
     TYPICAL_P,
     real,
 )
+from tokenpod.kernels.sampling.selection import highest, of_rising, rising_bits
 
 _ID_BITS = tl.constexpr(20)
 _ID_MASK = tl.constexpr((1 << 20) - 1)
@@ -189,8 +190,8 @@ def least_survivor(
     if top_k > 0 and top_k <= groups:
         at = tl.arange(0, GROUPS)
         best = tl.load(group_best_ptr + at, mask=at < groups, other=-float("inf"))
-        kth = tl.sum(tl.where(at == top_k - 1, tl.sort(best, descending=True), 0.0), axis=0)
-        least = tl.div_rn(kth - peak, temperature)
+        kth = highest(rising_bits(best).to(tl.int64), at < groups, top_k)
+        least = tl.div_rn(of_rising(kth.to(tl.int32)) - peak, temperature)
     whole = mass.to(tl.float32)
     top_p = real(words_ptr, TOP_P)
     if top_p < 1.0 and top_k == 0:

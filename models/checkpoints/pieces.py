@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 
 import torch
 
-#: Bytes that are read at once.
+#: Bytes that are read at once, and on their way to a GPU: a thread that has more to do meanwhile
+#: is asked less often.
 PIECE_BYTES = 4 << 20
-#: Threads, and pieces under way on their way elsewhere.
-READERS = 4
+PINNED_BYTES = 8 << 20
+#: Threads, and a thread's pieces on their way elsewhere.
+READERS, UNDER_WAY = 8, 4
 
 
 class Pieces:
@@ -29,7 +32,7 @@ class Pieces:
 
     def __init__(self, readers: Executor | None = None) -> None:
         self._readers = readers
-        self._scratch: list[_Scratch] = []
+        self._own = threading.local()
 
     def fill(self, file: int, target: torch.Tensor, start: int) -> None:
         """Fill `target`, contiguous on a CPU, with a file's bytes from `start` on.
@@ -68,13 +71,13 @@ class Pieces:
             EOFError: it ends before.
         """
         width = math.prod(row) * dtype.itemsize
-        count = max(PIECE_BYTES // width, 1)
+        count = max((PINNED_BYTES if target.is_cuda else PIECE_BYTES) // width, 1)
         under_way: deque[Callable[[], None]] = deque()
         for number, begin in enumerate(range(0, len(target), count)):
-            if len(under_way) == READERS:
+            if len(under_way) == UNDER_WAY:
                 under_way.popleft()()
             part = target[begin : begin + count]
-            scratch = self._scratch_at(number % READERS)
+            scratch = self._scratch_at(number % UNDER_WAY)
             piece = scratch.bytes(len(part) * width, pinned=target.is_cuda)
             wait = self._begin(file, piece, start + begin * width)
             rows = piece.view(dtype).view(len(part), *row)
@@ -84,9 +87,11 @@ class Pieces:
             each()
 
     def _scratch_at(self, index: int) -> _Scratch:
-        while len(self._scratch) <= index:
-            self._scratch.append(_Scratch())
-        return self._scratch[index]
+        """Of the calling thread."""
+        own: list[_Scratch] = self._own.__dict__.setdefault("scratch", [])
+        while len(own) <= index:
+            own.append(_Scratch())
+        return own[index]
 
     def _begin(self, file: int, piece: torch.Tensor, start: int) -> Callable[[], None]:
         """Read a piece, here or in a thread; the result waits for it, and raises what it raised."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +15,10 @@ from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.models.checkpoints.checkpoint import Checkpoint, WeightReader
 from tokenpod.models.layers.linear import Weights
 from tokenpod.models.weights import mxfp4
+from tokenpod.models.weights.later import Later
 from tokenpod.models.weights.memory import use_large_pages
 from tokenpod.models.weights.shard import WHOLE, Shard
-from tokenpod.models.weights.weights import Source, Weight
+from tokenpod.models.weights.weights import HEAD, Source, Weight
 
 Progress = Callable[[int, int], None]
 
@@ -29,26 +32,52 @@ def read_weights(
     progress: Progress,
     shard: Shard = WHOLE,
     reader: WeightReader | None = None,
+    later: Later | None = None,
 ) -> Weights:
     """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
 
     Weights that `reader` quantises are read by it instead. Of what ranks divide only this rank's
     shard is read, except where a format needs more for its scales. `progress` gets the bytes
-    read from the files so far, and in all.
+    read from the files so far, and in all. What `later` may read is left to it.
     """
     sizes = [_stored_bytes(checkpoint, weight, shard, reader) for weight in weights]
     total, done = sum(sizes), 0
     progress(done, total)
     loaded: Weights = {}
+
+    one = threading.Lock()
+
+    def read(weight: Weight, target: torch.Tensor, size: int) -> None:
+        nonlocal done
+        _fill(target, checkpoint, weight, shard)
+        with one:
+            done += size
+            progress(done, total)
+
     for weight, size in zip(weights, sizes, strict=True):
         kind = weight.dtype or dtype
         if reader is not None and reader.quantises(weight):
             loaded[weight.name] = reader.read(checkpoint, weight, shard, kind, device)
+            done += size
+            progress(done, total)
+            continue
+        target = _room(weight, shard, kind, device)
+        loaded[weight.name] = target if weight.experts is None else _by_expert(target, weight)
+        if later is not None and _can_wait(checkpoint, weight, kind):
+            later.add(partial(read, weight, target.zero_(), size))
         else:
-            loaded[weight.name] = read_dense(checkpoint, weight, shard, kind, device)
-        done += size
-        progress(done, total)
+            read(weight, target, size)
     return loaded
+
+
+def _can_wait(checkpoint: Checkpoint, weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether a weight's numbers are of no interest to who makes the layers.
+
+    Those of products and of the vocabulary are handed over as they are. In another type they would
+    pass through memory of the GPU, which is measured meanwhile.
+    """
+    handed = weight.multiplied or weight.name in ("embedding", HEAD)
+    return handed and all(checkpoint.dtype(each.name) == dtype for each in weight.sources)
 
 
 def _stored_bytes(
@@ -74,10 +103,28 @@ def read_dense(
     device: torch.device,
 ) -> torch.Tensor:
     """A weight's sources, one after the other along their rows; one stack per expert."""
+    merged = _room(weight, shard, dtype, device)
+    _fill(merged, checkpoint, weight, shard)
+    return merged if weight.experts is None else _by_expert(merged, weight)
+
+
+def _room(weight: Weight, shard: Shard, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a rank's shard of a weight: [rows of all sources, ...]."""
     shapes = [shard.shape(source) for source in weight.sources]
     rows = sum(shape[0] for shape in shapes)
     merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
     use_large_pages(merged)
+    return merged
+
+
+def _by_expert(merged: torch.Tensor, weight: Weight) -> torch.Tensor:
+    assert weight.experts is not None
+    return merged.view(weight.experts, -1, *merged.shape[1:])
+
+
+def _fill(merged: torch.Tensor, checkpoint: Checkpoint, weight: Weight, shard: Shard) -> None:
+    """Read a weight's sources, one after the other."""
+    shapes = [shard.shape(source) for source in weight.sources]
     start = 0
     for source, shape in zip(weight.sources, shapes, strict=True):
         end = start + shape[0]
@@ -85,9 +132,6 @@ def read_dense(
         _read_into(merged[start:there], checkpoint, source, shard)
         merged[there:end].zero_()  # beyond the vocabulary's end
         start = end
-    if weight.experts is None:
-        return merged
-    return merged.view(weight.experts, -1, *merged.shape[1:])
 
 
 def _read_into(target: torch.Tensor, checkpoint: Checkpoint, source: Source, shard: Shard) -> None:

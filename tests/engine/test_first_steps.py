@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import msgspec
 import pytest
 import torch
 
@@ -10,7 +13,9 @@ from support.engines.demo_engine import CPU, demo_model
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.run import load
+from tokenpod.engine.startup import assemble as parts
 from tokenpod.engine.startup.assemble import assemble
+from tokenpod.engine.startup.kept import Kept
 from tokenpod.engine.steps.first_steps import run_worst_steps, timed_steps
 
 OPTIONS = EngineOptions(str(DEMO), "float32", "cpu", 1, 2, 64, max_batch_total_tokens=64)
@@ -60,6 +65,33 @@ def test_the_largest_step_is_run_twice_and_smaller_ones_score_no_prompts():
     assert sizes == [(33, True)] * 2 + [(n + 1, False) for n in (24, 16, 8, 4)]
 
 
+class Nobody:
+    def send(self, message):
+        del message
+
+
+@pytest.mark.gpu
+def test_a_second_start_measures_nothing_and_steps_of_all_sizes_find_their_memory(
+    golden, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(parts, "kept_of", lambda options, device: Kept(options, (), tmp_path))
+    folder = str(golden("llama", max_position_embeddings=2048).folder)
+    options = EngineOptions(folder, "bfloat16", "cuda", 1, 64, 1024, max_gap_seconds=0.1)
+    options = msgspec.structs.replace(options, max_batch_total_tokens=20_000)
+    assembled = load(options, Nobody(), None)[0]
+    first = assembled.slots, assembled.measured
+    del assembled
+    gc.collect()
+    torch.cuda.empty_cache()
+    assembled = load(options, Nobody(), None)[0]
+    assert (assembled.slots, assembled.measured) == first
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    for prompt in (1024, 1000, 333, 90, 7):
+        for rows in (64, 40, 3):
+            run_worst_steps(assembled.executor, rows, prompt, 2048)
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
 @pytest.mark.gpu
 def test_a_gpus_start_chooses_rows_times_steps_and_leaves_captures_for_later(golden):
     options = EngineOptions(
@@ -73,10 +105,6 @@ def test_a_gpus_start_chooses_rows_times_steps_and_leaves_captures_for_later(gol
         max_gap_seconds=0.1,
         max_batch_total_tokens=100_000,
     )
-
-    class Nobody:
-        def send(self, message):
-            del message
 
     assembled, ready, limits, _ = load(options, Nobody(), None)
     assert ready.rows == limits.max_rows == assembled.room.rows == 384

@@ -58,7 +58,6 @@ def _patch_once() -> None:
     @functools.cache
     def patch_once():
         patch(language)
-        tl.sort, tl.topk = _sort, _topk
 
     def patched(fn):
         del fn
@@ -67,24 +66,6 @@ def _patch_once() -> None:
 
     interpreter._patch_attr = patch_attribute
     interpreter._patch_lang = patched
-
-
-def _sort(x, dim=None, descending=False):
-    """As `tl.sort`, by NumPy: Triton's takes 50 operations for each pair of steps."""
-    assert dim is None or dim == len(x.shape) - 1
-    numbers = np.sort(x.handle.data, axis=-1)
-    return _tensor(np.flip(numbers, axis=-1) if descending else numbers, x.dtype)
-
-
-def _topk(x, k, dim=None):
-    """As `tl.topk`."""
-    ordered = _sort(x, dim, descending=True)
-    return _tensor(ordered.handle.data[..., : getattr(k, "value", k)], x.dtype)
-
-
-def _tensor(numbers, dtype):
-    block = tl.block_type(dtype, list(numbers.shape))
-    return tl.tensor(interpreter.TensorHandle(numbers, dtype), block)
 
 
 def _leave_out_what_is_dropped() -> None:

@@ -81,6 +81,22 @@ def pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
+@intrinsic
+def fetch(typing_context: Any, address: Any) -> Any:
+    """Have what lies at an address brought near, into the second cache; it may be nobody's."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del signature
+        place, word = cgutils.voidptr_t, ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place, word, word, word])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        how = [ir.Constant(word, each) for each in (0, 2, 1)]  # to be read; not the first; data
+        builder.call(prefetch, [builder.inttoptr(operands[0], place), *how])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @inlined()
 def arguments(address):
     """All arguments, an int64 array."""

@@ -30,6 +30,7 @@ from tokenpod.kernels.compiled.kinds import KINDS, tensor, wide
 from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
+    LINE,
     Loop,
     arguments,
     bits,
@@ -50,8 +51,6 @@ from tokenpod.kernels.operations.batch import ForwardBatch, Run
 
 #: Positions whose scores are made before their values are read.
 BLOCK = 64
-#: Bytes that a processor fetches at a time.
-_LINE = 64
 #: Runs of a row, more than at first, that a noted step has room for.
 _SPARE = 4
 
@@ -229,7 +228,7 @@ def _decode(group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Lo
                         for k in range(first_head, end_head):
                             for part in range(4):
                                 there = (start + part * quarter + j // 4) * kv_heads + k
-                                for byte in range(0, value_bytes, _LINE):
+                                for byte in range(0, value_bytes, LINE):
                                     fetch(a[FIRST + 2] + there * value_bytes + byte)
                             for g in range(group):
                                 h = k * group + g
@@ -281,7 +280,7 @@ def _decode(group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Lo
                             if j // 4 < after_quarter:
                                 for part in range(4):
                                     there = (after + part * after_quarter + j // 4) * kv_heads + k
-                                    for byte in range(0, key_bytes, _LINE):
+                                    for byte in range(0, key_bytes, LINE):
                                         fetch(a[FIRST + 1] + there * key_bytes + byte)
                             for g in range(group):
                                 h = k * group + g

@@ -18,6 +18,7 @@ from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
 from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
+    LINE,
     Loop,
     arguments,
     bits,
@@ -41,6 +42,8 @@ from tokenpod.kernels.products.compiled_tiles import (
 
 #: Inputs, and rows, whose parts of a weight and of x stay in a core's cache.
 INPUTS, ROWS = 512, 64
+#: Rows whose results are written together.
+FEW = 32
 
 _F = np.float32
 _CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -143,7 +146,8 @@ def _keep(array):
 def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
     """The loop over pairs of panels, for rows and weights of `dtype`."""
     kind, norm_kind, code, size = KINDS[dtype], KINDS[norm_dtype], _CODES[dtype], dtype.itemsize
-    added, gated, rounds = int(Ending.ADDED), int(Ending.GATED), norm_dtype == dtype
+    written, added, gated = (int(ending) for ending in Ending)
+    rounds = norm_dtype == dtype
     as_it_is = code == FLOAT32
 
     def body(address):
@@ -179,6 +183,9 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
         few, most = rows <= 2, min(rows, ROWS)
         sums = np.zeros(2 * most * PANEL, np.float32)
         apart, second = (2 * PANEL, PANEL) if few else (PANEL, most * PANEL)
+        # Many results are written by and by: where they go is far away, and stores would wait.
+        # The last panel may have outputs of the one before, which are added once.
+        at_once = rows > FEW and (ending == written or (ending == added and width % PANEL == 0))
         item = take(a)
         while item < a[END]:
             count = min(2, panels - 2 * item)
@@ -192,30 +199,48 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                     into = sums.ctypes.data
                     if few and count == 2:
                         if rows == 1:
-                            tile(1, 2, code, at, stride, block, panel_size, many, into)
+                            tile(1, 2, code, at, stride, block, panel_size, many, into, 0)
                         else:
-                            tile(2, 2, code, at, stride, block, panel_size, many, into)
+                            tile(2, 2, code, at, stride, block, panel_size, many, into, 0)
                         continue
+                    # What is read behind these panels; a tile fetches a third of it.
+                    behind = numbers + count * panel_size
+                    if begin + many < inputs:
+                        behind = block + many * PANEL * size
                     for panel in range(count):
+                        start = min((2 * item + panel) * PANEL, width - PANEL)
+                        next_block = behind if panel == count - 1 else block + panel_size
                         row, left, total = at, height, into + panel * most * PANEL * 4
                         while left > 0:
-                            some = _height(left)
+                            some, tiles = _height(left), (row - at) // (8 * stride)
+                            ahead = row
+                            if top == 0 and tiles * LINE < PANEL * size:
+                                ahead = next_block + tiles * many * LINE
                             if some == 8:
-                                tile(8, 1, code, row, stride, block, 0, many, total)
+                                tile(8, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 6:
-                                tile(6, 1, code, row, stride, block, 0, many, total)
+                                tile(6, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 4:
-                                tile(4, 1, code, row, stride, block, 0, many, total)
+                                tile(4, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 3:
-                                tile(3, 1, code, row, stride, block, 0, many, total)
+                                tile(3, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 2:
-                                tile(2, 1, code, row, stride, block, 0, many, total)
+                                tile(2, 1, code, row, stride, block, 0, many, total, ahead)
                             else:
-                                tile(1, 1, code, row, stride, block, 0, many, total)
+                                tile(1, 1, code, row, stride, block, 0, many, total, ahead)
+                            if at_once and begin + many == inputs:
+                                to = y + ((top + height - left) * width + start) * size
+                                more = offset + start * 4
+                                if ending == added:
+                                    finish(1, code, some, total, PANEL * 4, more, to, width * size)
+                                else:
+                                    finish(0, code, some, total, PANEL * 4, more, to, width * size)
                             row += some * stride
                             left -= some
                             total += some * PANEL * 4
                         block += panel_size
+                if at_once:
+                    continue
                 if ending == gated:
                     start = min(item * PANEL, width - PANEL)
                     gate_bias = floats(offset + start * 4, (PANEL,))

@@ -95,12 +95,24 @@ def fetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-def prefetch(builder: Any, address: Any) -> None:
+@intrinsic
+def fetch_to_write(typing_context: Any, address: Any) -> Any:
+    """The same of what will be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del signature
+        prefetch(builder, operands[0], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def prefetch(builder: Any, address: Any, writes: int = 0) -> None:
     """The same in the compiler's language."""
     place, word = cgutils.voidptr_t, ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [place, word, word, word])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    how = [ir.Constant(word, each) for each in (0, 2, 1)]  # to be read; the second cache; data
+    how = [ir.Constant(word, each) for each in (writes, 2, 1)]  # the second cache; data
     builder.call(function, [builder.inttoptr(address, place), *how])
 
 

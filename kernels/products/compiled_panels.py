@@ -22,6 +22,7 @@ from tokenpod.kernels.compiled.loops import (
     Loop,
     arguments,
     bits,
+    fetch_to_write,
     floats,
     inlined,
     loop,
@@ -42,8 +43,6 @@ from tokenpod.kernels.products.compiled_tiles import (
 
 #: Inputs, and rows, whose parts of a weight and of x stay in a core's cache.
 INPUTS, ROWS = 512, 64
-#: Rows whose results are written together.
-FEW = 32
 
 _F = np.float32
 _CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -183,9 +182,10 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
         few, most = rows <= 2, min(rows, ROWS)
         sums = np.zeros(2 * most * PANEL, np.float32)
         apart, second = (2 * PANEL, PANEL) if few else (PANEL, most * PANEL)
-        # Many results are written by and by: where they go is far away, and stores would wait.
-        # The last panel may have outputs of the one before, which are added once.
-        at_once = rows > FEW and (ending == written or (ending == added and width % PANEL == 0))
+        # Of many rows a tile's results are written behind it, where a panel makes them alone: the
+        # last one may have outputs of the panel before, to be added once, and gates open others.
+        alone = ending == written or (ending == added and width % PANEL == 0)
+        at_once = alone and not few
         item = take(a)
         while item < a[END]:
             count = min(2, panels - 2 * item)
@@ -208,14 +208,23 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                     if begin + many < inputs:
                         behind = block + many * PANEL * size
                     for panel in range(count):
-                        start = min((2 * item + panel) * PANEL, width - PANEL)
+                        number = 2 * item + panel
+                        start = (number // 2 if ending == gated else number) * PANEL
+                        start = min(start, width - PANEL)
                         next_block = behind if panel == count - 1 else block + panel_size
                         row, left, total = at, height, into + panel * most * PANEL * 4
                         while left > 0:
-                            some, tiles = _height(left), (row - at) // (8 * stride)
-                            ahead = row
+                            some, tiles, ahead = _height(left), (height - left) // 8, row
                             if top == 0 and tiles * LINE < PANEL * size:
                                 ahead = next_block + tiles * many * LINE
+                            to = y + ((top + height - left) * width + start) * size
+                            last = begin + many == inputs
+                            if last:  # stores to what is far away would hold up the next tile
+                                for each in range(some):
+                                    there = to + each * width * size
+                                    for byte in range(0, PANEL * size, LINE):
+                                        fetch_to_write(there + byte)
+                                    fetch_to_write(there + PANEL * size - 1)
                             if some == 8:
                                 tile(8, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 6:
@@ -228,8 +237,7 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                                 tile(2, 1, code, row, stride, block, 0, many, total, ahead)
                             else:
                                 tile(1, 1, code, row, stride, block, 0, many, total, ahead)
-                            if at_once and begin + many == inputs:
-                                to = y + ((top + height - left) * width + start) * size
+                            if at_once and last:
                                 more = offset + start * 4
                                 if ending == added:
                                     finish(1, code, some, total, PANEL * 4, more, to, width * size)

@@ -12,7 +12,7 @@ from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.plan import Ints as PlanInts
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.cpu.cpu_sampler import CpuSampler, cpu_sampler
-from tokenpod.engine.cpu.noted_steps import MOST_ROWS, NotedSteps
+from tokenpod.engine.cpu.noted_steps import MOST_ROWS, NotedSteps, filled_to
 from tokenpod.engine.sampling.prompt_scores import PromptScores
 from tokenpod.engine.sampling.sampler import LeaderTokens, Samples
 from tokenpod.engine.steps.drafter import Drafter
@@ -34,6 +34,7 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.cache.offload_pool import OffloadPool
 from tokenpod.kernels.operations.batch import (
     ForwardBatch,
+    RaggedRows,
     Run,
     append_run,
     append_slots,
@@ -195,19 +196,32 @@ class CpuExecutor(StepExecutor[CpuSampler | LeaderTokens]):
         noted = self._noted
         if noted is None or not _is_plain(plan) or self._windowed:
             return super()._forward(plan, mailbox)
-        host, integers = noted.integers(plan.rows)
+        host, integers = noted.integers(filled_to(plan.rows))
         self._fill(host, plan)
-        host.t_token[:] = self._resolved(host.t_token, plan.r_row)
+        rows, spare = self._ragged(host, plan), len(host.b_row) - plan.rows
+        tokens = host.t_token[: plan.rows]
+        tokens[:] = self._resolved(tokens, plan.r_row)
+        if spare:
+            # Rows that nobody reads: of one token, which is all that they see.
+            sink, nobody = self._pool.sink, self._rows
+            host.t_token[-spare:], host.t_place[-spare:] = 0, 0
+            host.t_slot[-spare:], host.t_row[-spare:] = sink, nobody
+            rows = RaggedRows(
+                b_start=[*range(len(host.b_row) + 1)],
+                b_context=rows.b_context + [1] * spare,
+                b_runs=rows.b_runs + [[(sink, sink + 1)]] * spare,
+                b_row=rows.b_row + [nobody] * spare,
+                single_rows=len(host.b_row),
+            )
 
         def compute() -> torch.Tensor:
-            batch = self._batch(integers, self._ragged(host, plan), integers.t_token)
+            batch = self._batch(integers, rows, integers.t_token)
             # All tokens are followed by one that is sampled.
             batch = replace(batch, logit_index=None)
             return self._model.logits(self._model.forward(batch, self._pool), batch)
 
-        runs = [self._runs[row] for row in plan.r_row.tolist()]
-        logits = noted.logits(compute, runs, host.b_context.tolist())
-        return logits, integers, {}, []
+        logits = noted.logits(compute, rows.b_runs, rows.b_context)
+        return logits[: plan.rows], integers, {}, []
 
     def _draw(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
         """One token for each row that is sampled; none waits for a mask or follows a draft."""

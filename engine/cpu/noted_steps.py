@@ -5,7 +5,8 @@
     the one behind that          played, and computed: both must find the same logits
     all others                   played
 
-Python is most of such a step: each loop runs for some microseconds.
+Python is most of a step of few rows, where each loop runs for some microseconds, and a tenth of one
+of 64. Steps of many rows are filled up, so that few sizes serve a batch that dwindles.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ from tokenpod.kernels.compiled.tape import Tape
 from tokenpod.kernels.operations.batch import Run
 
 #: Rows of a noted step: with more of them products take most of the time.
-MOST_ROWS = 32
+MOST_ROWS = 64
+#: Up to so many rows a step is as long as it is; a longer one is a multiple of `_FILLED`.
+_EXACT, _FILLED = 16, 4
 #: Steps of a size before one is noted: a batch that dwindles passes through many sizes once.
 _BEFORE = 6
 #: Bytes that all noted steps may keep.
-MOST_BYTES = 32 << 20
+MOST_BYTES = 64 << 20
+
+
+def filled_to(rows: int) -> int:
+    """The rows of the noted step in which so many are computed."""
+    return rows if rows <= _EXACT else -(-rows // _FILLED) * _FILLED
 
 
 @dataclass(slots=True)

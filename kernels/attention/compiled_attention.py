@@ -30,9 +30,11 @@ from tokenpod.kernels.compiled.kinds import KINDS, tensor, wide
 from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
+    LINE,
     Loop,
     arguments,
     bits,
+    fetch,
     floats,
     integers,
     loop,
@@ -150,13 +152,14 @@ def attention(
         if q.dtype != torch.float32:
             queries, sums = q[:rows].float(), torch.empty(rows, heads, value_dim)
         # Few rows are shared out by their heads, so that every thread has something to do.
-        parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
+        threads = torch.get_num_threads()
+        parts = 1 if threads == 1 or rows >= 2 * threads else kv_heads
         scale = options.scale_of(head_dim)
         _decode(heads // kv_heads, head_dim, value_dim, keys.dtype)(
             rows * parts,
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *plan.addresses,
-            *(rows, slots, kv_heads, parts, len(plan.runs), bits(float(scale * LOG2_E))),
+            *(rows, slots, kv_heads, parts, len(plan.runs), bits(float(scale * LOG2_E)), threads),
             *(scale.data_ptr() for scale in scales or ()),
         )
         if sums is not out:
@@ -175,6 +178,7 @@ def _is_worth_compiling(numbers: int) -> bool:
 def _decode(group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Loop:
     """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
     kind, scaled = KINDS[dtype], dtype == torch.int8
+    key_bytes, value_bytes = head_dim * dtype.itemsize, value_dim * dtype.itemsize
 
     def body(address):
         a = arguments(address)
@@ -186,8 +190,9 @@ def _decode(group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Lo
         runs = integers(a[FIRST + 4], (a[FIRST + 10], 2))
         b_first = integers(a[FIRST + 5], (rows + 1,))
         scale = real(a, FIRST + 11)
-        key_scales = floats(a[FIRST + 12], (slots, kv_heads))
-        value_scales = floats(a[FIRST + 13], (slots, kv_heads))
+        alone = a[FIRST + 12] == 1
+        key_scales = floats(a[FIRST + 13], (slots, kv_heads))
+        value_scales = floats(a[FIRST + 14], (slots, kv_heads))
         heads = kv_heads * group
         scores = np.empty((heads, BLOCK), np.float32)
         highest = np.empty(heads, np.float32)
@@ -203,13 +208,24 @@ def _decode(group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Lo
                     total[k * group + g] = _F(0)
                     for d in range(value_dim):
                         out[row, k, g, d] = _F(0)
+            # A thread that has all rows goes on with the one behind this one.
+            last_run = b_first[rows if alone else row + 1] - 1
             for run in range(b_first[row], b_first[row + 1]):
                 for start in range(runs[run, 0], runs[run, 1], BLOCK):
                     count = min(BLOCK, runs[run, 1] - start)
                     fours = count // 4 * 4
+                    # The block behind this one.
+                    after, after_end = start + BLOCK, runs[run, 1]
+                    if after >= after_end and run < last_run:
+                        after, after_end = runs[run + 1, 0], runs[run + 1, 1]
+                    quarter, after_quarter = fours // 4, (min(BLOCK, after_end - after) + 3) // 4
                     for j in range(0, fours, 4):
                         at = start + j
                         for k in range(first_head, end_head):
+                            for part in range(4):
+                                there = (start + part * quarter + j // 4) * kv_heads + k
+                                for byte in range(0, value_bytes, LINE):
+                                    fetch(a[FIRST + 2] + there * value_bytes + byte)
                             for g in range(group):
                                 h = k * group + g
                                 s0, s1, s2, s3 = _F(0), _F(0), _F(0), _F(0)
@@ -257,6 +273,11 @@ def _decode(group: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Lo
                     for j in range(0, fours, 4):
                         at = start + j
                         for k in range(first_head, end_head):
+                            if j // 4 < after_quarter:
+                                for part in range(4):
+                                    there = (after + part * after_quarter + j // 4) * kv_heads + k
+                                    for byte in range(0, key_bytes, LINE):
+                                        fetch(a[FIRST + 1] + there * key_bytes + byte)
                             for g in range(group):
                                 h = k * group + g
                                 w0, w1 = scores[h, j], scores[h, j + 1]

@@ -46,6 +46,8 @@ from numba.extending import intrinsic
 
 #: Where a loop finds the number of its items, and its first own argument.
 END, FIRST = 2, 3
+#: Bytes that `fetch` brings near.
+LINE = 64
 #: Sums in any order and fused products, but NaN and Inf stay what they are.
 ARITHMETIC = {"reassoc", "contract", "nsz", "arcp", "afn"}
 
@@ -79,6 +81,39 @@ def pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(operands[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def fetch(typing_context: Any, address: Any) -> Any:
+    """Have the line at an address brought near, into the second cache; it may be nobody's."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del signature
+        prefetch(builder, operands[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def fetch_to_write(typing_context: Any, address: Any) -> Any:
+    """The same of what will be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del signature
+        prefetch(builder, operands[0], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def prefetch(builder: Any, address: Any, writes: int = 0) -> None:
+    """The same in the compiler's language."""
+    place, word = cgutils.voidptr_t, ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [place, word, word, word])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    how = [ir.Constant(word, each) for each in (writes, 2, 1)]  # the second cache; data
+    builder.call(function, [builder.inttoptr(address, place), *how])
 
 
 @inlined()

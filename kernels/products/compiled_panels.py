@@ -18,9 +18,11 @@ from tokenpod.kernels.compiled.kinds import KINDS, narrow, tensor, wide
 from tokenpod.kernels.compiled.loops import (
     END,
     FIRST,
+    LINE,
     Loop,
     arguments,
     bits,
+    fetch_to_write,
     floats,
     inlined,
     loop,
@@ -143,7 +145,8 @@ def _keep(array):
 def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
     """The loop over pairs of panels, for rows and weights of `dtype`."""
     kind, norm_kind, code, size = KINDS[dtype], KINDS[norm_dtype], _CODES[dtype], dtype.itemsize
-    added, gated, rounds = int(Ending.ADDED), int(Ending.GATED), norm_dtype == dtype
+    written, added, gated = (int(ending) for ending in Ending)
+    rounds = norm_dtype == dtype
     as_it_is = code == FLOAT32
 
     def body(address):
@@ -179,6 +182,10 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
         few, most = rows <= 2, min(rows, ROWS)
         sums = np.zeros(2 * most * PANEL, np.float32)
         apart, second = (2 * PANEL, PANEL) if few else (PANEL, most * PANEL)
+        # Of many rows a tile's results are written behind it, where a panel makes them alone: the
+        # last one may have outputs of the panel before, to be added once, and gates open others.
+        alone = ending == written or (ending == added and width % PANEL == 0)
+        at_once = alone and not few
         item = take(a)
         while item < a[END]:
             count = min(2, panels - 2 * item)
@@ -192,30 +199,56 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                     into = sums.ctypes.data
                     if few and count == 2:
                         if rows == 1:
-                            tile(1, 2, code, at, stride, block, panel_size, many, into)
+                            tile(1, 2, code, at, stride, block, panel_size, many, into, 0)
                         else:
-                            tile(2, 2, code, at, stride, block, panel_size, many, into)
+                            tile(2, 2, code, at, stride, block, panel_size, many, into, 0)
                         continue
+                    # What is read behind these panels; a tile fetches a third of it.
+                    behind = numbers + count * panel_size
+                    if begin + many < inputs:
+                        behind = block + many * PANEL * size
                     for panel in range(count):
+                        number = 2 * item + panel
+                        start = (number // 2 if ending == gated else number) * PANEL
+                        start = min(start, width - PANEL)
+                        next_block = behind if panel == count - 1 else block + panel_size
                         row, left, total = at, height, into + panel * most * PANEL * 4
                         while left > 0:
-                            some = _height(left)
+                            some, tiles, ahead = _height(left), (height - left) // 8, row
+                            if top == 0 and tiles * LINE < PANEL * size:
+                                ahead = next_block + tiles * many * LINE
+                            to = y + ((top + height - left) * width + start) * size
+                            last = begin + many == inputs
+                            if last:  # stores to what is far away would hold up the next tile
+                                for each in range(some):
+                                    there = to + each * width * size
+                                    for byte in range(0, PANEL * size, LINE):
+                                        fetch_to_write(there + byte)
+                                    fetch_to_write(there + PANEL * size - 1)
                             if some == 8:
-                                tile(8, 1, code, row, stride, block, 0, many, total)
+                                tile(8, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 6:
-                                tile(6, 1, code, row, stride, block, 0, many, total)
+                                tile(6, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 4:
-                                tile(4, 1, code, row, stride, block, 0, many, total)
+                                tile(4, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 3:
-                                tile(3, 1, code, row, stride, block, 0, many, total)
+                                tile(3, 1, code, row, stride, block, 0, many, total, ahead)
                             elif some == 2:
-                                tile(2, 1, code, row, stride, block, 0, many, total)
+                                tile(2, 1, code, row, stride, block, 0, many, total, ahead)
                             else:
-                                tile(1, 1, code, row, stride, block, 0, many, total)
+                                tile(1, 1, code, row, stride, block, 0, many, total, ahead)
+                            if at_once and last:
+                                more = offset + start * 4
+                                if ending == added:
+                                    finish(1, code, some, total, PANEL * 4, more, to, width * size)
+                                else:
+                                    finish(0, code, some, total, PANEL * 4, more, to, width * size)
                             row += some * stride
                             left -= some
                             total += some * PANEL * 4
                         block += panel_size
+                if at_once:
+                    continue
                 if ending == gated:
                     start = min(item * PANEL, width - PANEL)
                     gate_bias = floats(offset + start * 4, (PANEL,))

@@ -17,6 +17,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from tokenpod.kernels.compiled.loops import LINE, prefetch
+
 #: Outputs that a register holds, and outputs of a panel of the weight, which three hold.
 LANES, PANEL = 16, 48
 #: The kinds of numbers of a weight and of results.
@@ -56,6 +58,7 @@ def tile(
     panel_stride: Any,
     inputs: Any,
     total: Any,
+    ahead: Any,
 ) -> Any:
     """Go on with the sums of some rows and panels; constants, then addresses and counts, int64.
 
@@ -63,9 +66,11 @@ def tile(
     - x, its stride: rows of float32, so many bytes apart;
     - weight, its stride: of each panel [inputs, 48], panels so many bytes apart;
     - inputs: how many are summed;
-    - total [rows, panels, 48] float32, with which the sums begin and where they end.
+    - total [rows, panels, 48] float32, with which the sums begin and where they end;
+    - ahead: where what is read next begins: 64 bytes of it are fetched for each input. Not by two
+      panels, which wait for memory anyhow.
     """
-    del typing_context, x, x_stride, weight, panel_stride, inputs, total
+    del typing_context, x, x_stride, weight, panel_stride, inputs, total, ahead
     constants = (rows, panels, kind)
     if not all(isinstance(each, types.IntegerLiteral) for each in constants):
         return None
@@ -76,7 +81,7 @@ def tile(
         _sum(builder, operands[3:], height, width, of)
         return context.get_dummy_value()
 
-    return types.void(*constants, *[types.int64] * 6), generate
+    return types.void(*constants, *[types.int64] * 7), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -113,7 +118,7 @@ def finish(
 
 
 def _sum(builder: Any, operands: Any, height: int, width: int, kind: int) -> None:
-    x, x_stride, weight, panel_stride, inputs, total = operands
+    x, x_stride, weight, panel_stride, inputs, total, ahead = operands
     size, across = _size(kind), width * len(_REGISTERS)
     places = [_at(builder, total, i * LANES * 4) for i in range(height * across)]
     sums = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
@@ -131,6 +136,8 @@ def _sum(builder: Any, operands: Any, height: int, width: int, kind: int) -> Non
             for panel in beside
             for i in _REGISTERS
         ]
+        if width == 1:
+            prefetch(builder, builder.add(ahead, builder.mul(loop.index, _number(LINE))))
         step = builder.mul(loop.index, _number(4))
         for row in range(height):
             value = _spread(builder, _load(builder, builder.add(rows[row], step), _FLOAT))

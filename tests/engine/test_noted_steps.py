@@ -19,20 +19,20 @@ from tokenpod.kernels.pointwise.compiled_pointwise import rms_norm
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 
-def answers(*, noted: bool):
+def answers(*, noted: bool, rows: int = 3, fewest: int = 5):
     """What requests that come and go get, and the executor."""
-    executor = CpuExecutor(demo_model(), pool(SLOTS), rows=17, vocab_size=VOCABULARY)
+    executor = CpuExecutor(demo_model(), pool(SLOTS), rows=rows + 1, vocab_size=VOCABULARY)
     executor._noted = executor._noted if noted else None
-    scheduler = Scheduler(Limits(SLOTS - 16, 16, POSITIONS, 64))
+    scheduler = Scheduler(Limits(SLOTS - 16, rows, POSITIONS, 64))
     requests = [
         Request(
             [i],
-            [7 + i + k for k in range(3 + 11 * i)],
+            [7 + i + k for k in range(3 + 11 * (i % 3))],
             SamplingParams(do_sample=i % 3 == 2, seed=i),
-            StoppingParams(max_new_tokens=5 + 4 * i, eos_token_ids=frozenset()),
+            StoppingParams(max_new_tokens=fewest + 4 * (i % 3), eos_token_ids=frozenset()),
             logprobs=True,
         )
-        for i in range(3)
+        for i in range(rows)
     ]
     link = Client(requests)
     loop = EngineLoop(link, scheduler, executor)
@@ -49,6 +49,18 @@ def test_played_steps_bring_the_same_tokens_to_the_last_bit(monkeypatch):
     proved = [rows for rows, noted in executor._noted._noted.items() if noted and noted.proved]
     assert proved
     assert max(proved) <= MOST_ROWS
+
+
+def test_steps_of_many_rows_are_filled_up_with_rows_that_nobody_reads(monkeypatch):
+    monkeypatch.setattr(noted_steps, "_BEFORE", 0)
+    (tokens, logprobs), executor = answers(noted=True, rows=18, fewest=6)
+    (expected, expected_logprobs), _ = answers(noted=False, rows=18, fewest=6)
+    assert tokens == expected
+    for sequence, numbers in logprobs.items():
+        assert numbers == pytest.approx(expected_logprobs[sequence], abs=1e-4)
+    proved = {rows for rows, noted in executor._noted._noted.items() if noted and noted.proved}
+    assert 20 in proved
+    assert all(rows % 4 == 0 for rows in proved if rows > 16)
 
 
 def test_a_tape_computes_the_same_of_what_lies_there_then():

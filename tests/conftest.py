@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.gpu_lock import gpu_lock
 from support.pods import prefork
 from support.pods.harness import ServerProcess, serve
 from support.shared import Shared
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from support.checkpoints.golden import SharedGoldens
@@ -49,6 +51,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 FOLDER = Path(__file__).parent
+#: Variable with a path that is there once the first process of several has imported all tests.
+_COMPILED = "TESTS_COMPILED"
 #: Folders and fixtures whose tests start processes, servers mostly.
 POD_FOLDERS = ("chaos/", "deploy/", "examples/", "server/", "tools/")
 POD_FIXTURES = frozenset({"server", "shard", "stub"})
@@ -64,13 +68,21 @@ SHORT = ("core", "service")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the collector from walking through all that is imported, now and between tests."""
+    """Keep the collector from walking through all that is imported, now and between tests.
+
+    In a new clone one process compiles all test modules, and the others read what it wrote.
+    """
+    turn, worker = os.environ.get(_COMPILED), os.environ.get("PYTEST_XDIST_WORKER")
+    if turn and worker != "gw0":
+        wait_for(Path(turn).exists, seconds=300)
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        if turn and worker == "gw0":
+            Path(turn).touch()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -161,6 +173,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(NoProcesses())
     if getattr(config.option, "numprocesses", None):  # pytest-xdist's, of who starts processes
         prefork.share()
+        if not (FOLDER / "models" / "__pycache__").exists():
+            folder = tempfile.TemporaryDirectory()
+            config.add_cleanup(folder.cleanup)
+            os.environ[_COMPILED] = f"{folder.name}/compiled"
     # What a test draws comes slowly where others have the processors: that says nothing of it.
     settings.register_profile(
         "tokenpod",

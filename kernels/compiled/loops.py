@@ -26,10 +26,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
+import os
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -53,6 +56,8 @@ ARITHMETIC = {"reassoc", "contract", "nsz", "arcp", "afn"}
 
 _COUNTER, _ADDRESS = 0, 1
 _MOST_ARGUMENTS = 32
+#: Seconds that a process waits for what another one compiles.
+_LONGEST_TURN = 60.0
 
 #: Compiles a function that loop bodies call, into them.
 inlined = functools.partial(
@@ -213,12 +218,23 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
     bodies the same number, and each would then run the other's code.
     """
 
+    def __init__(self, folder: str, body: str, stamp: Any, turn: contextlib.ExitStack) -> None:
+        super().__init__(folder, body, stamp)
+        self._turn = turn
+
     def save(self, key: Any, data: Any) -> None:
         """Replaces what was made from an older source file."""
         self._save_data(self._name_of(key), (self._source_stamp, data))
 
     def load(self, key: Any) -> Any:
-        """None: there is none of this source file."""
+        """None: there is none of this source file, and no other process makes it meanwhile."""
+        made = self._made(key)
+        if made is None:
+            self._turn.enter_context(_turn_at(self._cache_path))
+            made = self._made(key)
+        return made
+
+    def _made(self, key: Any) -> Any:
         try:
             stamp, data = self._load_data(self._name_of(key))
         except OSError:
@@ -230,22 +246,46 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
         return self._data_name(int.from_bytes(digest[:16]))
 
 
+@contextlib.contextmanager
+def _turn_at(folder: str) -> Iterator[None]:
+    """Let one process at a time compile for a folder: those that start together need the same.
+
+    Who waits too long, for instance for a process that is stopped, compiles beside it.
+    """
+    late = time.monotonic() + _LONGEST_TURN
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        while time.monotonic() < late:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+            else:
+                break
+        yield
+    finally:
+        os.close(opened)
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     """Raises RuntimeError if there is no folder to keep compiled code in."""
 
-    def __init__(self, body: Callable[..., None]) -> None:
+    def __init__(self, body: Callable[..., None], turn: contextlib.ExitStack) -> None:
         super().__init__(body)
         kept = self._impl
         stamp = kept.locator.get_source_stamp()
-        self._cache_file = _Files(self._cache_path, kept.filename_base, stamp)
+        self._cache_file = _Files(self._cache_path, kept.filename_base, stamp, turn)
 
 
 def _compiled(signature: Any, body: Callable[..., None]) -> Any:
     options = {"fastmath": ARITHMETIC, "error_model": "numpy"}
     compiled: Any = CFunc(body, (signature.args, signature.return_type), {}, options)
-    with contextlib.suppress(RuntimeError):  # it is compiled again at every start
-        compiled._cache = _Cache(body)
-    compiled.compile()
+    with contextlib.ExitStack() as turn:
+        with contextlib.suppress(RuntimeError):  # it is compiled again at every start
+            compiled._cache = _Cache(body, turn)
+        compiled.compile()
     return compiled
 
 

@@ -91,7 +91,7 @@ class Gguf:
             self._write_tokenizer(folder)
 
     def _write_tokenizer(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers.models.auto import AutoTokenizer
 
         kind, split = (self._data.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if kind == "gpt2" and split not in _SPLITS:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.models.auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 from transformers.utils import logging
 
 try:

@@ -20,6 +20,8 @@ from support.pods import prefork
 from support.pods.prefork import PreforkedProcess
 
 _RESTART_SECONDS = 0.5
+#: In which the kernel ends those that shall die with the first process, on a busy machine.
+_LAST_SECONDS = 5.0
 
 
 @dataclass(eq=False)
@@ -97,7 +99,7 @@ class Pod:
             self.exits.append(await asyncio.to_thread(self._process.wait))
             probing.cancel()
             self.ready = False
-            self.orphans |= not self.killed and _alive(self._process.pid)
+            self.orphans |= not self.killed and await _stays_alive(self._process.pid)
             # A container ends with its first process, and so does whatever that left behind.
             _kill(self._process.pid)
             if not self.deleted:
@@ -174,12 +176,15 @@ class Pod:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _alive(group: int) -> bool:
-    """Whether any process of this group is left."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
+async def _stays_alive(group: int) -> bool:
+    """Whether any process of this group is left, once those have ended that go with the first."""
+    late = time.monotonic() + _LAST_SECONDS
+    while time.monotonic() < late:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        await asyncio.sleep(0.02)
     return True
 
 

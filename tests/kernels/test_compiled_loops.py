@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import pytest
@@ -10,6 +14,7 @@ import torch
 from numba.core.ccallback import CFunc
 
 from tokenpod.kernels.backends import cpu, reference
+from tokenpod.kernels.compiled import loops
 from tokenpod.kernels.compiled.kinds import narrow, tensor
 from tokenpod.kernels.compiled.loops import END, FIRST, arguments, floats, loop, take
 
@@ -119,3 +124,28 @@ def test_what_processes_compile_at_once_is_kept_side_by_side(tmp_path, monkeypat
         sums = torch.zeros(2)
         _adds(number)(len(sums), sums.data_ptr())
         assert torch.equal(sums, torch.full((2,), float(number)))
+
+
+def test_a_process_waits_for_what_another_one_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    _adds(3)
+    (kept,) = tmp_path.rglob("*.nbc")
+    made = kept.read_bytes()
+    kept.unlink()
+    other = os.open(kept.parent, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with ThreadPoolExecutor() as threads, monkeypatch.context() as patched:
+        patched.setattr(CFunc, "_compile_uncached", None)
+        waits = threads.submit(_adds, 3)
+        time.sleep(0.1)
+        assert not waits.done()
+        kept.write_bytes(made)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waits.result()
+    # Whoever compiles may have been stopped.
+    monkeypatch.setattr(loops, "_LONGEST_TURN", 0.0)
+    kept.unlink()
+    fcntl.flock(other, fcntl.LOCK_EX)
+    _adds(3)
+    os.close(other)
+    assert kept.exists()

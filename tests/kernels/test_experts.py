@@ -15,6 +15,8 @@ from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.operations.weight import StackedWeight
 from tokenpod.kernels.products.formats import MADE_AT_LOAD
 from tokenpod.kernels.products.formats.grouped import GroupedWeight
+from tokenpod.kernels.products.formats.int4 import Int4Weight
+from tokenpod.kernels.products.formats.int8 import Int8Weight
 
 pytestmark = pytest.mark.compute
 
@@ -80,13 +82,24 @@ def test_a_cpus_experts(tokens, routing, dtype, case):
     assert error < 8 * torch.finfo(dtype).eps
 
 
+COMPILED = [(torch.float32, Int4Weight), (torch.bfloat16, Int8Weight)]
+
+
 def stacked(format_, dense):
     """All experts of a dense stack in a format."""
     return StackedWeight(format_.made_of(dense.flatten(0, 1).float()), len(dense))
 
 
-@pytest.mark.parametrize("format_", [*MADE_AT_LOAD.values(), GroupedWeight])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# A loop is compiled for each pair of a type and whole numbers of 8 or 4 bits.
+@pytest.mark.parametrize(
+    ("dtype", "format_"),
+    [
+        pytest.param(dtype, format_, marks=[pytest.mark.slow] * ((dtype, format_) in COMPILED))
+        for dtype in (torch.float32, torch.bfloat16)
+        for format_ in (*MADE_AT_LOAD.values(), GroupedWeight)
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_experts_in_formats_of_fewer_bits(format_, dtype, case, draw):
     """Each product as the format's own says, whatever is around it."""
     residual, weights, norm = case(7, dtype)

@@ -47,6 +47,7 @@ def test_attention(rows, name, shape, runs_only, row, step_over):
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_half_precision(row, step_over):
     shape = SHAPES["narrow-values"]
     batch = step_over([row(*one) for one in STEPS["mixed"]], SLOTS)

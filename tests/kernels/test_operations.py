@@ -293,8 +293,10 @@ def int8_pool(kv_heads=2, head_dim=16):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# A loop is compiled for each type.
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_write_to_a_pool_of_int8(normed, dtype, draw):
     """What a plain pool would hold, to the nearest 127th of each head's largest number."""
     qkv, slots = draw(3, 10 * 16, dtype=dtype), torch.tensor([9, 2, 6])

@@ -101,10 +101,10 @@ def test_a_shared_expert_costs_ranks_no_sum_of_its_own(golden, text, monkeypatch
     [
         "llama",
         "qwen2-window",
-        "qwen3",
+        "gemma2",
         "mixtral",
         "qwen3-moe",
-        "gemma2",
+        "qwen3",
         "opt",
         "gpt-neox",
         "bloom",

@@ -75,11 +75,10 @@ def test_the_pool_fits_under_the_limit_and_the_log_says_so() -> None:
     # Ten times what fits could be used.
     # A process that is in the group from its start on.
     with serve("--max-batch-size", "512", own_imports=True) as server:
-        text = server.log.read_text()
         limit = r"under the limit .* less .* that a load takes, 8\.0 KiB"
         said = rf'kv_slots=(\d+) kv_slots_from="90% .* {limit}'
-        found = re.search(said, text)
-        assert found, text
+        # It is said a moment after the pod serves.
+        found = wait_for(lambda: re.search(said, server.log.read_text()), log=server.log)
         assert int(found[1]) * 8192 < LIMIT
         request = text_request("def f(", stopping={"max_new_tokens": 4})
         assert generate(server.stub(), request).samples[0].finished

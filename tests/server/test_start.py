@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -25,23 +24,31 @@ from support.pods.harness import SERVING, ServerProcess, serve
 from support.waiting import wait_for
 
 SECONDS = 60
+#: Becomes the program that its arguments name, without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, by
+#: which root reads what it may not. A child of this process could not drop them: gRPC has threads
+#: here, and ends a child that lives on behind its fork.
+AS_NOBODY_SPECIAL = """
+import ctypes, os, sys
+for capability in (1, 2):
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def start(
-    *flags: str, cwd: Path | None = None, preexec: Callable[[], None] | None = None
+    *flags: str, cwd: Path | None = None, as_nobody_special: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run `tokenpod serve` until it ends by itself."""
+    """Run `tokenpod serve` until it ends by itself; on demand, file modes hold for root too."""
     network = ["--hostname", "127.0.0.1", "--port", "0", "--health-port", "0"]
     named = {flag for flag in flags if flag.startswith("--")}
     for flag, value in zip(network[::2], network[1::2], strict=True):
         if flag not in named:
             flags = (*flags, flag, value)
-    if preexec is None:
+    if not as_nobody_special:
         return prefork.run(["serve", *flags], timeout=SECONDS, cwd=str(cwd) if cwd else None)
     command = [sys.executable, "-P", "-m", "tokenpod", "serve", *flags]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd, preexec_fn=preexec
-    )
+    wrapped = [sys.executable, "-P", "-c", AS_NOBODY_SPECIAL, *command]
+    return subprocess.run(wrapped, capture_output=True, text=True, timeout=SECONDS, cwd=cwd)
 
 
 def one_line(ran: subprocess.CompletedProcess[str]) -> str:
@@ -137,18 +144,6 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
     assert "device is cuda, but" in line
 
 
-#: Capabilities by which root reads what it may not: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
-_READ_ALL = (1, 2)
-_PR_CAPBSET_DROP = 24
-
-
-def as_nobody_special() -> None:
-    """In a child that is about to become a server: file modes hold for root too."""
-    library = ctypes.CDLL(None)
-    for capability in _READ_ALL:
-        library.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-
-
 FILES = ("model.safetensors", "tokenizer.json")
 
 
@@ -167,7 +162,7 @@ def test_a_model_that_cannot_be_read_is_named(model: Path, name: str) -> None:
     mode = spoiled.stat().st_mode
     spoiled.chmod(0)
     try:
-        line = one_line(start("--model-id", str(model), preexec=as_nobody_special))
+        line = one_line(start("--model-id", str(model), as_nobody_special=True))
     finally:
         spoiled.chmod(mode)
     assert str(model) in line
@@ -188,7 +183,7 @@ def test_an_empty_volume_is_named(tmp_path: Path) -> None:
 def test_a_folder_where_no_socket_can_be_made_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o555)
-    ran = start("--uds-path", str(folder / "shard"), preexec=as_nobody_special)
+    ran = start("--uds-path", str(folder / "shard"), as_nobody_special=True)
     assert ran.returncode == 2
     assert f"this user can't write to {folder}" in ran.stderr
     assert "in use" not in ran.stderr

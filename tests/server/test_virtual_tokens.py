@@ -105,7 +105,9 @@ def test_usage_counts_the_clients_tokens_alone(api: Any) -> None:
             assert answer.started.cached_token_count == cached
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("prompt", 20), ("prefix", 12)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("prompt", 20), pytest.param("prefix", 12, marks=pytest.mark.slow)]
+)
 def test_virtual_tokens_count_for_the_longest_sequence(api: Any, name: str, virtual: int) -> None:
     most = TOTAL - virtual - len(IDS)
     assert len(generate(api, name, new=most).results[0].tokens.token_ids) == most

@@ -262,9 +262,12 @@ async def test_a_deadline_is_an_error_of_ours_whatever_the_handler(
     async with serving(handlers=[arities(begin)], interceptors=interceptors(telemetry)) as running:
         await outlast(lambda seconds: call_kind(running.channel, kind, timeout=seconds), begun)
     telemetry.shutdown()
-    span = collector.span(f"{SERVICE}/{kind}")
-    assert attributes(span)["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
-    assert span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+    # More than one on a busy machine, where the first may be over before its handler begins.
+    spans = [span for span in collector.spans if span.name == f"{SERVICE}/{kind}"]
+    assert spans
+    for span in spans:
+        assert attributes(span)["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
+        assert span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
 
 
 async def test_a_deadline_that_is_rounded_on_its_way_is_still_one(

@@ -361,6 +361,7 @@ def test_definitions_that_each_argument_repeats_are_limited() -> None:
     assert calls_constraint(asked, FORMATS["hermes"], "").tags
 
 
+@pytest.mark.sampled(5, "slow")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "schema",

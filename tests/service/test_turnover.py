@@ -152,6 +152,7 @@ def warm(
 
 
 @pytest.mark.compute
+@pytest.mark.sampled(2, "slow")
 @pytest.mark.parametrize("times", [2, 10])
 @pytest.mark.parametrize(
     ("step_seconds", "lengths", "least"),

@@ -83,7 +83,7 @@ def _vocabulary(folder: Path) -> Path:
 
 
 def _of_transformers(folder: Path) -> Backend:
-    from transformers import AutoTokenizer
+    from transformers.models.auto import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     backend = getattr(theirs, "backend_tokenizer", None)

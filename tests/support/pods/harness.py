@@ -42,6 +42,8 @@ _PROMPT_STEPS = frozenset(
 #: each other, on cores that other tests need. And a step beside them that has a loop to compile
 #: first, in a clone without any, can take longer than the engine of an idle machine may.
 _USUAL = {"--threads": "1", "--stall-timeout": "240"}
+#: Between SERVING and the line about it.
+SECONDS_TO_TELL = 2.0
 #: What GetLoad counts of calls that have not ended.
 _OF_CALLS = (
     "request_count",
@@ -112,9 +114,14 @@ class ServerProcess:
                 raise AssertionError(f"the server ended:\n{self.log.read_text()}")
             with contextlib.suppress(grpc.RpcError):
                 if self.health() == SERVING:
-                    return
+                    break
             time.sleep(0.05)
-        raise AssertionError(f"not SERVING within {seconds} s:\n{self.log.read_text()}")
+        else:
+            raise AssertionError(f"not SERVING within {seconds} s:\n{self.log.read_text()}")
+        # The line that tells what is served comes a moment later, if lines of its kind come there.
+        told = time.monotonic() + SECONDS_TO_TELL
+        while "serving" not in (text := self.log.read_text()) and text and time.monotonic() < told:
+            time.sleep(0.02)
 
     def wait_until_idle(self, seconds: float = 20.0) -> None:
         """Nothing runs or waits, and no sequence holds memory."""

@@ -108,7 +108,6 @@ def _take_steps() -> None:
     import tokenpod.models.demo
     from tokenpod.core.messages import EngineOptions
     from tokenpod.engine.startup.assemble import assemble
-    from tokenpod.kernels.compiled import loops
     from tokenpod.models.load import load_model
 
     positions, device = 64, torch.device("cpu")
@@ -129,10 +128,7 @@ def _take_steps() -> None:
         max_batch_prefill_tokens=16,
         max_batch_total_tokens=positions,
     )
-    # In a new clone nothing is compiled: one process does it, and the others read its files.
-    with Path(loops.__file__).open() as compiling:
-        fcntl.flock(compiling, fcntl.LOCK_EX)
-        assemble(model, options, positions=positions, device=device)
+    assemble(model, options, positions=positions, device=device)
     assert len(os.listdir("/proc/self/task")) == 1, "a process that forks has one thread"
 
 

@@ -129,11 +129,13 @@ def step_memories(
     BLOCK_V: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMED: tl.constexpr,
+    BEHIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """What heads find [B, H · value_dim], of a row and some values of a head each.
 
-    With NORMED, which needs all values of a head, it is normed and gated.
+    With NORMED, which needs all values of a head, it is normed and gated. BEHIND: `_catch_up` has
+    gone before.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -144,8 +146,12 @@ def step_memories(
     some_k, some_v = i < KEY_DIM, j < VALUE_DIM
     held = memory + ((state * VALUE_HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     some = some_k[:, None] & some_v[None, :] & live
+    if BEHIND:
+        # `_catch_up` may still be writing them: what is launched after it waits for it, too.
+        await_inputs(OVERLAP)
     kept = tl.load(held, mask=some, other=0.0)
-    await_inputs(OVERLAP)
+    if not BEHIND:
+        await_inputs(OVERLAP)
     own = made + row.to(tl.int64) * CHANNELS
     query = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
     q = tl.load(own + query + i, mask=some_k, other=0.0)

@@ -68,10 +68,14 @@ def step_memories(
     some_k, some_v = i < KEY_DIM, j < VALUE_DIM
     held = memory + ((state * VALUE_HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     some = some_k[:, None] & some_v[None, :] & live
+    rate, shifted, share = tl.load(log_rate + head), tl.load(shift + head), tl.load(skip + head)
+    if RING > WIDTH:
+        # `_catch_up` may still be writing them: what is launched after it waits for it, too.
+        await_inputs(OVERLAP)
     kept = tl.load(held, mask=some, other=0.0)
     fresh = context > tl.load(seen + state * VALUE_HEADS + head)
-    rate, shifted, share = tl.load(log_rate + head), tl.load(shift + head), tl.load(skip + head)
-    await_inputs(OVERLAP)
+    if RING == WIDTH:
+        await_inputs(OVERLAP)
     said = tl.load(step + row.to(tl.int64) * stride + head)
     length = step_length(said, shifted)
     if RING > WIDTH:

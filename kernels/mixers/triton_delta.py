@@ -128,6 +128,7 @@ def _steps(
         BLOCK_V=values,
         SIGMOID=weights.sigmoid_gate,
         NORMED=normed,
+        BEHIND=states.takes_back(shape.width),
         num_warps=tile.warps,
         **sizes,
         **options,

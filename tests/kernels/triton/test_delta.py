@@ -17,6 +17,7 @@ from support.kernels.delta_steps import (
     drawn_inputs,
     drawn_states,
     drawn_weights,
+    let_memories_come_late,
     one_row,
     run,
     some,
@@ -24,8 +25,9 @@ from support.kernels.delta_steps import (
     walk,
     with_ring,
 )
+from support.kernels.interpreted import INTERPRETED
 from tokenpod.kernels.attention.triton_attention import prepare_capture
-from tokenpod.kernels.mixers import reference_delta, triton_delta
+from tokenpod.kernels.mixers import delta_step, reference_delta, triton_delta
 from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.operations.batch import CHUNKS, RaggedRows
 from tokenpod.kernels.operations.recurrent_ops import MemoryShape
@@ -167,6 +169,16 @@ def test_wrong_drafts_leave_nothing(shape, steps, device):
     assert error(found, expected) < TOLERANCE[torch.float32]
     assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
     assert torch.equal(states.seen, plain.seen)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are interpreted")
+def test_memories_are_read_when_they_have_caught_up(monkeypatch):
+    """A launch may begin before those before it have ended: all but what it waits for."""
+    net = Delta(triton_delta, SMALL)
+    let_memories_come_late(monkeypatch, triton_delta, delta_step)
+    (found, states), (expected, plain) = walk(net, WALKS["none for a while"])
+    assert error(found, expected) < TOLERANCE[torch.float32]
+    assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -12,11 +12,13 @@ from support.kernels.delta_steps import (
     WALKS,
     copied,
     drawn_states,
+    let_memories_come_late,
     one_row,
     step_of,
     walk,
     with_ring,
 )
+from support.kernels.interpreted import INTERPRETED
 from support.kernels.space_steps import (
     NORMS,
     SMALL,
@@ -28,7 +30,12 @@ from support.kernels.space_steps import (
     space_inputs,
 )
 from tokenpod.kernels.attention.triton_attention import prepare_capture
-from tokenpod.kernels.mixers import reference_space, short_convolution, triton_space
+from tokenpod.kernels.mixers import (
+    reference_space,
+    short_convolution,
+    space_kernels,
+    triton_space,
+)
 from tokenpod.kernels.mixers.convolution import plan_recurrent as as_it_came
 from tokenpod.kernels.mixers.recurrent_plan import plan_recurrent
 from tokenpod.kernels.mixers.triton_convolution import short_convolution as triton_convolution
@@ -248,6 +255,16 @@ def test_wrong_drafts_leave_nothing(shape, steps, device):
     assert error(found, expected) < TOLERANCE[torch.float32]
     assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
     assert torch.equal(states.seen, plain.seen)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are interpreted")
+def test_memories_are_read_when_they_have_caught_up(monkeypatch):
+    """A launch may begin before those before it have ended: all but what it waits for."""
+    net = SpaceNet(triton_space, SMALL)
+    let_memories_come_late(monkeypatch, triton_space, space_kernels)
+    (found, states), (expected, plain) = walk(net, WALKS["none for a while"])
+    assert error(found, expected) < TOLERANCE[torch.float32]
+    assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -262,7 +262,8 @@ def test_memories_are_read_when_they_have_caught_up(monkeypatch):
     """A launch may begin before those before it have ended: all but what it waits for."""
     net = SpaceNet(triton_space, SMALL)
     let_memories_come_late(monkeypatch, triton_space, space_kernels)
-    (found, states), (expected, plain) = walk(net, WALKS["none for a while"])
+    steps = WALKS["none for a while"]
+    (found, states), (expected, plain) = walk(net, steps, plan_recurrent)
     assert error(found, expected) < TOLERANCE[torch.float32]
     assert error(states.memory[2], plain.memory[2]) < TOLERANCE[torch.float32]
 

@@ -118,7 +118,11 @@ def settled(sums, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def await_inputs(OVERLAP: tl.constexpr):
-    """Let the next kernel start as soon as there is room; wait for the one before."""
+    """Let the next kernel start as soon as there is room; wait for the one before.
+
+    That one has waited for the one before it, and so on. But until here none of them need have
+    ended: what a few launches before write is not to be read above this line.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

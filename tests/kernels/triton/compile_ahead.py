@@ -552,7 +552,6 @@ RARER = (
     attend_with_everything,
     attend_deterministically,
     attend_many_heads,
-    attend_whole_texts,
     attend_large_heads,
     multiply_quantised_with_every_tile,
     experts_with_everything,

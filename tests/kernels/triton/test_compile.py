@@ -23,7 +23,13 @@ ROOT = HERE.parents[2]
 LAUNCH = re.compile(r"^ +(?:\w+\.)?(\w+)\[.*\]\($", re.MULTILINE)
 
 #: What an older GPU gets otherwise than Hopper's: other tiles, no overlap, no tensor memory engine.
-DIFFERENT = ["attend_plainly", "store", "multiply", "latents"]
+DIFFERENT = ["attend_plainly", "attend_whole_texts", "store", "multiply", "latents"]
+
+#: Kernels of those.
+AMPERES = {
+    *("_attend", "_attend_whole", "_merge", "_store_key_value", "_rotate", "matrix"),
+    "_attend_latent",
+}
 
 
 def compiler(capability: tuple[int, int], families: list[str]) -> subprocess.Popen[str]:
@@ -60,7 +66,7 @@ def test_all_that_is_launched_compiles_for_hopper(compiled):
 @pytest.mark.parametrize(
     ("capability", "kernels"),
     [
-        ((8, 0), {"_attend", "_merge", "_store_key_value", "_rotate", "matrix", "_attend_latent"}),
+        ((8, 0), AMPERES),
         ((8, 9), {"_attend", "_merge"}),
     ],
     ids=["8.0", "8.9"],

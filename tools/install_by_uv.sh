@@ -1,6 +1,6 @@
 #!/bin/sh
 # install_by_uv.sh LOCK PYTHON: what LOCK names for PYTHON, by the uv that LOCK names: it takes a third of pip's processor time, and both cores.
-# Fails without a change where pip has to do it: pip has settings that uv is not told of here, or uv can't get a package.
+# Fails without a change where pip has to do it: pip has settings that are not passed on here, or uv can't get a package.
 set -eu
 lock=$1
 python=$2

@@ -274,20 +274,15 @@ def _on_device(
     # Of a longer one parts of that length are merged.
     context = min(positions, LONGEST_EXPANDED + prompt) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
+    run_largest = partial(
+        run_worst_steps,
+        executor,
+        unknown=draft is not None,
+        pools=pools,
+        mutual=model.config.mutual > 0,
+    )
     if measured is None:
-        run_worst_steps(
-            executor,
-            rows,
-            prompt,
-            positions,
-            (drafts, each),
-            adapter,
-            context,
-            unknown=draft is not None,
-            pools=pools,
-            mutual=model.config.mutual > 0,
-            smaller=False,
-        )
+        run_largest(rows, prompt, positions, (drafts, each), adapter, context, smaller=False)
         step = torch.cuda.memory_reserved(device) - before
         taken = max(free_before.bytes - free_memory(device).bytes, step)
     else:
@@ -313,18 +308,7 @@ def _on_device(
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_worst_steps(
-        executor,
-        rows,
-        prompt,
-        positions,
-        (drafts, each),
-        adapter,
-        context,
-        unknown=draft is not None,
-        pools=pools,
-        mutual=model.config.mutual > 0,
-    )
+    run_largest(rows, prompt, positions, (drafts, each), adapter, context)
     map_ahead(device, step // GAPS)
     pin_ahead()
     loaded()

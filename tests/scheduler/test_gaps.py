@@ -252,7 +252,7 @@ def test_on_a_slow_machine_prompts_go_on_in_small_steps_within_the_bound():
     outcome = simulator.run()
     assert [len(came) for came in outcome.tokens] == [400, 4, 4, 4, 4]
     assert longest_gap(outcome) < 105
-    # Who comes while a prompt is read by itself waits no longer, either.
+    # Requests that arrive while a prompt is computed alone wait no longer, either.
     assert any(not size.rows and size.prompt_tokens > 8 for size in sizes)
     assert max(SLOW.nanoseconds(size) for size in sizes) < 105 * MS
 

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or cut off: all is told soon, and the group forms again."""
+"""Ranks that are killed, stopped or cut off: calls fail soon, and the group starts again."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_cut_connection_is_seen_at_both_ends(two_pods: tuple[Group, Wire]) -> 
     def cut() -> None:
         wire.cut()
         wait_for(lambda: group.pods[1].health("") != SERVING)
-        wire.mend()
+        wire.restore()
 
     soon(try_fault(group.leader, cut, "decode"))
     wait_for(lambda: group.pods[1].health("") == SERVING)
@@ -127,7 +127,7 @@ def test_a_connection_that_only_seems_open_is_seen_at_both_ends(
     def hang() -> None:
         wire.hang()
         wait_for(lambda: all(server.health("") != SERVING for server in group.pods))
-        wire.mend()
+        wire.restore()
 
     soon(try_fault(group.leader, hang, "decode"))
     wait_for(lambda: group.pods[1].health("") == SERVING)
@@ -190,7 +190,7 @@ def test_a_hundred_faults_in_a_row() -> None:
         wired = list(itertools.product((wire.cut, wire.hang), ("idle", "prefill", "decode"))) * 4
         for strike, phase in wired:
             seen[f"{strike.__name__} the wire, {phase}"].append(
-                try_fault(group.leader, _mended(strike, wire), phase)
+                try_fault(group.leader, _restored(strike, wire), phase)
             )
         for strike, rank, phase in random.Random(2).sample(cases * 2, 16):
             pid = engines(group.pods[rank])[0]
@@ -205,11 +205,11 @@ def test_a_hundred_faults_in_a_row() -> None:
             soon(trial, slack=0.5)
 
 
-def _mended(strike: Callable[[], None], wire: Wire) -> Callable[[], None]:
-    """Strike, and mend the wire 4 s later, whatever happens meanwhile."""
+def _restored(strike: Callable[[], None], wire: Wire) -> Callable[[], None]:
+    """Strike, and restore the connection 4 s later, whatever happens meanwhile."""
 
     def struck() -> None:
         strike()
-        threading.Timer(4.0, wire.mend).start()
+        threading.Timer(4.0, wire.restore).start()
 
     return struck

@@ -43,7 +43,7 @@ def tight() -> Iterator[ServerProcess]:
 
 
 def test_all_calls_are_taken_that_four_full_batches_hold() -> None:
-    """And fields of config.json that the operator replaces count, and are told."""
+    """Fields of config.json that the operator replaces count, and are logged."""
     override = '{"max_position_embeddings":1024}'
     with serve("--max-batch-size", "24", "--config-override", override) as server:
         said = server.log.read_text()

@@ -316,7 +316,7 @@ def test_tools_are_limited_and_cost_the_front_end_little(server: ServerProcess, 
         return {"properties": {f"p{at}": {"format": "date-time"} for at in range(count)}}
 
     before = cpu_seconds(server.process.pid)
-    # The engine may find that it takes too long: that is told by another field.
+    # The engine may refuse it as too long: that is reported by another field.
     with contextlib.suppress(grpc.RpcError):
         list(api.Generate(with_tool(dates(2000)), timeout=SECONDS))
     for call in (with_tool({"anyOf": [{}] * 9000}), with_tool(dates(20_000))):

@@ -340,7 +340,7 @@ async def test_a_span_says_what_the_instrumentations_interceptor_would_say(
 
 @pytest.mark.filterwarnings("ignore:coroutine 'HealthServicer.Watch' was never awaited")
 async def test_the_instrumentations_interceptor_still_has_the_faults_that_ours_avoids() -> None:
-    """When this fails, an update has mended them: much of tracing.py can go."""
+    """When this fails, an update has fixed them: much of tracing.py can go."""
     board, exporter = HealthBoard(), InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

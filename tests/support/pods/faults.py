@@ -115,7 +115,7 @@ def try_fault(server: ServerProcess, fault: Callable[[], None], phase: str) -> S
 class Wire:
     """A connection's path that can be cut: forwards `port` to `target`.
 
-    `cut` ends its connections, `hang` holds back whatever is sent: both until `mend`.
+    `cut` ends its connections, `hang` holds back whatever is sent: both until `restore`.
     """
 
     def __init__(self, target: int) -> None:
@@ -135,14 +135,14 @@ class Wire:
     def hang(self) -> None:
         self._whole.clear()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self._dead = False
         self._close_all()
         self._whole.set()
 
     def close(self) -> None:
         self._listener.close()
-        self.mend()
+        self.restore()
 
     def _close_all(self) -> None:
         ends, self._ends = self._ends, []

@@ -43,7 +43,7 @@ _PROMPT_STEPS = frozenset(
 #: first, in a clone without any, can take longer than the engine of an idle machine may.
 _USUAL = {"--threads": "1", "--stall-timeout": "240"}
 #: Between SERVING and the line about it.
-SECONDS_TO_TELL = 2.0
+SECONDS_TO_LOG = 2.0
 #: What GetLoad counts of calls that have not ended.
 _OF_CALLS = (
     "request_count",
@@ -118,9 +118,9 @@ class ServerProcess:
             time.sleep(0.05)
         else:
             raise AssertionError(f"not SERVING within {seconds} s:\n{self.log.read_text()}")
-        # The line that tells what is served comes a moment later, if lines of its kind come there.
-        told = time.monotonic() + SECONDS_TO_TELL
-        while "serving" not in (text := self.log.read_text()) and text and time.monotonic() < told:
+        # The log line about what is served follows a moment later, if that level is logged.
+        until = time.monotonic() + SECONDS_TO_LOG
+        while "serving" not in (text := self.log.read_text()) and text and time.monotonic() < until:
             time.sleep(0.02)
 
     def wait_until_idle(self, seconds: float = 20.0) -> None:

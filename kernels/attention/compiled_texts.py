@@ -96,28 +96,14 @@ def attend_texts(
 
 
 @inlined()
-def _scores(factors, factor_stride, rows, row_stride, many, sums, sum_stride, vectors):
-    """`add_rows` of any number of vectors, to 0."""
+def _add(most, fresh, factors, factor_stride, rows, row_stride, many, sums, sum_stride, vectors):
+    """`add_rows` of any number of vectors, `most` at a time where there are as many."""
     while vectors > 0:
-        some = MANY if vectors >= MANY else 1
-        if some == MANY:
-            add_rows(MANY, 1, factors, factor_stride, rows, row_stride, many, sums, sum_stride)
+        some = most if vectors >= most else 1
+        if some == most:
+            add_rows(most, fresh, factors, factor_stride, rows, row_stride, many, sums, sum_stride)
         else:
-            add_rows(1, 1, factors, factor_stride, rows, row_stride, many, sums, sum_stride)
-        vectors -= some
-        rows += some * BYTES
-        sums += some * BYTES
-
-
-@inlined()
-def _add(factors, factor_stride, rows, row_stride, many, sums, sum_stride, vectors):
-    """`add_rows` of any number of vectors, of which a head has an even number as a rule."""
-    while vectors > 0:
-        some = FEW if vectors >= FEW else 1
-        if some == FEW:
-            add_rows(FEW, 0, factors, factor_stride, rows, row_stride, many, sums, sum_stride)
-        else:
-            add_rows(1, 0, factors, factor_stride, rows, row_stride, many, sums, sum_stride)
+            add_rows(1, fresh, factors, factor_stride, rows, row_stride, many, sums, sum_stride)
         vectors -= some
         rows += some * BYTES
         sums += some * BYTES
@@ -187,7 +173,9 @@ def _loop(dtype: torch.dtype) -> Loop:
                     vectors = (stop - begin + LANES - 1) // LANES
                     above = scores.ctypes.data + begin * 4
                     of_keys = turned.ctypes.data + begin * 4
-                    _scores(
+                    _add(
+                        MANY,
+                        1,
                         asked.ctypes.data + i * head_dim * 4,
                         head_dim * 4,
                         of_keys,
@@ -218,6 +206,8 @@ def _loop(dtype: torch.dtype) -> Loop:
                         for d in range(wide_dim):
                             sums[i + r, d] *= fade
                     _add(
+                        FEW,
+                        0,
                         above,
                         _STRIDE,
                         held.ctypes.data + begin * wide_dim * 4,

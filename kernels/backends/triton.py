@@ -30,6 +30,7 @@ from tokenpod.kernels.pointwise.triton_pointwise import (
     layer_norm,
     rms_norm,
 )
+from tokenpod.kernels.products.agreement import agreeing
 from tokenpod.kernels.products.formats.fp8 import Fp8Weight
 from tokenpod.kernels.products.formats.grouped import GroupedWeight
 from tokenpod.kernels.products.formats.int4 import Int4Weight
@@ -87,24 +88,27 @@ OPERATIONS = Operations(
 )
 
 
-def _in_one_sum(weight: torch.Tensor, *, gated: bool) -> Tiles:
+def _in_one_sum(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, add: bool = False
+) -> Tiles:
     device = weight.device
-    return deterministic(capability(device), shared_bytes(device), gated=gated)
+    tiles = deterministic(capability(device), shared_bytes(device), gated=gated)
+    return replace(tiles, library=agreeing(weight, bias, tiles, add=add))
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    return prepare_linear(weight, bias, _in_one_sum(weight, gated=False))
+    return prepare_linear(weight, bias, _in_one_sum(weight, bias))
 
 
 def _norm_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm, activation: Activation | None
 ) -> Linear:
-    tiles = _in_one_sum(weight, gated=activation is not None)
+    tiles = _in_one_sum(weight, bias, gated=activation is not None)
     return prepare_norm_linear(weight, bias, norm, activation, tiles)
 
 
 def _add_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
-    return prepare_add_linear(weight, bias, _in_one_sum(weight, gated=False))
+    return prepare_add_linear(weight, bias, _in_one_sum(weight, bias, add=True))
 
 
 #: Those of dense products and attention whose results for a token depend on nothing but the token

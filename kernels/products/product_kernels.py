@@ -139,7 +139,7 @@ def multiply_add(
             up_out *= factor
         if BIAS:
             up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
-        out = gated_unit(out, up_out, ACTIVATION)
+        out = gated_unit(_rounded(out, y), _rounded(up_out, y), ACTIVATION)
     if WORLD > 1:
         tl.static_assert(not GATED)
         add_ranks(ranks, out, launch, tokens, n, KIND, RANK, WORLD, BLOCK_T, BLOCK_N, COPIES)
@@ -226,7 +226,7 @@ def matrix(
         tl.static_assert(SPLITS == 1)
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-        out = gated_unit(out, up_sums, ACTIVATION)
+        out = gated_unit(_rounded(out, y), _rounded(up_sums, y), ACTIVATION)
     if WORLD > 1:
         tl.static_assert(SPLITS == 1 and not GATED)
         out = tl.trans(out)
@@ -304,7 +304,7 @@ def tiled(
     if GATED:
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
-        out = gated_unit(out, up_sums, ACTIVATION)
+        out = gated_unit(_rounded(out, y), _rounded(up_sums, y), ACTIVATION)
     at_y = y + token.to(tl.int64)[:, None] * y_stride + row[None, :]
     _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
 
@@ -382,6 +382,12 @@ def _input_tile(
         else:
             v *= tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
     return v, squares
+
+
+@triton.jit
+def _rounded(sums, y):
+    """As numbers of y: what a gate meets is the same whether it was stored between or not."""
+    return sums.to(y.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

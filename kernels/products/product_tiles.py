@@ -106,6 +106,8 @@ NUMBER_BYTES = 2
 
 #: For few tokens, with a weight of many rows, and with one of too few for all processors.
 FEW_TOKENS = 64
+#: Up to here a gated product of ours takes as long as the library's, and saves a launch behind it.
+FEW_GATED_TOKENS = 128
 MANY_ROWS = Tile(Kind.MATRIX, 64, 128, stages=6, ahead=1024)
 FEW_ROWS = Tile(Kind.TILED, 32, 128, stages=4, block_t=64)
 
@@ -116,20 +118,25 @@ class DeterministicTiles(Tiles):
 
     The matrix unit adds up block after block, whatever the sides of a tile are and which factor
     comes first: on an H200 all tiles of `Kind.MATRIX` and `Kind.TILED` without splits agreed bit by
-    bit, in 32 bits.
+    bit, in 32 bits. So does the vendor's library for most numbers of tokens.
     """
 
     gated: bool
     shared_bytes: int
+    #: Numbers of tokens for which the library was seen to agree.
+    library: frozenset[int] = frozenset()
 
     def choose(self, n: int, k: int, rows: int) -> Tile:
         """What was measured for few tokens; for others what waits for the fewest waves."""
+        agrees = rows in self.library
         if FEW_TOKENS // 2 < rows <= FEW_TOKENS and n < PROCESSORS * MANY_ROWS.block_n:
-            return self._that_fits(FEW_ROWS, rows)
+            return LIBRARY if agrees and not self.gated else self._that_fits(FEW_ROWS, rows)
         if rows <= FEW_TOKENS:
             known = [tile for most, tile in self.by_shape.get((n, k), []) if rows <= most]
             tile = next((tile for tile in known if tile.kind is Kind.MATRIX), MANY_ROWS)
             return self._that_fits(replace(tile, splits=1), rows)
+        if agrees and (rows > FEW_GATED_TOKENS or not self.gated):
+            return LIBRARY
 
         def microseconds(wave: Wave) -> float:
             programs = -(-rows // wave.tile.block_t) * -(-n // wave.tile.block_n)

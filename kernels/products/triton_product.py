@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.kernels.gpu.launch import OVERLAPPING_CAPABILITY, capability, launch_options
@@ -14,7 +13,7 @@ from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Linear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import act_mul, named, rms_norm
-from tokenpod.kernels.products.library import load_kernels
+from tokenpod.kernels.products import library
 from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add, tiled
 from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
 from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
@@ -38,12 +37,12 @@ def prepare_linear(
     """The product x · weightᵀ + bias with a weight [out, in]; `tiles` None means those measured."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     if tiles is None:
-        load_kernels(weight, bias)
+        library.load_kernels(weight, bias)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
         if tile.kind is Kind.LIBRARY:
-            return functional.linear(x, weight, bias)
+            return library.multiply(x, weight, bias)
         y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
         multiply(x, weight, bias, y, tile)
         return y
@@ -65,7 +64,7 @@ def prepare_norm_linear(
     table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
     if tiles is None:
-        load_kernels(weight, bias)
+        library.load_kernels(weight, bias)
 
     def normed_product(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -73,7 +72,7 @@ def prepare_norm_linear(
         if inner is not None:
             x = rms_norm(x, inner.weight, inner.epsilon)
         if tile.kind is Kind.LIBRARY:
-            y = functional.linear(x, weight, bias)
+            y = library.multiply(x, weight, bias)
             return y if activation is None else act_mul(y, activation)
         y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
         multiply(x, weight, bias, y, tile, norm=None if inner else norm, activation=activation)
@@ -87,18 +86,15 @@ def prepare_add_linear(
 ) -> AddLinear:
     """The product residual += x · weightᵀ + bias: the sum is made where the product ends."""
     table, (n, k) = table_for(weight, tiles), weight.shape
-    transposed = weight.t()
     if tiles is None:
-        load_kernels(weight, bias, add=True)
+        library.load_kernels(weight, bias, add=True)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose(n, k, len(x))
-        if tile.kind is not Kind.LIBRARY:
-            multiply(x, weight, bias, residual, tile, add=True)
-        elif bias is None:
-            residual.addmm_(x, transposed)
+        if tile.kind is Kind.LIBRARY:
+            library.multiply(x, weight, bias, residual)
         else:
-            residual += functional.linear(x, weight, bias)
+            multiply(x, weight, bias, residual, tile, add=True)
 
     return add_product
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from support.kernels.attention_steps import Inputs, Spec, assert_close, lay_out, truth
 from tokenpod.kernels.attention.triton_attention import plan_attention
 from tokenpod.kernels.backends.triton import DETERMINISTIC, OPERATIONS
-from tokenpod.kernels.gpu.launch import LEAST_SHARED_BYTES, SHARED_BYTES
+from tokenpod.kernels.gpu.launch import (
+    LEAST_SHARED_BYTES,
+    SHARED_BYTES,
+    capability,
+    shared_bytes,
+)
 from tokenpod.kernels.operations.attention_ops import AttentionOptions
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.products.product_tiles import Kind, deterministic, measured
+from tokenpod.kernels.products.agreement import agreeing
+from tokenpod.kernels.products.product_tiles import LIBRARY, Kind, deterministic, measured
 
 #: Numbers of tokens to either side of what tiles hold.
 ROWS = [1, 2, 17, 65, 300]
@@ -69,6 +77,37 @@ def test_all_products_are_made_in_one_sum_that_fits(capability, gated):
         assert tile.splits == 1
         sides = (tile.block_t or max(rows, 16)) + tile.block_n
         assert sides * tile.block_k * 2 * tile.stages <= held
+
+
+def test_the_library_multiplies_where_it_agrees():
+    tiles = replace(deterministic((9, 0), SHARED_BYTES[9, 0], gated=False), library={40, 64, 100})
+    weights = {"few rows": (4096, 4096), "many rows": (28672, 4096)}
+    chosen = {
+        (name, rows)
+        for name, shape in weights.items()
+        for rows in (39, 40, 64, 65, 100, 101)
+        if tiles.choose(*shape, rows) is LIBRARY
+    }
+    # Of few tokens and many rows ours take as long.
+    assert chosen == {("few rows", 40), ("few rows", 64), *((name, 100) for name in weights)}
+    gated = replace(tiles, gated=True, library={40, 128, 129})
+    assert [gated.choose(4096, 4096, rows) is LIBRARY for rows in (40, 128, 129)] == [0, 0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize("what", ["plain", "gated", "added"])
+def test_a_product_that_the_library_may_make_does_not_depend_on_the_others(what, k, draw, device):
+    n, dtype = 4096, torch.bfloat16
+    x, weight = draw(700, k, dtype=dtype).to(device), (draw(n, k) * k**-0.5).to(dtype).to(device)
+    norm = RowNorm(draw(k, dtype=dtype).to(device), 1e-6)
+    tiles = deterministic(capability(device), shared_bytes(device), gated=what == "gated")
+    agree = agreeing(weight, None, tiles, add=what == "added")
+    assert len(agree) > 300
+    whole = product(what, x, weight, norm, DETERMINISTIC)
+    for rows in (*range(1, 700, 23), 32, 33, 48, 64, 65, 128, 129, 208, 209, 256, 257, 576):
+        some = product(what, x[-rows:].contiguous(), weight, norm, DETERMINISTIC)
+        assert torch.equal(some, whole[-rows:]), rows
 
 
 def attend(specs, drawn, window, dtype, device, options, operations):

@@ -110,8 +110,14 @@ SMALL_TILES = {
 #: Query heads of a key/value head that decode tiles were measured for, at most.
 MEASURED_GROUP = 16
 
-#: Rows of a product below which a GPU multiplies in another way.
+#: Of single rows that are walked along as others are: rows of a product at least, and where there
+#: are so many pairs of a row and a key/value head that programs are better small.
 LEAST_SINGLE_ROWS = 64
+LEAST_ROWS = 16
+MANY_PAIRS = 512
+#: And programs of a pair where few would leave most of a GPU idle.
+FEW_PAIRS = 16
+PARTS_OF_FEW = 4
 
 #: Compute capability from which `TILES` fit.
 HOPPER = (9, 0)
@@ -158,13 +164,26 @@ def extend_tile_for(
     return replace(tile, block_m=grown, block_n=max(16, tile.block_n * tile.block_m // grown))
 
 
-def single_tile(tile: ExtendTile, group: int) -> ExtendTile:
+def single_tile(tile: ExtendTile, group: int, pairs: int) -> ExtendTile:
     """What walks along rows of one query as `tile` does along several, and sums in that order.
 
-    Each warp has as many rows of the product and the same keys.
+    Each warp has as many rows of the product and the same keys. On an H200 all of these agreed bit
+    by bit, in programs of 16 rows and 64, alone and in parts.
+
+    Args:
+        tile: of rows of several queries.
+        group: query heads that share a key/value head.
+        pairs: rows times key/value heads.
     """
-    block_m = min(tile.block_m, max(LEAST_SINGLE_ROWS, 1 << (group - 1).bit_length()))
-    return replace(tile, block_m=block_m, warps=max(1, tile.warps * block_m // tile.block_m))
+    parts, least = tile.parts, LEAST_SINGLE_ROWS
+    stages = tile.stages
+    if pairs <= FEW_PAIRS and tile.parts == 1:
+        parts = PARTS_OF_FEW
+    elif pairs >= MANY_PAIRS and tile.block_m == LEAST_ROWS * tile.warps:
+        least, stages = LEAST_ROWS, min(stages, 2)
+    block_m = min(tile.block_m, max(least, 1 << (group - 1).bit_length()))
+    warps = max(1, tile.warps * block_m // tile.block_m)
+    return replace(tile, block_m=block_m, warps=warps, stages=stages, parts=parts)
 
 
 def _padded(head_dim: int) -> int:

@@ -197,13 +197,13 @@ def attention(
     out = torch.empty((tokens, heads * value_dim), dtype=q.dtype, device=q.device)
     # By the queries' type, as `prepare_capture` has it: a pool may be of fewer bits.
     extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
+    pairs = batch.single_rows * kv_heads
     if batch.single_rows and deterministic:
         extend_single(
             *(q, keys, values, out, batch.row_table, plan.paged, batch.single_rows, plan.window),
-            *(single_tile(extended, group), options, scales),
+            *(single_tile(extended, group, pairs), options, scales),
         )
     elif batch.single_rows:
-        pairs = batch.single_rows * kv_heads
         decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs, group)
         splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded, plan.window)
         decode(

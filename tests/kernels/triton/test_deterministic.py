@@ -147,3 +147,18 @@ def test_attention_of_a_token_does_not_depend_on_how_its_text_is_cut(
     for name, specs in STEPS.items():
         for position, got in attend(specs, *how):
             assert torch.equal(got, whole[position]), (name, position)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_of_many_single_rows_does_not_depend_on_their_number(
+    head_dim, dtype, draw, device
+):
+    heads, kv_heads = 32, 8
+    drawn = [draw(200, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+    how = (drawn, None, dtype, device, AttentionOptions(), DETERMINISTIC)
+    whole = dict(attend([Spec(200, 200)], *how))
+    for rows in (1, 2, 3, 63, 64, 200):
+        for position, got in attend([Spec(1, 200 - n) for n in range(rows)], *how):
+            assert torch.equal(got, whole[position]), (rows, position)

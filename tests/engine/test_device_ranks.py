@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.pods.harness import free_port
 from support.steps import ranks, step_scenes
+from support.steps.rank_processes import run_ranks
 from support.steps.ranks import Job, Said
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
@@ -54,3 +56,16 @@ def test_ranks_together_say_what_the_host_says(folder):
     for sequence, logprobs in expected.logprobs.items():
         assert leader.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
     assert leader.scored[2] == pytest.approx(expected.scored[2], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_follower_captures_when_the_leader_does_and_steps_between_say_what_the_host_says(folder):
+    plans, rendezvous = free_port(), free_port()
+    asked = [msgspec.structs.replace(each, prompt_logprobs=False) for each in requests()]
+    jobs = [
+        Job(rank, [(2, plans, [str(folder)])], asked, OPTIONS, rendezvous=rendezvous)
+        for rank in range(2)
+    ]
+    leader, follower = run_ranks(ranks.led, jobs)
+    assert leader.tokens == dict(ranks.answer(folder, asked, OPTIONS).tokens)
+    assert (leader.late, follower.late) == (False, False)

@@ -53,6 +53,7 @@ from tokenpod.engine.steps.first_steps import (
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.products.library import load_kernels
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.decoders.facts import LoadedModel
 from tokenpod.scheduler.steps.machine_times import StepSize
@@ -255,6 +256,7 @@ def _on_device(
 
     Unless that was `measured` by a start before, which `kept` it.
     """
+    library = load_kernels({} if measured is None else measured.library)
     dtype = kv_dtype(model, options, device)
     limits = step_limits(options)
     rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts
@@ -300,15 +302,16 @@ def _on_device(
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
     pool.reserve(room.states)
-    # Ranks would have to capture the others at the same time, and drafts have graphs of their own.
-    some = model.captures > 0 and group is None and not options.speculate
+    some = model.captures > 0 and not options.speculate  # drafts have graphs of their own
     if model.captures:
         executor.capture(some=some)
-    # For capturing, torch gave back all that it kept: now it maps that again, and some more.
+    # For capturing, torch gave back all that it kept: now it maps that again, and some more. Memory
+    # of one layer is the next one's.
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_largest(rows, prompt, positions, (drafts, each), adapter, context)
+    with executor.first_layers():
+        run_largest(rows, prompt, positions, (drafts, each), adapter, context)
     map_ahead(device, step // GAPS)
     pin_ahead()
     loaded()
@@ -326,7 +329,7 @@ def _on_device(
             stateless=model.config.own_state is None,
         )
     if measured is None:
-        kept.write(Measured(step, taken, times))
+        kept.write(Measured(step, taken, times, library))
     return Assembled(
         executor,
         room,

@@ -14,7 +14,7 @@ from tokenpod.kernels.gpu.peers import SymmetricBuffers
 from tokenpod.kernels.operations.ops import AddLinear, AddSummand, Linear
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.pointwise.triton_pointwise import act_mul, named, rms_norm
-from tokenpod.kernels.products.library import load_kernels
+from tokenpod.kernels.products.library import prepare_kernels
 from tokenpod.kernels.products.product_kernels import add_partials, matrix, multiply_add, tiled
 from tokenpod.kernels.products.product_sums import RanksOut, copies, fits
 from tokenpod.kernels.products.product_tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
@@ -38,7 +38,7 @@ def prepare_linear(
     """The product x · weightᵀ + bias with a weight [out, in]; `tiles` None means those measured."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     if tiles is None:
-        load_kernels(weight, bias)
+        prepare_kernels(weight, bias)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -65,7 +65,7 @@ def prepare_norm_linear(
     table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
     if tiles is None:
-        load_kernels(weight, bias)
+        prepare_kernels(weight, bias)
 
     def normed_product(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -89,7 +89,7 @@ def prepare_add_linear(
     table, (n, k) = table_for(weight, tiles), weight.shape
     transposed = weight.t()
     if tiles is None:
-        load_kernels(weight, bias, add=True)
+        prepare_kernels(weight, bias, add=True)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose(n, k, len(x))

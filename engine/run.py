@@ -323,7 +323,7 @@ def load(
         draft_method=_method(options),
         parameters=model.parameters_count,
         weight_bytes=model.weight_bytes + (tower.weight_bytes if tower else 0),
-        load_seconds=loaded - began,
+        load_seconds=max(loaded, later.ended) - began,
         warmup_seconds=time.monotonic() - loaded,
         slots_from=room.slots_from,
         rope=config.rope_variant,

@@ -152,8 +152,11 @@ class Decoder:
 
     @contextmanager
     def first_layers(self) -> Iterator[None]:
-        """Meanwhile, only run as many layers as have one of each kind."""
-        layers, self._layers = self._layers, self._layers[: self.config.layers_of_all_kinds]
+        """Meanwhile, only run as many layers as have one of each kind, and one behind these.
+
+        That one finds memory as all others do.
+        """
+        layers, self._layers = self._layers, self._layers[: self.config.layers_of_all_kinds + 1]
         try:
             yield
         finally:

@@ -220,5 +220,15 @@ def _graphs(
 
     on = steps.draw_masked if masked else None
     after = follow if behind else None
-    padded, brief = steps.padding, steps.first_layers
-    return Graphs(forward, counts, padded, memory, after, on, kept=kept, some=some, brief=brief)
+    return Graphs(
+        forward,
+        counts,
+        steps.padding,
+        memory,
+        after,
+        on,
+        kept=kept,
+        some=some,
+        powers=any(each.adapters for each in counts.values()),
+        brief=steps.first_layers,
+    )

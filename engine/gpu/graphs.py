@@ -158,6 +158,7 @@ class Graphs:
         kept: whether logits stay when another step has run; else all sizes have them in one place.
         some: capture a few sizes alone, larger ones stand in for the others; `capture_next`
             captures these.
+        powers: all powers of two are among the few: kernels of adapters are compiled for each.
         brief: in which runs launch all kernels that `forward` has, and not each for all layers.
     """
 
@@ -172,6 +173,7 @@ class Graphs:
         *,
         kept: bool = True,
         some: bool = False,
+        powers: bool = False,
         brief: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._brief = brief
@@ -181,7 +183,9 @@ class Graphs:
         self.memory = memory
         #: Rising: those that are captured, and the others.
         self._sizes: list[int] = []
-        self._later = [size for size in sorted(counts) if some and not _coarse(size, max(counts))]
+        most = max(counts)
+        few = {n for n in counts if _coarse(n, most) or (powers and n.bit_count() == 1)}
+        self._later = sorted(counts.keys() - few) if some else []
         for size in sorted(counts.keys() - self._later, reverse=True):
             self._capture_size(size)
 

@@ -92,7 +92,8 @@ def prepare_kernels(weight: torch.Tensor, bias: torch.Tensor | None, *, add: boo
     `add`: to what there is. Only for numbers of 2 bytes on a GPU, where it matters.
     """
     if weight.is_cuda and weight.itemsize == 2:
-        product = _Product(*weight.shape, weight.dtype, weight.device, bias is not None, add)
+        n, k = weight.shape
+        product = _Product(n, k, weight.dtype, weight.device, bias is not None, add)
         _prepared[product] = None
 
 

@@ -25,6 +25,7 @@ from tokenpod.core.messages import Broken, EngineOptions
 from tokenpod.core.own_process import die_with_parent
 from tokenpod.engine.exchange import Face, face_of
 from tokenpod.engine.startup.compile_ahead import CompileAhead, hash_triton
+from tokenpod.engine.startup.conditions import sources
 from tokenpod.models.checkpoints.errors import ModelError
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def main() -> int:
     # find nothing.
     gc.disable()
     threading.Thread(target=_import_ahead, args=[compiles], name="imports").start()
+    if compiles:
+        sources()  # asked for when threads read weights, which would take turns with this one
     try:
         options = link.receive(None)[0]
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"

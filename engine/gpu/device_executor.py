@@ -104,6 +104,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             own_positions=own_positions,
         )
         self._masked_draws = MaskedDraws(sampler, self._last_token)
+        self._first_layers = model.first_layers
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | None = None
         #: How many drafts of each row's last step were right.
@@ -182,7 +183,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         All, where a draft model reads what is behind others or rows may have adapters.
         """
         alike = self._draft is None and self._adapters is None
-        return self._model.first_layers() if alike else nullcontext()
+        return self._first_layers() if alike else nullcontext()
 
     # -- a step --------------------------------------------------------------------------------
 

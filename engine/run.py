@@ -28,7 +28,7 @@ from tokenpod.engine.exchange import Face
 from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
-from tokenpod.engine.startup.assemble import Assembled, assemble, with_rows
+from tokenpod.engine.startup.assemble import Assembled, assemble, nothing, with_rows
 from tokenpod.engine.startup.compile_ahead import CompileAhead, hash_triton
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
@@ -261,8 +261,6 @@ def load(
 
             capture_largest(tower, largest_image(folder, positions), device)
     loaded = time.monotonic()
-    if ahead is not None:
-        ahead.wait()
     options = with_rows(model, options, positions, device, group)
     assembled = assemble(
         model,
@@ -272,6 +270,7 @@ def load(
         group=group,
         draft=draft,
         loaded=later.wait,
+        compiled=nothing if ahead is None else ahead.wait,
     )
     own, room = config.own_state, assembled.room
     limits = Limits(

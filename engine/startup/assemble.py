@@ -91,8 +91,8 @@ class Assembled:
         return self.room.slots
 
 
-def _nothing() -> None:
-    """All weights are there."""
+def nothing() -> None:
+    """All is there."""
 
 
 def with_rows(
@@ -121,7 +121,8 @@ def assemble(
     device: torch.device,
     group: Group | None = None,
     draft: DraftModel | None = None,
-    loaded: Callable[[], object] = _nothing,
+    loaded: Callable[[], object] = nothing,
+    compiled: Callable[[], object] = nothing,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -138,26 +139,34 @@ def assemble(
         draft: finds drafts, whole on each of them; None: whatever drafts there are, plans have.
         loaded: waits for weights that are still being read, zeros until then: called before any
             number that is computed matters.
+        compiled: waits for kernels that are still being compiled: called before the first step.
 
     Raises:
         EngineError: the pool that was asked for does not fit, on some rank; the device can't read
             it; or a rank is lost.
     """
-    if group is not None:
-        group.least(1)  # all have loaded: steps would wait for them without telling why
+
+    def meet() -> None:
+        if group is not None:
+            group.least(1)  # steps would wait for all without telling why
+
     if device.type == "cpu":
+        meet()
         loaded()
         return _on_cpu(model, options, positions, device, group, draft)
 
     def ready() -> None:
         loaded()
-        if group is not None:
-            group.least(1)
+        meet()
 
     kv_dtype(model, options, device)  # what the device can't read is refused before all else
     kept = kept_of(options, device)
-    start = partial(_on_device, model, options, positions, device, group, draft, ready, kept)
-    return kept.used(start, group)
+    known = kept.read()
+    library = load_kernels({} if known is None else known.library)
+    compiled()
+    meet()
+    given = model, options, positions, device, group, draft, ready, kept, library
+    return kept.used(partial(_on_device, *given), group)
 
 
 def _on_cpu(
@@ -250,13 +259,13 @@ def _on_device(
     draft: DraftModel | None,
     loaded: Callable[[], object],
     kept: Kept,
+    library: dict[str, list[int]],
     measured: Measured | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool.
 
     Unless that was `measured` by a start before, which `kept` it.
     """
-    library = load_kernels({} if measured is None else measured.library)
     dtype = kv_dtype(model, options, device)
     limits = step_limits(options)
     rows, prompt, drafts = limits.rows, limits.prompt, limits.drafts

@@ -162,6 +162,8 @@ def assemble(
     kv_dtype(model, options, device)  # what the device can't read is refused before all else
     kept = kept_of(options, device)
     known = kept.read()
+    if known is None:
+        loaded()  # which products load kernels shows by time, and who reads takes some of it
     library = load_kernels({} if known is None else known.library)
     compiled()
     meet()

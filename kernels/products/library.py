@@ -25,9 +25,9 @@ _TOKENS = range(1, 6144, 31)
 _MOST_NUMBERS = 160_000_000
 #: What a stand-in for a weight may take of a device's free memory.
 _SHARE = 4
-#: A product takes this thread at least so many times as long as others do if it loads a kernel. On
-#: an H200 others take 0.12 to 0.23 ms and 0.6 at most, and those 2.3 to 4.
-_LOADS = 5.0
+#: A product that takes this thread so many times as long as others do, or so many seconds, may have
+#: loaded a kernel. On an H200 those that do take 2.3 to 5 ms, others 0.1 to 0.4 and 0.7 at most.
+_TIMES, _SECONDS = 2.0, 1e-3
 
 #: By the name of a product, numbers of tokens.
 Loads = Mapping[str, Sequence[int]]
@@ -77,7 +77,7 @@ class _Product(NamedTuple):
             seconds.append(time.thread_time() - began)
         if wanted is not None:
             return [*wanted]
-        least = _LOADS * median(seconds)
+        least = min(_TIMES * median(seconds), _SECONDS)
         return [t for t, each in zip(tokens, seconds, strict=True) if each > least]
 
 

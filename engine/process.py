@@ -47,8 +47,6 @@ def main() -> int:
     # find nothing.
     gc.disable()
     threading.Thread(target=_import_ahead, args=[compiles], name="imports").start()
-    if compiles:
-        sources()  # asked for when threads read weights, which would take turns with this one
     try:
         options = link.receive(None)[0]
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
@@ -60,6 +58,8 @@ def main() -> int:
             gc.enable()  # others may come much later
             member = _member(options)
             member.join()
+        if options.device.startswith("cuda"):
+            sources()  # not once threads read weights, beside which it takes five times as long
         _imported_run()(options, link, member, ahead)
     except LinkClosed:
         if member is not None:

@@ -7,13 +7,11 @@ other steps, and its group would stand still.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -22,18 +20,11 @@ from support.engines import guessing
 from support.engines.engine_link import Client
 from support.engines.planner_probe import preempt_sequence
 from support.steps.rank_processes import run_ranks
-from tokenpod.core.errors import RankLost
 from tokenpod.core.messages import EngineOptions
-from tokenpod.core.placement import Placement
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request
-from tokenpod.engine.adapters.adapters import OwnAdapters
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.run import follow
-from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.join import join_group
-from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.engine.shards.member import Leading
 from tokenpod.engine.startup.assemble import Assembled, assemble, make_pool
 from tokenpod.engine.startup.room import Room
 from tokenpod.engine.steps.executor import Executor, Launched
@@ -68,8 +59,6 @@ class Said(msgspec.Struct):
     fetched: int = 0
     #: Drafted tokens, and accepted ones.
     drafted: tuple[int, int] = (0, 0)
-    #: Some sizes of steps are left that are not captured.
-    late: bool = False
 
 
 class Job(msgspec.Struct):
@@ -92,8 +81,6 @@ class Job(msgspec.Struct):
     expected: dict[int, list[int]] = {}
     guesses: str = ""
     drafts: int = 0
-    #: A second port, where one is needed.
-    rendezvous: int = 0
 
 
 def answer(
@@ -225,80 +212,6 @@ def as_on_a_gpu(
         overlap=True,
         captures=executor if some else None,
     )
-
-
-def led(job: Job) -> Said:
-    """What a rank says, the first of which leads: others take its plans, and know nothing else.
-
-    One size of steps of each kind is captured before, one while nothing runs, the others behind the
-    requests.
-    """
-    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    torch.set_num_threads(1)
-    from tokenpod.engine.gpu import graphs
-
-    graphs._coarse = lambda size, most: size == most
-    loading.operations_for = lambda device: interpreted_operations()
-    world, port, (folder,) = job.groups[0]
-    place = Placement(
-        rank=job.rank,
-        world=world,
-        local_rank=job.rank,
-        plans=f"127.0.0.1:{port}",
-        rendezvous="127.0.0.1",
-        rendezvous_port=job.rendezvous,
-        leader_address="leader:1",
-        secret="ours",
-    )
-    how: dict[str, Any] = {"on_lost": lambda reason, fault: None, "on_drain": lambda drain: None}
-    server = stream = None
-    if job.rank == 0:
-        server = PlanServer(place, {}, **how)
-        server.gather(lambda reason: None)
-        server.form(job.rendezvous)
-    else:
-        stream = PlanStream(place, {}, **how)
-        stream.join(lambda reason: None)
-    group = join_group(job.rank, world, "127.0.0.1", job.rendezvous, device=CPU, timeout=TIMEOUT)
-    model = load_model(
-        Path(folder),
-        dtype=None,
-        device=CPU,
-        progress=lambda done, total: None,
-        shard=Shard(group.rank, group.world),
-        group=group,
-        max_total_tokens=job.options.max_total_tokens,
-    )
-    positions = job.options.max_total_tokens
-    assert positions is not None
-    ready = as_on_a_gpu(model, job.options, positions, group, some=True)
-    if stream is not None:
-        stream.come_up(ready.slots)
-        with contextlib.suppress(RankLost):
-            follow(stream, ready.executor, OwnAdapters(None, "", job.rank), ready.captures)  # type: ignore[arg-type]
-        assert ready.captures is not None
-        return Said(late=ready.captures.capture_next())
-    assert server is not None
-    server.come_up(ready.slots)
-    limits = Limits(
-        slots=ready.slots,
-        max_rows=job.options.max_batch_size,
-        max_positions=positions,
-        prefill_tokens=job.options.max_batch_prefill_tokens,
-    )
-    link, scheduler = Client(), Scheduler(limits)
-    leading = Leading(server, ready.executor, ready.captures)
-    loop = EngineLoop(link, scheduler, leading, overlap=True, captures=leading)  # type: ignore[arg-type]
-    loop.turn()
-    link.inbox += job.requests
-    link.left = {i for request in job.requests for i in request.sequence_ids}
-    while link.left:
-        loop.turn()
-    assert loop.captures is not None, "all sizes are captured before the requests"
-    while loop.captures is not None:
-        loop.turn()
-    server.close("the test is over")
-    return Said(tokens=link.tokens, late=leading._captures.capture_next())  # type: ignore[union-attr]
 
 
 def _drafting(job: Job) -> Callable[[KV], Drafting]:

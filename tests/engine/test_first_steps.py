@@ -84,7 +84,6 @@ def test_a_second_start_measures_nothing_and_steps_of_all_sizes_find_their_memor
     (kept,) = tmp_path.glob("*.steps")
     library = json.loads(kept.read_text())["library"]
     assert any(library.values())
-    assert all(len(tokens) < 60 for tokens in library.values())
     del assembled
     gc.collect()
     torch.cuda.empty_cache()

@@ -181,6 +181,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     slots: int
     parameters: int
     weight_bytes: int
+    #: Until the layers are made and all weights are read; and from when the layers are made until
+    #: now. On a GPU weights may be read in both.
     load_seconds: float
     warmup_seconds: float
     #: What `slots` was computed from, for the operator.

@@ -25,6 +25,7 @@ from tokenpod.core.messages import Broken, EngineOptions
 from tokenpod.core.own_process import die_with_parent
 from tokenpod.engine.exchange import Face, face_of
 from tokenpod.engine.startup.compile_ahead import CompileAhead, hash_triton
+from tokenpod.engine.startup.conditions import sources
 from tokenpod.models.checkpoints.errors import ModelError
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def main() -> int:
             gc.enable()  # others may come much later
             member = _member(options)
             member.join()
+        if options.device.startswith("cuda"):
+            sources()  # not once threads read weights, beside which it takes five times as long
         _imported_run()(options, link, member, ahead)
     except LinkClosed:
         if member is not None:

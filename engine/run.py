@@ -28,13 +28,13 @@ from tokenpod.engine.exchange import Face
 from tokenpod.engine.images.image_encoder import ImageEncoder
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.shards.join import join_group
-from tokenpod.engine.startup.assemble import Assembled, assemble, with_rows
+from tokenpod.engine.startup.assemble import Assembled, assemble, nothing, with_rows
 from tokenpod.engine.startup.compile_ahead import CompileAhead, hash_triton
 from tokenpod.engine.startup.device_check import check_attention, check_device, check_step
 from tokenpod.engine.startup.memory import let_segments_grow
 from tokenpod.engine.startup.offload_room import check_offload_room
 from tokenpod.engine.startup.room import no_prefix_cache
-from tokenpod.engine.steps.executor import Executor
+from tokenpod.engine.steps.executor import CapturesLater, Executor, Launched, Launcher
 from tokenpod.kernels.operations.group import Group
 from tokenpod.models.decoders.facts import LoadedModel
 from tokenpod.models.eagle import is_eagle
@@ -76,8 +76,12 @@ def run(
     store = assembled.adapters
     if member is not None and not member.leads:
         own = OwnAdapters(store, options.adapter_folder, member.placement.rank)
-        follow(member, assembled.executor, own)
-    launcher = member.leading(assembled.executor) if member else assembled.executor
+        follow(member, assembled.executor, own, assembled.captures)
+    launcher: Launcher = assembled.executor
+    captures = assembled.captures
+    if member is not None:
+        launcher = leading = member.leading(assembled.executor, captures)
+        captures = None if captures is None else leading
     scheduler = Scheduler(
         limits,
         admission=ADMISSIONS[options.admission],
@@ -127,7 +131,7 @@ def run(
         images=images,
         masked=masked,
         late=late,
-        captures=assembled.captures,
+        captures=captures,
     )
     loop.run()
 
@@ -154,20 +158,27 @@ def _method(options: EngineOptions) -> str:
     return "eagle3" if is_eagle(folder) else "draft_model"
 
 
-def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
+def follow(
+    member: Member, executor: Executor, adapters: OwnAdapters, captures: CapturesLater | None
+) -> NoReturn:
     """Take every step that the leader plans, one ahead of the step that is waited for.
 
-    Raises RankLost when the group is over.
+    Capture what it captures, at the same place among the steps. Raises RankLost when the group is
+    over.
     """
-    plans, flying = member.plans(adapters), None
+    plans = member.plans(adapters)
+    flying: Launched | None = None
     while True:
         with adapters.pace:
             plan = next(plans)  # they end with an error
-        launched = executor.launch(plan)
+        launched = None if plan is None else executor.launch(plan)
         if flying is not None:
             with adapters.pace:
                 flying.wait()
         flying = launched
+        if plan is None:
+            assert captures is not None, "the leader captures, and this rank has nothing to"
+            captures.capture_next()
 
 
 def load(
@@ -250,8 +261,6 @@ def load(
 
             capture_largest(tower, largest_image(folder, positions), device)
     loaded = time.monotonic()
-    if ahead is not None:
-        ahead.wait()
     options = with_rows(model, options, positions, device, group)
     assembled = assemble(
         model,
@@ -261,6 +270,7 @@ def load(
         group=group,
         draft=draft,
         loaded=later.wait,
+        compiled=nothing if ahead is None else ahead.wait,
     )
     own, room = config.own_state, assembled.room
     limits = Limits(
@@ -312,7 +322,7 @@ def load(
         draft_method=_method(options),
         parameters=model.parameters_count,
         weight_bytes=model.weight_bytes + (tower.weight_bytes if tower else 0),
-        load_seconds=loaded - began,
+        load_seconds=max(loaded, later.ended) - began,
         warmup_seconds=time.monotonic() - loaded,
         slots_from=room.slots_from,
         rope=config.rope_variant,

@@ -296,10 +296,15 @@ class Server:
                 encoder = await Encoder.start(self.model_folder, self.settings, life)
                 if self.draft is not None:
                     await asyncio.to_thread(check_draft, encoder.tokenizer, self.draft)
+                # Constraints need to know what tokens stand for, in the engine that plans.
+                known = None
+                if self.settings.leads:
+                    known = await asyncio.to_thread(encoder.tokenizer.token_bytes)
                 ready = await ranks.ready()
                 encoder.tokenizer.check(ready.vocab_size)
                 check_limits(self.settings, ready)
-                await self._tell_vocabulary(ranks, encoder)
+                if known is not None:
+                    ranks.client.send(Vocabulary(*known))
                 await others.serving()
                 return encoder, ready
         except (TokenizerError, FrontEndLost, SettingsError) as error:
@@ -310,13 +315,6 @@ class Server:
             raise
         except TimeoutError as error:
             raise StartError(state.startup.too_long) from error
-
-    async def _tell_vocabulary(self, ranks: Ranks, encoder: Encoder) -> None:
-        """Let the engine that plans know what tokens stand for: constraints need it."""
-        if self.settings.leads:
-            known = await asyncio.to_thread(encoder.tokenizer.token_bytes)
-            if known is not None:
-                ranks.client.send(Vocabulary(*known))
 
     def _open(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -55,6 +56,10 @@ class CapturableSteps(Protocol):
 
     def draw_masked(self, counts: Counts, integers: Integers, logits: torch.Tensor) -> object:
         """Draw for all rows of a step, some of which wait for masks."""
+        ...
+
+    def first_layers(self) -> AbstractContextManager[None]:
+        """In which `computed` launches all its kernels, but not for all layers."""
         ...
 
     def padding(self, counts: Counts) -> torch.Tensor:
@@ -215,4 +220,15 @@ def _graphs(
 
     on = steps.draw_masked if masked else None
     after = follow if behind else None
-    return Graphs(forward, counts, steps.padding, memory, after, on, kept=kept, some=some)
+    return Graphs(
+        forward,
+        counts,
+        steps.padding,
+        memory,
+        after,
+        on,
+        kept=kept,
+        some=some,
+        powers=any(each.adapters for each in counts.values()),
+        brief=steps.first_layers,
+    )

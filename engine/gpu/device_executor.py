@@ -10,6 +10,7 @@ prompts, and with drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -103,6 +104,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             own_positions=own_positions,
         )
         self._masked_draws = MaskedDraws(sampler, self._last_token)
+        self._first_layers = model.first_layers
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
         self._proposals: Proposals | None = None
         #: How many drafts of each row's last step were right.
@@ -166,8 +168,22 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 self._proposals.capture(memory)
 
     def capture_next(self) -> bool:
-        """Capture one more size, while no step is under way; False: all are captured."""
-        return self._captured.capture_next()
+        """Capture one more size, while no step is under way; False: all are captured.
+
+        Waits until the device has run it: what comes meanwhile waits for one size at most.
+        """
+        more = self._captured.capture_next()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return more
+
+    def first_layers(self) -> AbstractContextManager[None]:
+        """In which steps run as many of the first layers as launch all kernels.
+
+        All, where a draft model reads what is behind others or rows may have adapters.
+        """
+        alike = self._draft is None and self._adapters is None
+        return self._first_layers() if alike else nullcontext()
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -157,6 +158,8 @@ class Graphs:
         kept: whether logits stay when another step has run; else all sizes have them in one place.
         some: capture a few sizes alone, larger ones stand in for the others; `capture_next`
             captures these.
+        powers: all powers of two are among the few: kernels of adapters are compiled for each.
+        brief: in which runs launch all kernels that `forward` has, and not each for all layers.
     """
 
     def __init__(
@@ -170,14 +173,19 @@ class Graphs:
         *,
         kept: bool = True,
         some: bool = False,
+        powers: bool = False,
+        brief: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._brief = brief
         self._forward, self._behind, self._on = forward, behind, on
         self._counts, self._padded, self._kept = counts, padded, kept
         self._captured: dict[int, Captured] = {}
         self.memory = memory
         #: Rising: those that are captured, and the others.
         self._sizes: list[int] = []
-        self._later = [size for size in sorted(counts) if some and not _coarse(size, max(counts))]
+        most = max(counts)
+        few = {n for n in counts if _coarse(n, most) or (powers and n.bit_count() == 1)}
+        self._later = sorted(counts.keys() - few) if some else []
         for size in sorted(counts.keys() - self._later, reverse=True):
             self._capture_size(size)
 
@@ -202,9 +210,13 @@ class Graphs:
         bisect.insort(self._sizes, size)
 
     def _captured_of(self, step: Callable[[], T], words: torch.Tensor) -> Callable[[], T]:
-        # Interpreted, all sizes are one program: the largest shows that padding can be run.
-        if words.device.type != "cpu" or not self._captured:
-            step()  # compiles and loads what capturing must not
+        # What capturing must not compile or load. Interpreted, all sizes are one program: the
+        # largest shows that padding can be run.
+        if not self._captured:
+            step()
+        elif words.device.type != "cpu":
+            with self._brief():
+                step()
         if not words.is_cuda:
             return step
         replay, self.memory = record(step, self.memory)

@@ -12,7 +12,7 @@ from tokenpod.core.adapter_files import digest_of
 from tokenpod.core.messages import MTP, EngineOptions
 
 #: Of the messages in protos/tokenpod/shard/v1.
-PROTOCOL = 3
+PROTOCOL = 4
 
 #: Options that each rank may have its own way. A new option must agree unless it is named here.
 _LOCAL = frozenset(

@@ -33,7 +33,7 @@ _RETRY_SECONDS = 0.3
 LEADER = 0
 
 #: What comes once a group serves.
-_PLANS = (pb.Plan, pb.ReadAdapter, pb.DropAdapter)
+_PLANS = (pb.Plan, pb.Capture, pb.ReadAdapter, pb.DropAdapter)
 
 
 class FollowerAdapters(Protocol):
@@ -124,8 +124,10 @@ class PlanStream:
         if not isinstance(message, pb.Serving):
             raise RankLost(f"the group did not come up: {message}")
 
-    def plans(self, adapters: FollowerAdapters) -> Iterator[StepPlan]:
-        """Every step's plan, in order. Raises EngineError at a gap, RankLost at the end.
+    def plans(self, adapters: FollowerAdapters) -> Iterator[StepPlan | None]:
+        """Every step's plan, in order; None where one more size of steps is to be captured.
+
+        Raises EngineError at a gap, RankLost at the end.
 
         `adapters` hears of those that come and go, in their order among the plans.
         """
@@ -135,6 +137,9 @@ class PlanStream:
                 continue
             if isinstance(message, pb.DropAdapter):
                 adapters.drop(message.number)
+                continue
+            if isinstance(message, pb.Capture):
+                yield None
                 continue
             if message.number != self._begun + 1:
                 raise EngineError(f"plan {message.number} came after plan {self._begun}")

@@ -139,6 +139,10 @@ class PlanServer:
         columns = plan.to_bytes(numbers_of)
         self._send(pb.FollowResponse(plan=pb.Plan(number=self._plans, columns=columns)))
 
+    def send_capture(self) -> None:
+        """Have all capture one more size of steps, behind the plans sent so far."""
+        self._send(pb.FollowResponse(capture=pb.Capture()))
+
     @property
     def count(self) -> int:
         """Followers."""

@@ -32,7 +32,7 @@ from tokenpod.models.checkpoints.errors import ModelError
 
 if TYPE_CHECKING:
     # It brings torch, whose import takes seconds in which a member is to be heard already.
-    from tokenpod.engine.steps.executor import Executor, Launched, Launcher
+    from tokenpod.engine.steps.executor import CapturesLater, Executor, Launched
 
 #: Seconds for the last messages to leave the process.
 _LAST_MESSAGES_SECONDS = 0.1
@@ -105,10 +105,10 @@ class Member:
         self._peers.silence.forgive()
         self._serving = True
 
-    def leading(self, executor: Executor) -> Launcher:
-        """The leader's launcher: every step is sent to the followers first."""
+    def leading(self, executor: Executor, captures: CapturesLater | None) -> Leading:
+        """What launches and captures on all ranks, at this one `executor` and `captures`."""
         assert self._leader is not None
-        return _Leading(self._leader, executor)
+        return Leading(self._leader, executor, captures)
 
     @property
     def followers(self) -> PlanServer:
@@ -116,8 +116,11 @@ class Member:
         assert self._leader is not None
         return self._leader
 
-    def plans(self, adapters: FollowerAdapters) -> Iterator[StepPlan]:
-        """The leader's plans, in order. Raises EngineError at a gap, RankLost at the end."""
+    def plans(self, adapters: FollowerAdapters) -> Iterator[StepPlan | None]:
+        """The leader's plans, in order; None: it captures a size of steps.
+
+        Raises EngineError at a gap, RankLost at the end.
+        """
         assert self._follower is not None
         return self._follower.plans(adapters)
 
@@ -178,17 +181,26 @@ class Member:
         os._exit(status)
 
 
-class _Leading:
-    """Launches steps that all ranks take."""
+class Leading:
+    """Launches steps that all ranks take, and captures what all capture.
 
-    def __init__(self, server: PlanServer, local: Executor) -> None:
-        self._server = server
-        self._local = local
+    The followers are told first. Their devices meet in sums, in these of a capture's first run too,
+    so all ranks run both in one order.
+    """
+
+    def __init__(self, server: PlanServer, local: Executor, captures: CapturesLater | None) -> None:
+        self._server, self._local, self._captures = server, local, captures
 
     def launch(self, plan: StepPlan) -> Launched:
         """Send it to the followers, then start this rank's part."""
         self._server.send_plan(plan)
         return self._local.launch(plan)
+
+    def capture_next(self) -> bool:
+        """See `CapturesLater`."""
+        assert self._captures is not None, "this rank has nothing to capture"
+        self._server.send_capture()
+        return self._captures.capture_next()
 
 
 def _free_port(host: str) -> int:

@@ -53,6 +53,7 @@ from tokenpod.engine.steps.first_steps import (
 from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.attention_ops import KVScales
 from tokenpod.kernels.operations.group import Group
+from tokenpod.kernels.products.library import load_kernels
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.decoders.facts import LoadedModel
 from tokenpod.scheduler.steps.machine_times import StepSize
@@ -90,8 +91,8 @@ class Assembled:
         return self.room.slots
 
 
-def _nothing() -> None:
-    """All weights are there."""
+def nothing() -> None:
+    """All is there."""
 
 
 def with_rows(
@@ -120,7 +121,8 @@ def assemble(
     device: torch.device,
     group: Group | None = None,
     draft: DraftModel | None = None,
-    loaded: Callable[[], object] = _nothing,
+    loaded: Callable[[], object] = nothing,
+    compiled: Callable[[], object] = nothing,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -137,26 +139,36 @@ def assemble(
         draft: finds drafts, whole on each of them; None: whatever drafts there are, plans have.
         loaded: waits for weights that are still being read, zeros until then: called before any
             number that is computed matters.
+        compiled: waits for kernels that are still being compiled: called before the first step.
 
     Raises:
         EngineError: the pool that was asked for does not fit, on some rank; the device can't read
             it; or a rank is lost.
     """
-    if group is not None:
-        group.least(1)  # all have loaded: steps would wait for them without telling why
+
+    def meet() -> None:
+        if group is not None:
+            group.least(1)  # steps would wait for all without telling why
+
     if device.type == "cpu":
+        meet()
         loaded()
         return _on_cpu(model, options, positions, device, group, draft)
 
     def ready() -> None:
         loaded()
-        if group is not None:
-            group.least(1)
+        meet()
 
     kv_dtype(model, options, device)  # what the device can't read is refused before all else
     kept = kept_of(options, device)
-    start = partial(_on_device, model, options, positions, device, group, draft, ready, kept)
-    return kept.used(start, group)
+    known = kept.read()
+    if known is None:
+        loaded()  # which products load kernels shows by time, and who reads takes some of it
+    library = load_kernels({} if known is None else known.library)
+    compiled()
+    meet()
+    given = model, options, positions, device, group, draft, ready, kept, library
+    return kept.used(partial(_on_device, *given), group)
 
 
 def _on_cpu(
@@ -249,6 +261,7 @@ def _on_device(
     draft: DraftModel | None,
     loaded: Callable[[], object],
     kept: Kept,
+    library: dict[str, list[int]],
     measured: Measured | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool.
@@ -300,15 +313,16 @@ def _on_device(
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales, room.windows)
     executor.use(pool, make_pool(draft, pool.slots + spare, device) if draft else None)
     pool.reserve(room.states)
-    # Ranks would have to capture the others at the same time, and drafts have graphs of their own.
-    some = model.captures > 0 and group is None and not options.speculate
+    some = model.captures > 0 and not options.speculate  # drafts have graphs of their own
     if model.captures:
         executor.capture(some=some)
-    # For capturing, torch gave back all that it kept: now it maps that again, and some more.
+    # For capturing, torch gave back all that it kept: now it maps that again, and some more. Memory
+    # of one layer is the next one's.
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_largest(rows, prompt, positions, (drafts, each), adapter, context)
+    with executor.first_layers():
+        run_largest(rows, prompt, positions, (drafts, each), adapter, context)
     map_ahead(device, step // GAPS)
     pin_ahead()
     loaded()
@@ -326,7 +340,7 @@ def _on_device(
             stateless=model.config.own_state is None,
         )
     if measured is None:
-        kept.write(Measured(step, taken, times))
+        kept.write(Measured(step, taken, times, library))
     return Assembled(
         executor,
         room,

@@ -40,6 +40,8 @@ class Measured(msgspec.Struct, frozen=True):
     taken: int
     #: Sizes of plain steps, and their seconds.
     times: list[tuple[StepSize, float]]
+    #: By product, numbers of tokens for which the vendor's library loads kernels.
+    library: dict[str, list[int]] = {}
 
 
 class Kept:

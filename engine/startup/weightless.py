@@ -33,7 +33,6 @@ from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.folder import read_layout
 from tokenpod.models.layers.reading import read_weights
 from tokenpod.models.pooling.head import PoolingHead
-from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.models.weights.weights import Stack
 
@@ -258,7 +257,8 @@ def weightless_model(options: EngineOptions, group: NotedGroup | None) -> Decode
             override=override,
             task=options.task,
         )
-        spec = replace(_few_layers(layout.spec), drafts=options.speculate)
+        spec = replace(layout.spec, drafts=options.speculate)
+        spec = replace(spec, layers=spec.layers[: spec.layers_of_all_kinds])
         dtype = getattr(torch, options.dtype) if options.dtype else spec.dtype or torch.float32
         tensors = read_weights(
             checkpoint,
@@ -274,13 +274,6 @@ def weightless_model(options: EngineOptions, group: NotedGroup | None) -> Decode
     if group is not None:
         ops = parallel(group.noting(ops), group)
     return Decoder(spec.on_rank(shard), tensors, ops, pooling=pooling)
-
-
-def _few_layers(spec: ModelSpec) -> ModelSpec:
-    """The first layers, as many as have one of each kind."""
-    kinds = set(spec.layers)
-    count = next(n for n in range(1, len(spec.layers) + 1) if set(spec.layers[:n]) == kinds)
-    return replace(spec, layers=spec.layers[:count])
 
 
 def _layer(name: str) -> int:

@@ -8,6 +8,7 @@ be launched before anybody has seen the tokens of the one before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,6 +49,10 @@ class CapturableModel(Model, Protocol):
 
     #: Tokens of the largest that are; 0: none.
     captures: int
+
+    def first_layers(self) -> AbstractContextManager[None]:
+        """In which steps run as many of the first layers as launch all kernels."""
+        ...
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""

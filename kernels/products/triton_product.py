@@ -37,7 +37,7 @@ def prepare_linear(
     """The product x · weightᵀ + bias with a weight [out, in]; `tiles` None means those measured."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     if tiles is None:
-        library.load_kernels(weight, bias)
+        library.prepare_kernels(weight, bias)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -64,7 +64,7 @@ def prepare_norm_linear(
     table, (n, k) = table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
     if tiles is None:
-        library.load_kernels(weight, bias)
+        library.prepare_kernels(weight, bias)
 
     def normed_product(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -87,7 +87,7 @@ def prepare_add_linear(
     """The product residual += x · weightᵀ + bias: the sum is made where the product ends."""
     table, (n, k) = table_for(weight, tiles), weight.shape
     if tiles is None:
-        library.load_kernels(weight, bias, add=True)
+        library.prepare_kernels(weight, bias, add=True)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = table.choose(n, k, len(x))

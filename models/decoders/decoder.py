@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 
@@ -148,6 +149,18 @@ class Decoder:
             if batch.given is not None:
                 batch.given.add_behind(at, x)
         return self._norm(x), [streams[at] for at in taps]
+
+    @contextmanager
+    def first_layers(self) -> Iterator[None]:
+        """Meanwhile, only run as many layers as have one of each kind, and one behind these.
+
+        That one finds memory as all others do.
+        """
+        layers, self._layers = self._layers, self._layers[: self.config.layers_of_all_kinds + 1]
+        try:
+            yield
+        finally:
+            self._layers = layers
 
     def embed_tokens(self, t_token: torch.Tensor) -> torch.Tensor:
         """[T, width] rows of the embedding's table, of tokens [T] int64; ranks call it together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -170,6 +171,10 @@ class LoadedModel(Protocol):
 
         At `logit_index` of the step that these are the tokens of; without a step, of all.
         """
+        ...
+
+    def first_layers(self) -> AbstractContextManager[None]:
+        """In which steps run as many of the first layers as launch all kernels."""
         ...
 
     def prepare_capture(self, rows: int) -> StepTiles:

@@ -113,6 +113,12 @@ class ModelSpec:
             )
 
     @cached_property
+    def layers_of_all_kinds(self) -> int:
+        """How many of the first layers have one of each kind."""
+        kinds = set(self.layers)
+        return next(n for n in range(1, len(self.layers) + 1) if {*self.layers[:n]} == kinds)
+
+    @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """All layers'."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -157,6 +157,10 @@ class TransformersModel(ABC):
         if step is not None and step.logit_index is not None:
             hidden = hidden.index_select(0, step.logit_index)
         return self._halves.logits(hidden).to(self._dtype)
+
+    def first_layers(self) -> AbstractContextManager[None]:
+        """All layers: which of them are alike is not known."""
+        return nullcontext()
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """Nothing is captured, so nothing has tiles."""

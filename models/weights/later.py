@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ class Later:
         self._reads: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        #: When all had been read, by `time.monotonic`; 0.0: they have not been, or there are none.
+        self.ended = 0.0
 
     def add(self, read: Callable[[], None]) -> None:
         """Have `read` called by some thread, in a stream of its own, once they have begun."""
@@ -56,6 +59,7 @@ class Later:
             with files, ThreadPoolExecutor(WORKERS, "weights") as workers:
                 for each in [workers.submit(self._read_some) for _ in range(WORKERS)]:
                     each.result()
+            self.ended = time.monotonic()
         except BaseException as error:
             self._error = error
 

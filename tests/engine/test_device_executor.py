@@ -317,6 +317,9 @@ def test_a_few_sizes_stand_in_for_all_others_until_these_are_captured():
         assert few.fitting(1025).counts.rows == 1025
     sizes = [[g.fitting(n).counts.rows for n in range(1, 1026)] for g in (few, all_of_them)]
     assert sizes[0] == sizes[1]
+    powers = Graphs(run, ladder, padding, some=True, powers=True)
+    assert all(powers.fitting(1 << n).counts.rows == 1 << n for n in range(11))
+    assert powers.fitting(3).counts.rows == 4
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 
 import msgspec
 import pytest
@@ -80,6 +81,9 @@ def test_a_second_start_measures_nothing_and_steps_of_all_sizes_find_their_memor
     options = msgspec.structs.replace(options, max_batch_total_tokens=20_000)
     assembled = load(options, Nobody(), None)[0]
     first = assembled.slots, assembled.measured
+    (kept,) = tmp_path.glob("*.steps")
+    library = json.loads(kept.read_text())["library"]
+    assert any(library.values())
     del assembled
     gc.collect()
     torch.cuda.empty_cache()

@@ -14,7 +14,12 @@ from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.scheduler.steps.machine_times import StepSize
 
 MACHINE = "NVIDIA H200", 150_000_000_000, "driver 580.1"
-MEASURED = Measured(step=5 << 30, taken=6 << 30, times=[(StepSize(8, 64), 0.004)])
+MEASURED = Measured(
+    step=5 << 30,
+    taken=6 << 30,
+    times=[(StepSize(8, 64), 0.004)],
+    library={"6144 x 4096 bfloat16": [1, 63]},
+)
 
 
 @pytest.fixture

@@ -31,6 +31,21 @@ def load(folder: Path, **more):
     )
 
 
+def test_a_step_may_run_the_first_layers_alone_and_the_next_one_runs_all(golden):
+    """Where numbers are of no interest, since all layers are alike."""
+    model = load(golden("llama", num_hidden_layers=3).folder)
+    scheduler = HandScheduler(model)
+    assert model.config.layers_of_all_kinds + 1 < len(model.config.layers)
+
+    def scores() -> torch.Tensor:
+        return scheduler.step([(scheduler.sequence([3, 5, 7]), 3)])[0]
+
+    whole = scores()
+    with model.first_layers():
+        assert not torch.equal(scores(), whole)
+    assert torch.equal(scores(), whole)
+
+
 def walk_of_ranks(folder: Path, world: int, tokens: list[int], other: list[int]) -> torch.Tensor:
     """What ranks say to 30 tokens in three steps, two of them mixed: log probabilities."""
 

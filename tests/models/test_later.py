@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -84,8 +85,10 @@ def test_weights_are_zeros_until_they_have_been_waited_for(golden):
     assert {"embedding", "0.qkv", "1.down"} <= zeros
     assert not any("norm" in name for name in zeros)
     with ExitStack() as files:
+        assert later.ended == 0.0
         later.begin(files.pop_all())
         later.wait()
+    assert 0.0 < later.ended <= time.monotonic()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert heard[0][0] == 0
     assert heard[-1] == (heard[0][1],) * 2

@@ -9,6 +9,7 @@ import pytest
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.folder import read_config
+from tokenpod.models.layers.attention import Attention
 from tokenpod.models.layers.head_steps import NormOver
 from tokenpod.models.layers.norms import Norm
 from tokenpod.models.layers.positions import Alibi, Rope
@@ -21,6 +22,16 @@ from tokenpod.models.weights.shard import Shard
 @pytest.fixture
 def layer(golden):
     return read_config(golden("llama").folder).layers[0]
+
+
+def test_the_first_layers_that_have_one_of_each_kind(golden):
+    spec = read_config(golden("llama").folder)
+    layer = spec.layers[0]
+    assert isinstance(layer.mixer, Attention)
+    other = replace(layer, mixer=replace(layer.mixer, window=8))
+    found = [(layer,), (layer, layer), (layer, layer, other, layer, other)]
+    counts = [replace(spec, layers=layers).layers_of_all_kinds for layers in found]
+    assert counts == [1, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Follower:
         self.lost: SimpleQueue[str] = SimpleQueue()
         self.drains: SimpleQueue[Drain] = SimpleQueue()
         self.waiting: SimpleQueue[str] = SimpleQueue()
-        self.plans: SimpleQueue[StepPlan] = SimpleQueue()
+        self.plans: SimpleQueue[StepPlan | None] = SimpleQueue()
         self.adapters: list[str] = []
         self.joined: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.stream = PlanStream(
@@ -126,6 +126,12 @@ def start(address: str) -> Iterator[Callable[[int], Leader]]:
         leader.server.close("the test is over")
 
 
+def taken(follower: Follower) -> StepPlan:
+    received = follower.plans.get(timeout=SECONDS)
+    assert received is not None
+    return received
+
+
 def refusal(follower: Follower) -> str:
     return follower.waiting.get(timeout=SECONDS)
 
@@ -138,9 +144,25 @@ def test_followers_get_every_plan_in_order(start: Callable[[int], Leader], addre
         leader.server.send_plan(plan(step))
     for follower in followers:
         assert follower.joined.get(timeout=SECONDS) == ("leader:50051", 1234)
-        got = [follower.plans.get(timeout=SECONDS) for _ in range(200)]
+        got = [taken(follower) for _ in range(200)]
         assert [one.step for one in got] == list(range(1, 201))
         assert [int(one.r_start[0]) for one in got] == list(range(1, 201))
+
+
+def test_followers_capture_at_the_leaders_place_among_the_plans(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(3)
+    followers = [Follower(placement(rank, 3, address)) for rank in (1, 2)]
+    leader.serve()
+    leader.server.send_capture()
+    leader.server.send_plan(plan(1))
+    leader.server.send_plan(plan(2))
+    leader.server.send_capture()
+    leader.server.send_plan(plan(3))
+    for follower in followers:
+        got = [follower.plans.get(timeout=SECONDS) for _ in range(5)]
+        assert [one and one.step for one in got] == [None, 1, 2, None, 3]
 
 
 def test_followers_read_and_drop_adapters_in_their_place_among_the_plans(
@@ -161,7 +183,7 @@ def test_followers_read_and_drop_adapters_in_their_place_among_the_plans(
     leader.server.drop_adapter(4)
     leader.server.send_plan(plan(2))
     for follower in followers:
-        assert [follower.plans.get(timeout=SECONDS).step for _ in range(2)] == [1, 2]
+        assert [taken(follower).step for _ in range(2)] == [1, 2]
         assert follower.adapters == ["read 4 sql a/b", "drop 4"]
 
 
@@ -173,7 +195,7 @@ def test_heartbeats_tell_how_far_a_follower_is(
     leader.serve()
     leader.server.send_plan(plan(1))
     assert leader.server.lag() == 1
-    follower.plans.get(timeout=SECONDS)
+    taken(follower)
     follower.stream.beat()
     wait_for(lambda: leader.server.lag() == 0)
 

@@ -178,7 +178,12 @@ def interpreted_operations() -> Operations:
 
 
 def as_on_a_gpu(
-    model: Decoder, options: EngineOptions, positions: int, group: Group | None
+    model: Decoder,
+    options: EngineOptions,
+    positions: int,
+    group: Group | None,
+    *,
+    some: bool = False,
 ) -> Assembled:
     """The executor of GPUs, its steps "captured", without the tour of worst steps."""
     from tokenpod.engine.gpu.device_executor import DeviceExecutor
@@ -199,12 +204,13 @@ def as_on_a_gpu(
         device=CPU,
         own_positions=model.config.own_positions,
     )
-    executor.capture()
+    executor.capture(some=some)
     return Assembled(
         executor,
         Room(slots, options.max_batch_size, "asked for"),
         model.dtype,
         overlap=True,
+        captures=executor if some else None,
     )
 
 

@@ -251,9 +251,7 @@ def _loop(dtype: torch.dtype, weight_dtype: torch.dtype, norm_dtype: torch.dtype
                                     fetch_to_write(there + PANEL * size - 1)
                             # Only the first one widens the block, if it is of full height.
                             if whole or row == at or height < highest:
-                                tile(
-                                    1, of, some, row, stride, block, 0, many, total, ahead, near
-                                )
+                                tile(1, of, some, row, stride, block, 0, many, total, ahead, near)
                             else:
                                 tile(
                                     1, FLOAT32, some, row, stride, near, 0, many, total, ahead, near

@@ -98,7 +98,7 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.portions[1].numbers - self.repeated
 
     def weight_bytes(self, ranks: int, item_bytes: int, *, cpu: bool = False) -> int:
-        """Bytes of one rank's weights, whose dense numbers take `item_bytes` each, or on a CPU 2."""
+        """Bytes of one rank's weights: `item_bytes` for each dense number, on a CPU 2 for some."""
         portion = self.portions[ranks]
         dense = portion.numbers - portion.quantised_numbers
         narrow = portion.narrow_numbers if cpu and item_bytes == ITEM_BYTES["float32"] else 0

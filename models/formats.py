@@ -21,9 +21,8 @@ from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.models.weights.weights import HEAD, StoredTensor, Weight
 
-
-#: Weights that products, or rows of embeddings, are taken of, by name.
-TABLES = ("embedding", "per_layer_embedding", HEAD)
+#: Tables that rows are taken of, by our names.
+TABLES = ("embedding", "per_layer_embedding")
 
 
 def reader_for(
@@ -183,7 +182,7 @@ class AsStored:
 
     def kind(self, weight: Weight) -> torch.dtype | None:
         """That of all numbers of a weight that stays as it is stored; None: another does not."""
-        used = weight.multiplied or weight.stacked or weight.name in TABLES
+        used = weight.multiplied or weight.stacked or weight.name in (*TABLES, HEAD)
         if not used or weight.dtype is not None or self._by(weight) is not None:
             return None
         if any(x.function is not None or x.scales is not None for x in weight.sources):
@@ -225,9 +224,7 @@ class AsStored:
         numbers = read_dense(checkpoint, weight, shard, kind, device)
         if weight.experts is not None:
             return StackedWeight(NarrowWeight(numbers.flatten(0, 1)), weight.experts)
-        if weight.name in TABLES and not weight.name == HEAD:
-            return numbers
-        return LinearWeight((NarrowWeight(numbers),))
+        return numbers if weight.name in TABLES else LinearWeight((NarrowWeight(numbers),))
 
     def _by(self, weight: Weight) -> WeightReader | None:
         """`inner`, if it reads a weight."""

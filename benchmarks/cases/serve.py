@@ -1,7 +1,8 @@
 """A pod through gRPC: a workload's cases, open loops and bursts, beside other versions or servers.
 
-On a GPU the shape of an 8B Llama in bf16, on a CPU 15 million parameters in float32 (or what
-`--weights` says; all compute in float32 there), with random weights; the client is `tokenpod bench`. Flags of `tokenpod serve` come after `--`.
+On a GPU the shape of an 8B Llama in bf16, on a CPU 15 million parameters in float32, with random
+weights. With `--weights bfloat16` the latter are stored so; all compute in float32 there. The
+client is `tokenpod bench`. Flags of `tokenpod serve` come after `--`.
 
     serve --workload gpu-workload.json --cases sharegpt uneven
     serve --rates 36 51 --requests 1000                 Poisson arrivals, chat-like lengths

@@ -14,13 +14,13 @@ from tokenpod.kernels.cache.kv_pool import KVPool
 from tokenpod.kernels.operations.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.products import compiled_tiles
 from tokenpod.kernels.products.compiled_panels import Ending, Panels
-from tokenpod.kernels.products.formats.narrow import NarrowWeight
 from tokenpod.kernels.products.cpu_product import (
     can_lay_out,
     filled_rows,
     laid_out,
     prepare_activated_linear,
 )
+from tokenpod.kernels.products.formats.narrow import NarrowWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 33]

@@ -57,6 +57,12 @@ class Report:
         ]
 
     @property
+    def narrow(self) -> bool:
+        """Whether weights of 16 bits are multiplied as float32: on this CPU, or one like it."""
+        computes = self.options.device == "cpu" and dtype_of(self.model, self.options) == "float32"
+        return computes and self.model.portions[1].narrow_numbers > 0
+
+    @property
     def _slots(self) -> int:
         return self.found.slots or 0 if self.found.fits else 0
 
@@ -261,6 +267,8 @@ def _lines(report: Report) -> Iterator[str]:
     formats = dtype_of(model, report.options) + (
         f", products as {products}" if products != "none" else ""
     )
+    if report.narrow:
+        formats += ", weights of 16 bits as stored"
     parameters = f"{model.parameters:,} parameters as {formats} (from {source})"
     yield f"model    {model.architecture}, {parameters}"
     yield f"device   {report.device.name}, {gib(found.memory)} GiB"

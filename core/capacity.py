@@ -253,7 +253,8 @@ def capacity(
     """
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
-    weights = model.weight_bytes(ranks, item_bytes)
+    on_cpu = options.device == "cpu"
+    weights = model.weight_bytes(ranks, item_bytes, cpu=on_cpu)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     own = model.states.get(item_bytes)
     if options.fewer_rows:
@@ -290,7 +291,7 @@ def capacity(
         spare = 0
         if options.device != "cpu":
             spare = spare_draft_slots(options.speculate, options.max_batch_size + 1)
-        reserve["draft model"] = draft.weight_bytes(1, item_bytes) + spare * own_slot
+        reserve["draft model"] = draft.weight_bytes(1, item_bytes, cpu=on_cpu) + spare * own_slot
         slot_bytes += own_slot
 
     def slots_of(slot_bytes: int) -> int | None:

@@ -51,6 +51,8 @@ class Portion(msgspec.Struct, frozen=True):
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
+    #: Of the others, those that a CPU like this one leaves in 16 bits where it computes in float32.
+    narrow_numbers: int = 0
     #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
     adapter_numbers: tuple[int, int] | None = None
     #: Outputs that a slot may scale, and those of them that ranks sum.
@@ -95,11 +97,13 @@ class Footprint(msgspec.Struct, frozen=True):
         """Numbers in all weights."""
         return self.portions[1].numbers - self.repeated
 
-    def weight_bytes(self, ranks: int, item_bytes: int) -> int:
-        """Bytes of one rank's weights, whose dense numbers take `item_bytes` each."""
+    def weight_bytes(self, ranks: int, item_bytes: int, *, cpu: bool = False) -> int:
+        """Bytes of one rank's weights: `item_bytes` for each dense number, on a CPU 2 for some."""
         portion = self.portions[ranks]
         dense = portion.numbers - portion.quantised_numbers
-        return dense * item_bytes + portion.quantised_bytes
+        narrow = portion.narrow_numbers if cpu and item_bytes == ITEM_BYTES["float32"] else 0
+        size = (dense - narrow) * item_bytes + narrow * ITEM_BYTES["bfloat16"]
+        return size + portion.quantised_bytes
 
     def adapter_bytes(self, ranks: int, slots: int, rank: int, item_bytes: int) -> int:
         """Bytes of one rank's slots for adapters of that rank, and of what scales outputs."""

@@ -18,6 +18,7 @@ import torch
 
 from tokenpod.core.model_size import Footprint, Portion
 from tokenpod.core.windows import longest
+from tokenpod.kernels.backends.registry import operations_for
 from tokenpod.models.adapters.targets import (
     copied_numbers,
     scale_numbers,
@@ -28,6 +29,7 @@ from tokenpod.models.checkpoints.checkpoint import Checkpoint
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
 from tokenpod.models.folder import is_native, read_layout, sees_images, tier_of
+from tokenpod.models.formats import AsStored, as_stored
 from tokenpod.models.load import check_alone
 from tokenpod.models.medusa import MOST_POSITIONS, is_medusa, open_medusa, read_medusa
 from tokenpod.models.mtp import mtp_layout
@@ -101,12 +103,12 @@ def footprint_of(
         layout = read_layout(folder, None, None, quantize, quantize_head=head)
         if mtp:
             return _of_mtp(folder, layout)
-        return _with_tower(folder, _footprint(layout, drafts, tensors=False), max_total_tokens)
+        return _with_tower(folder, _footprint(layout, drafts), max_total_tokens)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, None, quantize, quantize_head=head)
     if mtp:
-        return _of_mtp(folder, layout)
-    return _with_tower(folder, _footprint(layout, drafts, tensors=True), max_total_tokens)
+        return _of_mtp(folder, layout, checkpoint)
+    return _with_tower(folder, _footprint(layout, drafts, checkpoint), max_total_tokens)
 
 
 def _with_tower(folder: Path, found: Footprint, max_total_tokens: int | None) -> Footprint:
@@ -154,14 +156,14 @@ def _of_medusa(folder: Path, heads: int) -> Footprint:
     )
 
 
-def _of_mtp(folder: Path, model: Layout) -> Footprint:
+def _of_mtp(folder: Path, model: Layout, there: Checkpoint | None = None) -> Footprint:
     """Of a layer that predicts further tokens, which each rank has all of."""
     layout = mtp_layout(folder, model)
     portion = Portion(
         WHOLE.numbers(layout.weights), sum(kv.numbers for kv in HeadSpec(layout.spec).kv_layouts)
     )
-    portions = {1: _with_quantised(portion, layout, 1)}
-    whole = _footprint(model, tensors=False)
+    portions = {1: _with_formats(portion, layout, 1, there)}
+    whole = _footprint(model)
     return msgspec.structs.replace(whole, portions=portions, repeated=0, states={})
 
 
@@ -199,13 +201,14 @@ def _through_transformers(
     )
 
 
-def _footprint(layout: Layout, drafts: int = 0, *, tensors: bool) -> Footprint:
-    spec, portions = replace(layout.spec, drafts=drafts), dict(_portions(layout))
+def _footprint(layout: Layout, drafts: int = 0, there: Checkpoint | None = None) -> Footprint:
+    """`there`: the checkpoint; None: only its config is known."""
+    spec, portions = replace(layout.spec, drafts=drafts), dict(_portions(layout, there))
     states = {dtype.itemsize: spec.own_state_of(dtype.itemsize) for dtype in _DTYPES}
     return Footprint(
         architecture=spec.architecture,
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
-        from_tensors=tensors,
+        from_tensors=there is not None,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.widest,
         vocab_size=spec.vocab_size,
@@ -218,7 +221,7 @@ def _footprint(layout: Layout, drafts: int = 0, *, tensors: bool) -> Footprint:
     )
 
 
-def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
+def _portions(layout: Layout, there: Checkpoint | None) -> Iterator[tuple[int, Portion]]:
     for world in layout.spec.rank_counts:
         shard = Shard(0, world)
         try:
@@ -241,11 +244,19 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             vocabulary_numbers=vocabulary_numbers(layout.weights, shard, 1),
             expansion=local.expansion,
         )
-        yield world, _with_quantised(portion, layout, world)
+        yield world, _with_formats(portion, layout, world, there)
 
 
-def _with_quantised(portion: Portion, layout: Layout, world: int) -> Portion:
+def _with_formats(
+    portion: Portion, layout: Layout, world: int, there: Checkpoint | None
+) -> Portion:
     """The same, and what weights of fewer bits take."""
+    ops = operations_for(torch.device("cpu"))
+    stored = as_stored(layout.spec, layout.reader, there, torch.float32, ops)
+    if isinstance(stored, AsStored):
+        narrow = [weight for weight in layout.weights if stored.kind(weight) is not None]
+        numbers = Shard(0, world).numbers(narrow)
+        portion = msgspec.structs.replace(portion, narrow_numbers=numbers)
     reader = layout.reader
     if reader is None:
         return portion

@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from tokenpod.core.formats import LAYOUTS, SAME_AS
+from tokenpod.kernels.operations.ops import Operations
 from tokenpod.kernels.operations.weight import LinearWeight, QuantisedWeight, StackedWeight
 from tokenpod.kernels.products.formats import MADE_AT_LOAD
+from tokenpod.kernels.products.formats.narrow import DTYPES, NarrowWeight
 from tokenpod.models.checkpoints.checkpoint import Checkpoint, Quantised, WeightReader
 from tokenpod.models.checkpoints.errors import ModelError
 from tokenpod.models.layers.reading import read_dense
@@ -18,6 +20,9 @@ from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.specs.spec import ModelSpec
 from tokenpod.models.weights.shard import WHOLE, Shard
 from tokenpod.models.weights.weights import HEAD, StoredTensor, Weight
+
+#: Tables that rows are taken of, by our names.
+TABLES = ("embedding", "per_layer_embedding")
 
 
 def reader_for(
@@ -151,6 +156,96 @@ class MadeAtLoad:
         assert made is not None
         # In place: parts and a whole made of them would be there at once.
         return replace(made, **whole)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, slots=True)
+class AsStored:
+    """Reads weights whose numbers have 16 bits without widening them, and others by `inner`.
+
+    Those of products, of experts, and tables of embeddings: half the memory, and nothing is lost.
+    """
+
+    #: What reads weights in a format of fewer bits; None: there are none.
+    inner: WeightReader | None
+    #: None: only its config is known, whose numbers these are.
+    there: Checkpoint | None
+    dtype: torch.dtype | None
+
+    @property
+    def name(self) -> str:
+        """Of formats of fewer bits."""
+        return self.inner.name if self.inner is not None else ""
+
+    def quantises(self, weight: Weight) -> bool:
+        """Whether it is read here, or by `inner`."""
+        return self._by(weight) is not None or self.kind(weight) is not None
+
+    def kind(self, weight: Weight) -> torch.dtype | None:
+        """That of all numbers of a weight that stays as it is stored; None: another does not."""
+        used = weight.multiplied or weight.stacked or weight.name in (*TABLES, HEAD)
+        if not used or weight.dtype is not None or self._by(weight) is not None:
+            return None
+        if any(x.function is not None or x.scales is not None for x in weight.sources):
+            return None
+        if self.there is None:
+            kinds = {self.dtype}
+        else:
+            kinds = {self.there.dtype(x.name) for x in weight.sources if x.name in self.there}
+        found = kinds.pop() if len(kinds) == 1 else None
+        return found if found in DTYPES else None
+
+    def tensors(self, weight: Weight) -> Mapping[str, StoredTensor]:
+        """See `WeightReader`."""
+        inner = self._by(weight)
+        return weight.tensors if inner is None else inner.tensors(weight)
+
+    def quantised(self, weight: Weight, shard: Shard) -> Quantised:
+        """See `WeightReader`."""
+        inner = self._by(weight)
+        if inner is not None:
+            return inner.quantised(weight, shard)
+        numbers = shard.numbers([weight])
+        return Quantised(numbers, numbers * torch.bfloat16.itemsize)
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        weight: Weight,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor | LinearWeight | StackedWeight:
+        """A rank's part; of a table a tensor of 16 bits."""
+        inner = self._by(weight)
+        if inner is not None:
+            return inner.read(checkpoint, weight, shard, dtype, device)
+        kind = self.kind(weight)
+        assert kind is not None, weight.name
+        numbers = read_dense(checkpoint, weight, shard, kind, device)
+        if weight.experts is not None:
+            return StackedWeight(NarrowWeight(numbers.flatten(0, 1)), weight.experts)
+        return numbers if weight.name in TABLES else LinearWeight((NarrowWeight(numbers),))
+
+    def _by(self, weight: Weight) -> WeightReader | None:
+        """`inner`, if it reads a weight."""
+        return self.inner if self.inner is not None and self.inner.quantises(weight) else None
+
+
+def as_stored(
+    spec: ModelSpec,
+    reader: WeightReader | None,
+    there: Checkpoint | None,
+    dtype: torch.dtype,
+    ops: Operations,
+) -> WeightReader | None:
+    """The same reader, or one that leaves numbers of 16 bits as they are.
+
+    Where `ops` make products with these in float32 and the model computes so (`dtype`): with one
+    that encodes texts not, whose long steps a library multiplies faster from float32.
+    """
+    if dtype != torch.float32 or NarrowWeight not in ops.quantised or spec.encodes:
+        return reader
+    return AsStored(reader, there, spec.dtype)
 
 
 def _tensors(weight: QuantisedWeight) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,7 +29,7 @@ from tokenpod.models.checkpoints.verify import verified
 from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.decoders.facts import LoadedModel, ModelFacts
 from tokenpod.models.folder import describe, is_native, read_layout, tier_of, unsupported
-from tokenpod.models.formats import bytes_needed
+from tokenpod.models.formats import as_stored, bytes_needed
 from tokenpod.models.layers.attention import Attention
 from tokenpod.models.layers.reading import Progress, read_weights
 from tokenpod.models.pooling.head import pooling_head
@@ -126,9 +126,11 @@ def load_model(
         )
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
+        ops = deterministic_operations() if deterministic else operations_for(device)
+        reader = as_stored(spec, layout.reader, checkpoint, dtype, ops)
         if deterministic:
             check_deterministic(layout, dtype, device, shard, adapters)
-        needed = bytes_needed(weights, shard, dtype, layout.reader)
+        needed = bytes_needed(weights, shard, dtype, reader)
         if adapters is not None:
             numbers = adapters.slots * slot_numbers(weights, shard, adapters.rank)
             numbers += adapters.heads * copied_numbers(weights, shard)
@@ -145,7 +147,7 @@ def load_model(
                 device=device,
                 progress=progress,
                 shard=shard,
-                reader=layout.reader,
+                reader=reader,
                 later=later,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -156,7 +158,6 @@ def load_model(
             pooling = pooling_head(layout.pooling, folder, checkpoint, device)
         if later is not None:
             later.begin(files.pop_all())
-    ops = deterministic_operations() if deterministic else operations_for(device)
     store = None
     if adapters is not None:
         positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
@@ -173,6 +174,7 @@ def load_model(
         adapters=store,
         quantization=layout.reader.name if layout.reader else "",
         pooling=pooling,
+        dtype=dtype,
     )
 
 

@@ -35,6 +35,7 @@ from tokenpod.models.decoders.decoder import Decoder
 from tokenpod.models.decoders.layer import make_layer
 from tokenpod.models.decoders.step_plans import StepPlans
 from tokenpod.models.folder import read_layout, read_text
+from tokenpod.models.formats import as_stored
 from tokenpod.models.layers.layer_tensors import LayerTensors, norm_weights
 from tokenpod.models.layers.linear import Products, Weights
 from tokenpod.models.layers.mixer import MixerParts
@@ -96,19 +97,20 @@ def load_mtp(
                 if name not in checkpoint:
                     raise ModelError(f"{folder}: the tensor {name} is missing")
                 checkpoint.check(name, stored)
+        ops = operations_for(device)
         weights = read_weights(
             checkpoint,
             layout.weights,
             dtype=served.dtype,
             device=device,
             progress=lambda done, total: None,
-            reader=layout.reader,
+            reader=as_stored(model.spec, layout.reader, checkpoint, served.dtype, ops),
         )
     names = layout.names.predicting
     return MtpHead(
         HeadSpec(layout.spec),
         weights,
-        operations_for(device),
+        ops,
         served,
         feature_first=names is not None and names.feature_first,
     )

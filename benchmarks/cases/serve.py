@@ -1,7 +1,8 @@
 """A pod through gRPC: a workload's cases, open loops and bursts, beside other versions or servers.
 
 On a GPU the shape of an 8B Llama in bf16, on a CPU 15 million parameters in float32, with random
-weights; the client is `tokenpod bench`. Flags of `tokenpod serve` come after `--`.
+weights. With `--weights bfloat16` the latter are stored so; all compute in float32 there. The
+client is `tokenpod bench`. Flags of `tokenpod serve` come after `--`.
 
     serve --workload gpu-workload.json --cases sharegpt uneven
     serve --rates 36 51 --requests 1000                 Poisson arrivals, chat-like lengths
@@ -42,6 +43,7 @@ SMOKE = {
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=shape_names(), default="llama-3.1-8b" if GPU else "15m")
+    parser.add_argument("--weights", choices=("float32", "bfloat16", "float16"), help="of it")
     parser.add_argument("--folder", type=Path, help="of the checkpoint, made if it is not there")
     parser.add_argument("--model", help="instead: what --model-id says, such as demo")
     parser.add_argument("--workload", type=Path)
@@ -76,7 +78,8 @@ def run(asked: argparse.Namespace, report: Report | None) -> None:
         if asked.workload:
             shape = loads.workload_cases(asked.workload)[1] or shape
         if model is None:
-            model = str(make_checkpoint(folder, shape, torch.bfloat16 if GPU else torch.float32))
+            weights = asked.weights or ("bfloat16" if GPU else "float32")
+            model = str(make_checkpoint(folder, shape, getattr(torch, weights)))
         flags = ["--model-id", model, *asked.flags]
         flags += ["--max-concurrent-requests", "4096", "--max-queue-tokens", "4000000"]
         flags += ["--num-shard", str(asked.ranks)] if asked.ranks > 1 else []

@@ -23,6 +23,7 @@ from tokenpod.kernels.operations.ops import FormatProducts, Operations
 from tokenpod.kernels.operations.weight import QuantisedWeight
 from tokenpod.kernels.pointwise.compiled_pointwise import act_mul, embed, rms_norm
 from tokenpod.kernels.pointwise.reference_pointwise import activate, layer_norm
+from tokenpod.kernels.products.compiled_tiles import available
 from tokenpod.kernels.products.cpu_product import (
     prepare_activated_linear,
     prepare_add_linear,
@@ -33,6 +34,7 @@ from tokenpod.kernels.products.cpu_product import (
 )
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.narrow import NarrowWeight
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
 
@@ -41,6 +43,10 @@ QUANTISED: dict[type[QuantisedWeight], FormatProducts] = {
     Int8Weight: FormatProducts(prepare_int8_linear),
     Int4Weight: FormatProducts(prepare_int4_linear),
 }
+if available():
+    QUANTISED[NarrowWeight] = FormatProducts(
+        prepare_linear, prepare_norm_linear, prepare_add_linear
+    )
 
 #: For weights of any float type.
 OPERATIONS = Operations(

@@ -51,11 +51,14 @@ def parallel(ops: Operations, group: Group) -> Operations:
 
 def _embed(embed: Embed, group: Group) -> Embed:
     def embed_shard(
-        table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None
+        table: torch.Tensor,
+        t_token: torch.Tensor,
+        add: AddToRows | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         row = t_token - group.rank * len(table)
         elsewhere = (row < 0) | (row >= len(table))
-        x = embed(table, row.masked_fill(elsewhere, 0))
+        x = embed(table, row.masked_fill(elsewhere, 0), dtype=dtype)
         x.masked_fill_(elsewhere[:, None], 0)
         if add is not None:
             add(x, row)

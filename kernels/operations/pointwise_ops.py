@@ -50,10 +50,15 @@ class Embed(Protocol):
     """Rows of a table."""
 
     def __call__(
-        self, table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None
+        self,
+        table: torch.Tensor,
+        t_token: torch.Tensor,
+        add: AddToRows | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Table [V, hidden], t_token [T] int64 -> a new tensor [T, hidden].
+        """Table [V, hidden], t_token [T] int64 -> a new tensor [T, hidden] of `dtype`.
 
+        None: of the table's, which another `dtype` holds without loss.
         To the rows `add` adds what it has; of ranks that divide a table, each to those of its own.
         """
         ...

@@ -27,13 +27,18 @@ from tokenpod.kernels.pointwise import reference_pointwise as reference
 _F = np.float32
 
 
-def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
+def embed(
+    table: torch.Tensor,
+    t_token: torch.Tensor,
+    add: AddToRows | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Rows of the table [V, n] by tokens [T]: [T, n]."""
     table, t_token = table.contiguous(), t_token.contiguous()
     assert t_token.dtype is torch.int64, t_token.dtype
     (vocabulary, width), tokens = table.shape, len(t_token)
-    x = table.new_empty((tokens, width))
-    _embed(table.dtype)(
+    x = table.new_empty((tokens, width), dtype=dtype)
+    _embed(table.dtype, x.dtype)(
         tokens, table.data_ptr(), t_token.data_ptr(), x.data_ptr(), tokens, vocabulary, width
     )
     if add is not None:
@@ -73,22 +78,22 @@ def norm_factor(square_sum, width, epsilon):
 
 
 @functools.cache
-def _embed(dtype: torch.dtype) -> Loop:
-    """The loop for a table of `dtype`."""
-    kind = KINDS[dtype]
+def _embed(dtype: torch.dtype, row_dtype: torch.dtype) -> Loop:
+    """The loop for a table of `dtype`, and rows of the same or of float32."""
+    kind, row_kind = KINDS[dtype], KINDS[row_dtype]
 
     def body(address):
         a = arguments(address)
         tokens, vocabulary, width = a[FIRST + 3], a[FIRST + 4], a[FIRST + 5]
         table = tensor(a[FIRST], (vocabulary, width), kind)
         t_token = integers(a[FIRST + 1], (tokens,))
-        x = tensor(a[FIRST + 2], (tokens, width), kind)
+        x = tensor(a[FIRST + 2], (tokens, width), row_kind)
         token = take(a)
         while token < a[END]:
             # Of a token that is none any row will do, but memory beyond the table will not.
             row = max(min(t_token[token], vocabulary - 1), 0)
             for i in range(width):
-                x[token, i] = table[row, i]
+                x[token, i] = narrow(wide(table[row, i]), row_kind)
             token = take(a)
 
     return loop(body)

@@ -28,9 +28,14 @@ def named(activation: Activation | None, dtype: torch.dtype) -> str:
     return "gelu_short" if short else activation.value
 
 
-def embed(table: torch.Tensor, t_token: torch.Tensor, add: AddToRows | None = None) -> torch.Tensor:
+def embed(
+    table: torch.Tensor,
+    t_token: torch.Tensor,
+    add: AddToRows | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Rows of the table [V, n] by tokens [T]: [T, n]."""
-    x = table.index_select(0, t_token)
+    x = table.index_select(0, t_token).to(dtype or table.dtype)
     if add is not None:
         add(x, t_token)
     return x

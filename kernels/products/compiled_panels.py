@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from enum import IntEnum
 
+import numba
 import numpy as np
 import torch
 
@@ -35,14 +36,19 @@ from tokenpod.kernels.products.compiled_tiles import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    HEIGHTS,
+    LANES,
     PANEL,
     available,
     finish,
     tile,
 )
+from tokenpod.kernels.products.formats.narrow import NarrowWeight
 
-#: Inputs, and rows, whose parts of a weight and of x stay in a core's cache.
+#: Inputs, and rows, whose parts of a weight and of x stay in a core's second cache; of 16 bits a
+#: block that is widened stays in its first one, for more rows.
 INPUTS, ROWS = 512, 64
+NARROW_INPUTS, NARROW_ROWS = 128, 256
 
 _F = np.float32
 _CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -58,17 +64,23 @@ class Ending(IntEnum):
     GATED = 2
 
 
-def fits(weight: torch.Tensor, ending: Ending = Ending.WRITTEN) -> bool:
+def fits(weight: torch.Tensor | NarrowWeight, ending: Ending = Ending.WRITTEN) -> bool:
     """Whether this processor makes products with a weight [out, in] in panels."""
+    weight = numbers_of(weight)
     outputs = weight.shape[0] // (2 if ending is Ending.GATED else 1)
     return available() and weight.dtype in _CODES and outputs >= PANEL and weight.shape[1] > 0
+
+
+def numbers_of(weight: torch.Tensor | NarrowWeight) -> torch.Tensor:
+    """Of a weight, as they are stored."""
+    return weight.numbers if isinstance(weight, NarrowWeight) else weight
 
 
 class Panels:
     """The product with a weight [out, in], of which it keeps a copy in another layout.
 
     Args:
-        weight: for which `fits` says so.
+        weight: for which `fits` says so. Rows and results have its type, or are float32.
         bias: [out], or None.
         ending: what becomes of the sums.
         norm: of the rows that are multiplied, or None.
@@ -76,11 +88,13 @@ class Panels:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | NarrowWeight,
         bias: torch.Tensor | None,
         ending: Ending = Ending.WRITTEN,
         norm: RowNorm | None = None,
     ) -> None:
+        self._dtype = torch.float32 if isinstance(weight, NarrowWeight) else weight.dtype
+        weight = numbers_of(weight)
         outputs, self._inputs = weight.shape
         parts = [*weight.detach().chunk(2 if ending is Ending.GATED else 1)]
         self._width = len(parts[0])
@@ -99,8 +113,9 @@ class Panels:
             norms = self._norm.data_ptr(), bits(norm.epsilon)
         self._fixed = *norms, self._numbers.data_ptr(), self._offset.data_ptr()
         self._sizes = self._inputs, self._width, panels, int(ending)
-        self._dtype = weight.dtype
-        self._loop = _loop(weight.dtype, weight.dtype if norm is None else norm.weight.dtype)
+        self._loop = _loop(
+            self._dtype, weight.dtype, self._dtype if norm is None else norm.weight.dtype
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X [T, in] -> [T, out], or [T, out / 2] of gates."""
@@ -136,15 +151,24 @@ def _height(rows):
 
 
 @inlined()
+def _at_line(array):
+    """A part of it that begins with a line of memory, 16 numbers less: as fast as it gets."""
+    return array[-(numba.int64(array.ctypes.data) >> 2) & (LANES - 1) :]
+
+
+@inlined()
 def _keep(array):
     """Use an array once more: its memory is given back behind its last use."""
     return len(array)
 
 
 @functools.cache
-def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
-    """The loop over pairs of panels, for rows and weights of `dtype`."""
+def _loop(dtype: torch.dtype, weight_dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
+    """The loop over pairs of panels, for rows of `dtype`."""
     kind, norm_kind, code, size = KINDS[dtype], KINDS[norm_dtype], _CODES[dtype], dtype.itemsize
+    of, weight_size = _CODES[weight_dtype], weight_dtype.itemsize
+    whole, highest = of == FLOAT32, HEIGHTS[1][0]
+    deep, tall = (INPUTS, ROWS) if whole else (NARROW_INPUTS, NARROW_ROWS)
     written, added, gated = (int(ending) for ending in Ending)
     rounds = norm_dtype == dtype
     as_it_is = code == FLOAT32
@@ -155,7 +179,7 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
         normed, epsilon = a[FIRST + 3] != 0, real(a, FIRST + 4)
         weight, offset = a[FIRST + 5], a[FIRST + 6]
         inputs, width, panels, ending = a[FIRST + 7], a[FIRST + 8], a[FIRST + 9], a[FIRST + 10]
-        x, stride, panel_size = a[FIRST], inputs * 4, inputs * PANEL * size
+        x, stride, panel_size = a[FIRST], inputs * 4, inputs * PANEL * weight_size
         # Each thread norms the rows for itself: the others would wait for it as long.
         own = np.empty((0 if as_it_is and not normed else rows, inputs), np.float32)
         if len(own):
@@ -179,8 +203,11 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
         results = tensor(y, (rows, width), kind)
         offsets = floats(offset, (2 * width,))
         # Sums of two panels, beside each other for one row or two, else one behind the other.
-        few, most = rows <= 2, min(rows, ROWS)
-        sums = np.zeros(2 * most * PANEL, np.float32)
+        few, most = rows <= 2, min(rows, tall)
+        sums = _at_line(np.zeros(2 * most * PANEL + LANES, np.float32))
+        # A block of a panel of 16 bits, widened for the tiles behind the first one.
+        widened = _at_line(np.empty(LANES if whole else deep * PANEL + LANES, np.float32))
+        near = widened.ctypes.data
         apart, second = (2 * PANEL, PANEL) if few else (PANEL, most * PANEL)
         # Of many rows a tile's results are written behind it, where a panel makes them alone: the
         # last one may have outputs of the panel before, to be added once, and gates open others.
@@ -190,23 +217,20 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
         while item < a[END]:
             count = min(2, panels - 2 * item)
             numbers = weight + 2 * item * panel_size
-            for top in range(0, rows, ROWS):
-                height = min(ROWS, rows - top)
-                for begin in range(0, inputs, INPUTS):
-                    many = min(INPUTS, inputs - begin)
-                    block = numbers + begin * PANEL * size
+            for top in range(0, rows, tall):
+                height = min(tall, rows - top)
+                for begin in range(0, inputs, deep):
+                    many = min(deep, inputs - begin)
+                    block = numbers + begin * PANEL * weight_size
                     at = x + top * stride + begin * 4
                     into = sums.ctypes.data
                     if few and count == 2:
-                        if rows == 1:
-                            tile(1, 2, code, at, stride, block, panel_size, many, into, 0)
-                        else:
-                            tile(2, 2, code, at, stride, block, panel_size, many, into, 0)
+                        tile(2, of, rows, at, stride, block, panel_size, many, into, 0, 0)
                         continue
                     # What is read behind these panels; a tile fetches a third of it.
                     behind = numbers + count * panel_size
                     if begin + many < inputs:
-                        behind = block + many * PANEL * size
+                        behind = block + many * PANEL * weight_size
                     for panel in range(count):
                         number = 2 * item + panel
                         start = (number // 2 if ending == gated else number) * PANEL
@@ -215,7 +239,7 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                         row, left, total = at, height, into + panel * most * PANEL * 4
                         while left > 0:
                             some, tiles, ahead = _height(left), (height - left) // 8, row
-                            if top == 0 and tiles * LINE < PANEL * size:
+                            if top == 0 and tiles * LINE < PANEL * weight_size:
                                 ahead = next_block + tiles * many * LINE
                             to = y + ((top + height - left) * width + start) * size
                             last = begin + many == inputs
@@ -225,18 +249,13 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                                     for byte in range(0, PANEL * size, LINE):
                                         fetch_to_write(there + byte)
                                     fetch_to_write(there + PANEL * size - 1)
-                            if some == 8:
-                                tile(8, 1, code, row, stride, block, 0, many, total, ahead)
-                            elif some == 6:
-                                tile(6, 1, code, row, stride, block, 0, many, total, ahead)
-                            elif some == 4:
-                                tile(4, 1, code, row, stride, block, 0, many, total, ahead)
-                            elif some == 3:
-                                tile(3, 1, code, row, stride, block, 0, many, total, ahead)
-                            elif some == 2:
-                                tile(2, 1, code, row, stride, block, 0, many, total, ahead)
+                            # Only the first one widens the block, if it is of full height.
+                            if whole or row == at or height < highest:
+                                tile(1, of, some, row, stride, block, 0, many, total, ahead, near)
                             else:
-                                tile(1, 1, code, row, stride, block, 0, many, total, ahead)
+                                tile(
+                                    1, FLOAT32, some, row, stride, near, 0, many, total, ahead, near
+                                )
                             if at_once and last:
                                 more = offset + start * 4
                                 if ending == added:
@@ -287,5 +306,6 @@ def _loop(dtype: torch.dtype, norm_dtype: torch.dtype) -> Loop:
                         finish(0, code, height, total, between, more, to, width * size)
             item = take(a)
         _keep(own)
+        _keep(widened)
 
     return loop(body)

@@ -24,6 +24,9 @@ LANES, PANEL = 16, 48
 #: The kinds of numbers of a weight and of results.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
+#: Rows of a tile, by its panels: what registers hold.
+HEIGHTS = {1: (8, 6, 4, 3, 2, 1), 2: (2, 1)}
+
 _FLOAT, _INT64, _WORD = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_WORD, LANES)
@@ -49,9 +52,9 @@ def multiplies(dtype: torch.dtype) -> bool:
 @intrinsic(prefer_literal=True)
 def tile(
     typing_context: Any,
-    rows: Any,
     panels: Any,
     kind: Any,
+    rows: Any,
     x: Any,
     x_stride: Any,
     weight: Any,
@@ -59,29 +62,35 @@ def tile(
     inputs: Any,
     total: Any,
     ahead: Any,
+    widened: Any,
 ) -> Any:
     """Go on with the sums of some rows and panels; constants, then addresses and counts, int64.
 
-    - rows, panels, kind: constants; the last is of the weight's numbers;
+    - panels, kind: constants; the second is of the weight's numbers;
+    - rows: how many, one of HEIGHTS of so many panels;
     - x, its stride: rows of float32, so many bytes apart;
     - weight, its stride: of each panel [inputs, 48], panels so many bytes apart;
     - inputs: how many are summed;
     - total [rows, panels, 48] float32, with which the sums begin and where they end;
     - ahead: where what is read next begins: 64 bytes of it are fetched for each input. Not by two
-      panels, which wait for memory anyhow.
+      panels, which wait for memory anyhow;
+    - widened [inputs, 48] float32: where a weight of 16 bits is written as it is multiplied with
+      the highest tile, for those behind it.
     """
-    del typing_context, x, x_stride, weight, panel_stride, inputs, total, ahead
-    constants = (rows, panels, kind)
+    del typing_context, rows, x, x_stride, weight, panel_stride, inputs, total, ahead, widened
+    constants = (panels, kind)
     if not all(isinstance(each, types.IntegerLiteral) for each in constants):
         return None
-    height, width, of = (each.literal_value for each in constants)
+    width, of = (each.literal_value for each in constants)
 
     def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
         del signature
-        _sum(builder, operands[3:], height, width, of)
+        for height in HEIGHTS[width]:
+            with builder.if_then(builder.icmp_signed("==", operands[2], _number(height))):
+                _sum(builder, operands[3:], height, width, of)
         return context.get_dummy_value()
 
-    return types.void(*constants, *[types.int64] * 7), generate
+    return types.void(*constants, *[types.int64] * 9), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -118,7 +127,8 @@ def finish(
 
 
 def _sum(builder: Any, operands: Any, height: int, width: int, kind: int) -> None:
-    x, x_stride, weight, panel_stride, inputs, total, ahead = operands
+    x, x_stride, weight, panel_stride, inputs, total, ahead, widened = operands
+    keeps = kind != FLOAT32 and height == HEIGHTS[1][0]
     size, across = _size(kind), width * len(_REGISTERS)
     places = [_at(builder, total, i * LANES * 4) for i in range(height * across)]
     sums = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
@@ -136,6 +146,10 @@ def _sum(builder: Any, operands: Any, height: int, width: int, kind: int) -> Non
             for panel in beside
             for i in _REGISTERS
         ]
+        if keeps:
+            own = builder.add(widened, builder.mul(loop.index, _number(PANEL * 4)))
+            for i in _REGISTERS:
+                _store(builder, weights[i], _at(builder, own, i * LANES * 4))
         if width == 1:
             prefetch(builder, builder.add(ahead, builder.mul(loop.index, _number(LINE))))
         step = builder.mul(loop.index, _number(4))

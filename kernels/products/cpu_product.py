@@ -30,6 +30,7 @@ from tokenpod.kernels.products.compiled_panels import Ending, Panels, fits
 from tokenpod.kernels.products.compiled_tiles import multiplies
 from tokenpod.kernels.products.formats.int4 import Int4Weight
 from tokenpod.kernels.products.formats.int8 import Int8Weight
+from tokenpod.kernels.products.formats.narrow import NarrowWeight
 
 #: Rows that the layout is chosen for.
 LAYOUT_ROWS = 32
@@ -44,20 +45,25 @@ _FOLLOWING = {
 }
 
 
-def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def prepare_linear(weight: torch.Tensor | NarrowWeight, bias: torch.Tensor | None) -> Linear:
     """The product x · weightᵀ + bias with a weight [out, in].
 
     Keeps a copy of `weight` in another layout, not `weight`.
     """
     if in_panels(weight):
         return Panels(weight, bias)
+    if isinstance(weight, NarrowWeight):  # of few outputs
+        weight = weight.dequantised(torch.float32)
     if not can_lay_out(weight.dtype):
         return reference.prepare_linear(weight, bias)
     return laid_out(weight, bias)
 
 
 def prepare_norm_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm, activation: Activation | None
+    weight: torch.Tensor | NarrowWeight,
+    bias: torch.Tensor | None,
+    norm: RowNorm,
+    activation: Activation | None,
 ) -> Linear:
     """The same of the normed rows; with an activation, of the first half's gates."""
     ending = Ending.WRITTEN if activation is None else Ending.GATED
@@ -66,16 +72,18 @@ def prepare_norm_linear(
     return norm_linear_of(prepare_linear, rms_norm, act_mul)(weight, bias, norm, activation)
 
 
-def prepare_add_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
+def prepare_add_linear(weight: torch.Tensor | NarrowWeight, bias: torch.Tensor | None) -> AddLinear:
     """The product, added to the stream."""
     if not in_panels(weight):
         return add_linear_of(prepare_linear)(weight, bias)
     return Panels(weight, bias, Ending.ADDED).into
 
 
-def in_panels(weight: torch.Tensor, ending: Ending = Ending.WRITTEN) -> bool:
+def in_panels(weight: torch.Tensor | NarrowWeight, ending: Ending = Ending.WRITTEN) -> bool:
     """Whether products with a weight are made with panels of it."""
-    return fits(weight, ending) and not multiplies(weight.dtype)
+    if not fits(weight, ending):
+        return False
+    return isinstance(weight, NarrowWeight) or not multiplies(weight.dtype)
 
 
 def prepare_activated_linear(

@@ -331,7 +331,7 @@ def store_of(
         targets,
         products,
         shard,
-        table.dtype,
+        virtual.dtype,
         max_rank,
         biases,
         virtual,

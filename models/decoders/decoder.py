@@ -40,7 +40,8 @@ class Decoder:
     `weights` maps the names of `weights_of` to what is on one device, and is empty afterwards:
     layers may hold them in another layout. Of a model that ranks divide, `config`, `weights` and
     `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what
-    products of which tokens are changed to; where there are `adapters`, that is theirs.
+    products of which tokens are changed to; where there are `adapters`, that is theirs. `dtype` is
+    that of activations; None: that of the embedding.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Decoder:
         adapters: AdapterStore | None = None,
         quantization: str = "",
         pooling: PoolingHead | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         #: What makes vectors of its states; None: it generates.
@@ -73,7 +75,7 @@ class Decoder:
         self._ops = ops
         table = weights["embedding"]
         assert isinstance(table, torch.Tensor)
-        self._table, self._dtype, self.device = table, table.dtype, table.device
+        self._table, self._dtype, self.device = table, dtype or table.dtype, table.device
         #: None: products are never adapted.
         self.adapters = adapters
         adapted = adapters is not None and adapters.slots > 0
@@ -111,15 +113,15 @@ class Decoder:
         self._norm = make_norm(config.norm, products, "norm")
         self._head: TextHead | None = None
         if pooling is None:
-            self._head = TextHead(config, products, adapters)
-        self._embed = TokenEmbedding(config, products, adapters)
+            self._head = TextHead(config, products, adapters, self._dtype)
+        self._embed = TokenEmbedding(config, products, adapters, self._dtype)
         self._per_layer: PerLayerEmbedding | None = None
         if config.embedding.per_layer is not None:
-            self._per_layer = PerLayerEmbedding(config, products)
+            self._per_layer = PerLayerEmbedding(config, products, self._dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, of keys and values, and of weights in no format of fewer bits."""
+        """Of activations, and of keys and values."""
         return self._dtype
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
@@ -164,7 +166,7 @@ class Decoder:
 
     def embed_tokens(self, t_token: torch.Tensor) -> torch.Tensor:
         """[T, width] rows of the embedding's table, of tokens [T] int64; ranks call it together."""
-        return self._ops.embed(self._table, t_token)
+        return self._ops.embed(self._table, t_token, dtype=self._dtype)
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""

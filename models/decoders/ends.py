@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from tokenpod.kernels.operations.batch import ForwardBatch
+from tokenpod.kernels.operations.weight import LinearWeight
+from tokenpod.kernels.products.formats.narrow import NarrowWeight
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.layers.linear import Products
 from tokenpod.models.layers.norms import make_norm
@@ -16,14 +18,18 @@ class TokenEmbedding:
     """From tokens, and what is given in their place, to the stream."""
 
     def __init__(
-        self, config: ModelSpec, products: Products, adapters: AdapterStore | None
+        self,
+        config: ModelSpec,
+        products: Products,
+        adapters: AdapterStore | None,
+        dtype: torch.dtype,
     ) -> None:
         spec = config.embedding
         self._ops, self._adapters = products.ops, adapters
         self._copies = adapters.copies if adapters is not None else None
-        self._table = products.tensor("embedding")
-        # Rounded as the embedding is, as in the models' own training code.
-        scale = float(torch.tensor(spec.scale, dtype=self._table.dtype))
+        self._table, self._dtype = products.tensor("embedding"), dtype
+        # Rounded as the stream is, as in the models' own training code.
+        scale = float(torch.tensor(spec.scale, dtype=dtype))
         self._scale_rows = 1.0 if spec.scales_given else scale
         self._scale_all = scale if spec.scales_given else 1.0
         self._project = products.linear("project_in") if spec.width is not None else None
@@ -41,7 +47,7 @@ class TokenEmbedding:
         if self._second_text:
             of_second = t_token >= self._second_text
             t_token = t_token - of_second * self._second_text
-        x = embed(self._table, t_token, added.add if added is not None else None)
+        x = embed(self._table, t_token, added.add if added is not None else None, self._dtype)
         if self._copies is not None and batch.t_adapter is not None:
             x = self._copies.embedded(x, batch.t_token, batch.t_adapter, embed)
         if self._scale_rows != 1.0:
@@ -62,13 +68,13 @@ class TokenEmbedding:
 class PerLayerEmbedding:
     """What each layer reads of a token: a row of a table, and a product of the first stream."""
 
-    def __init__(self, config: ModelSpec, products: Products) -> None:
+    def __init__(self, config: ModelSpec, products: Products, dtype: torch.dtype) -> None:
         spec = config.embedding.per_layer
         assert spec is not None
         self._ops, self._layers, self._width = products.ops, len(config.layers), spec.width
-        self._table = products.tensor("per_layer_embedding")
-        # Rounded as the table is.
-        self._row_scale = float(torch.tensor(spec.width**0.5, dtype=self._table.dtype))
+        self._table, self._dtype = products.tensor("per_layer_embedding"), dtype
+        # Rounded as rows are.
+        self._row_scale = float(torch.tensor(spec.width**0.5, dtype=dtype))
         self._project = products.linear("per_layer_projection")
         self._stream_scale = config.hidden_size**-0.5
         self._norm = make_norm(spec.norm, products, "per_layer_norm")
@@ -76,7 +82,8 @@ class PerLayerEmbedding:
     def __call__(self, batch: ForwardBatch, x: torch.Tensor) -> torch.Tensor:
         """A step's tokens, and the stream [T, hidden] before layers -> [T, layers, width]."""
         shape = (len(x), self._layers, self._width)
-        rows = self._ops.embed(self._table, batch.t_token).view(shape) * self._row_scale
+        rows = self._ops.embed(self._table, batch.t_token, dtype=self._dtype)
+        rows = rows.view(shape) * self._row_scale
         made = (self._project(x, batch) * self._stream_scale).view(shape)
         return self._norm(made).add_(rows).mul_(0.5**0.5)
 
@@ -85,7 +92,11 @@ class TextHead:
     """From the stream to logits, without the embedding's table, which may have another layout."""
 
     def __init__(
-        self, config: ModelSpec, products: Products, adapters: AdapterStore | None
+        self,
+        config: ModelSpec,
+        products: Products,
+        adapters: AdapterStore | None,
+        dtype: torch.dtype,
     ) -> None:
         self._ops, self._adapters = products.ops, adapters
         self._copies = adapters.copies if adapters is not None else None
@@ -93,7 +104,10 @@ class TextHead:
         if config.embedding.width is not None:
             self._project = products.linear("project_out")
         if config.head.tied and HEAD not in products.weights:
-            products.weights[HEAD] = products.weights["embedding"]
+            table = products.weights["embedding"]
+            assert isinstance(table, torch.Tensor)
+            narrow = table.dtype != dtype
+            products.weights[HEAD] = LinearWeight((NarrowWeight(table),)) if narrow else table
         self._product = products.linear(HEAD)
         self._vocabulary = config.vocab_size
         self._scale, self._softcap = config.head.scale, config.head.softcap

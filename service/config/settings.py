@@ -110,7 +110,8 @@ class Settings(BaseSettings):
     object in it replaces one as a whole, but rope keeps its theta."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model("auto")
     """Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the
-    checkpoint's on a GPU, float32 on a CPU."""
+    checkpoint's on a GPU, float32 on a CPU. With float32 a CPU with AVX-512 leaves a checkpoint's
+    weights of 16 bits as they are: results are the same, bit by bit."""
     quantize: Quantize = _model("none")
     """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
     norms stay as they are. A checkpoint that is quantised needs no value: its config says how, and

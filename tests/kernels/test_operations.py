@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,9 +20,12 @@ from tokenpod.kernels.products.cpu_product import (
     laid_out,
     prepare_activated_linear,
 )
+from tokenpod.kernels.products.formats.narrow import NarrowWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 33]
+#: Of weights of 16 bits; a loop is compiled for each.
+BY_KIND = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
 def test_a_cpu_gets_its_own_operations_and_other_devices_the_reference():
@@ -215,6 +220,30 @@ def test_a_row_of_a_product_with_panels_does_not_depend_on_those_beside_it(dtype
             few = torch.zeros_like(together[:rows])
             product.into(x[-rows:], few)
             assert torch.equal(few, together[-rows:])
+
+
+@pytest.mark.parametrize("dtype", BY_KIND, ids=str)
+def test_weights_of_16_bits_make_the_same_products_as_in_float32(dtype, draw):
+    if not compiled_tiles.available():
+        pytest.skip("no panels here")
+    x, weight = draw(270, 300), draw(200, 300).to(dtype)
+    for ending, norm in itertools.product(Ending, (None, RowNorm(draw(300), 1e-6))):
+        narrow, wide = (
+            Panels(each, None, ending, norm) for each in (NarrowWeight(weight), weight.float())
+        )
+        for rows in (*range(1, 71), 270):
+            streams = torch.ones(2, rows, 100 if ending is Ending.GATED else 200)
+            narrow.into(x[:rows], streams[0])
+            wide.into(x[:rows], streams[1])
+            assert torch.equal(*streams), (ending, rows)
+
+
+def test_rows_of_a_table_of_16_bits_are_float32_where_that_is_asked_for(draw):
+    tokens = torch.tensor([3, 0, 9])
+    for dtype in (torch.bfloat16, torch.float16):
+        table = draw(10, 40).to(dtype)
+        for ops in (cpu.OPERATIONS, reference.OPERATIONS):
+            assert torch.equal(ops.embed(table, tokens, None, torch.float32), table[tokens].float())
 
 
 def test_panels_add_each_output_once_with_two_threads(draw):

@@ -183,7 +183,7 @@ class Graphs:
         self.memory = memory
         #: Rising: those that are captured, and the others.
         self._sizes: list[int] = []
-        most = max(counts)
+        most = max(counts, default=0)
         few = {n for n in counts if _coarse(n, most) or (powers and n.bit_count() == 1)}
         self._later = sorted(counts.keys() - few) if some else []
         for size in sorted(counts.keys() - self._later, reverse=True):

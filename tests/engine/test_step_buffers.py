@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -102,6 +103,9 @@ class Nothing:
 
     def draw_masked(self, counts, integers, logits):
         pass
+
+    def first_layers(self):
+        return nullcontext()
 
     def padding(self, counts):
         return torch.zeros(counts.words, dtype=torch.int64)

@@ -25,6 +25,8 @@ from tokenpod_client.protos.tei.v1 import tei_pb2 as pb
 
 #: Requests of a stream that are answered at once.
 _AT_ONCE = 64
+#: All texts of a stream that is answered once may take so often what one message may have.
+_LONGEST_MESSAGES = 8
 
 #: (backend, request, context, and whose request it is) -> response
 Answer = Callable[..., Awaitable[Any]]
@@ -102,7 +104,8 @@ async def rerank_stream(
 ) -> pb.RerankResponse:
     """The same of a stream: its texts are few enough for one call."""
     serving = backend.generate.serving
-    most, most_bytes = read_limits(serving).max_texts, serving.settings.max_message_bytes
+    most = read_limits(serving).max_texts
+    most_bytes = _LONGEST_MESSAGES * serving.settings.max_message_bytes
     whole: pb.RerankRequest | None = None
     size = 0
     with contextlib.ExitStack() as held:
@@ -117,8 +120,9 @@ async def rerank_stream(
                 )
             size += each.ByteSize()
             if size > most_bytes:
-                problem = f"comes with {size} bytes of messages in a stream; this server takes"
-                raise InvalidArgument("text", f"{problem} {most_bytes} (--max-message-bytes)")
+                problem = f"comes in messages of {size} bytes together; this server takes"
+                limit = f"{most_bytes} ({_LONGEST_MESSAGES} times --max-message-bytes)"
+                raise InvalidArgument("text", f"{problem} {limit}")
             held.enter_context(backend.admission.memory.reserve(each.ByteSize()))
             whole.texts.append(each.text)
             if len(whole.texts) > most:

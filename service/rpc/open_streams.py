@@ -37,7 +37,7 @@ class OpenStreams:
             raise ResourceExhausted(
                 f"{all_} {self._name} streams are open, {own} of them of this connection; this"
                 f" server takes at most {self._most}, {self._most_of_one} of a connection",
-                limit=f"{self._name} streams",
+                limit=f"{self._name.lower()} streams",
                 retry_after=RETRY_SECONDS,
             )
         self._open[connection] += 1

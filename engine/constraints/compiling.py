@@ -195,7 +195,7 @@ class Compiler:
         except TooLong:
             raise
         except (Refused, LimitReached) as error:
-            job.problem = f"constraint: {error}"
+            job.problem = f"constraint: can't be used: {error}"
         except Lost as error:
             log.warning("what compiles constraints was lost twice", exc_info=error)
             job.code, job.problem = FailureCode.COMPILER_LOST, _LOST
@@ -203,7 +203,7 @@ class Compiler:
             job.code, job.problem = FailureCode.INTERNAL, log_fault(error)
         except BaseException as error:  # what the library raises when it panics is no Exception
             log.error("a constraint was not compiled", extra={"reason": type(error).__name__})
-            job.problem = "constraint: the library failed to compile it"
+            job.problem = "constraint: can't be used: the library failed to compile it"
         job.done = True
 
     def _texts(self, request: Request, seconds: float, *, dear: bool) -> list[ConstrainedText]:

@@ -177,6 +177,7 @@ def test_what_a_trial_has_prepared_is_compiled_alike(trials):
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable schema: minimum"),
         (schema({"$ref": "#"}), "no text conforms to it"),
         (Grammar('start: "a"\n  nothing'), "line 2, column 10: "),
+        (Regex("x*" * 1500), "its expressions have too many states"),
     ],
 )
 def test_problems_are_told_in_terms_of_what_was_sent(trials, constraint, problem):

@@ -294,7 +294,7 @@ async def test_a_long_list_of_tokens_lets_others_have_their_turn(minilm: Embeddi
     listed = (await encoded(tokens, tokenizer)).tokens
     assert (len(listed), listed[-1].stop) == (count, 2 * count - 1)
     assert turns >= 25
-    with pytest.raises(InvalidArgument, match="as they are listed; at most 3932160 fit"):
+    with pytest.raises(InvalidArgument, match="bytes as they are listed; at most 3932160 fit"):
         await encoded(Tokenised(10 * count, 10 * tokens.ids, 10 * tokens.offsets), tokenizer)
     beside.cancel()
 

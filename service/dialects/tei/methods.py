@@ -88,8 +88,7 @@ async def rerank(
     backend: Backend, request: pb.RerankRequest, context: Context
 ) -> pb.RerankResponse:
     """Texts, the best first."""
-    facts = read_limits(backend.generate.serving).facts
-    call = codec.rerank_call(request, facts)
+    call = codec.rerank_call(request, read_limits(backend.generate.serving))
     if request.return_text and (size := request.ByteSize()) > MOST_VECTOR_BYTES:
         problem = f"is set for a request of {size} bytes; at most {MOST_VECTOR_BYTES} fit into an"
         raise InvalidArgument("return_text", f"{problem} answer")

@@ -24,7 +24,7 @@ from tokenpod.core.task import VectorFacts
 from tokenpod.models.convert.pickles import convert_words
 from tokenpod.models.folder import read_config
 from tokenpod.models.pooling.files import _word_weights
-from tokenpod.service.calls.embedding import AskedText, ReadCall, ReadLimits
+from tokenpod.service.calls.embedding import AskedText, ReadCall, ReadLimits, pairs_of
 from tokenpod.service.calls.errors import InvalidArgument
 from tokenpod.service.dialects.tei.codec import encoded
 from tokenpod.service.text.encoder import Tokenised
@@ -394,6 +394,9 @@ def test_a_head_of_words_that_is_a_pickle_is_named(tmp_path: Path) -> None:
     wanted = ReadCall([AskedText("inputs", "a")], sparse=True)
     with pytest.raises(InvalidArgument, match=r"sparse_linear\.safetensors is missing.*convert"):
         limits.check(wanted, "inputs")
+    # Before there is a text for each.
+    with pytest.raises(InvalidArgument, match="has 9 entries; this server allows 8"):
+        pairs_of(limits, "", 9 * ["x"], "documents")
 
 
 @pytest.fixture(scope="module")
